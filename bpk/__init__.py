@@ -1,0 +1,1 @@
+"""bpk: more out of every backward pass."""

@@ -1,0 +1,105 @@
+"""One call of a layer: everything a rule is allowed to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Wrt = int | str
+"""What to differentiate with respect to: the index of an input or the name of a parameter."""
+
+Options = Any
+"""Where hyperparameters are read from: the module itself, or an object with the same attributes."""
+
+
+class Call:
+    """One evaluation `output = layer(*inputs; params)` on a batch of `N` samples.
+
+    Axis 0 of every input and of the output is the batch axis. `options` carries the
+    hyperparameters as attributes (for a module: the module). `pull`, where present, multiplies
+    `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules
+    of layers that draw random numbers need it.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        inputs: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        output: Tensor,
+        pull: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.options = options
+        self.inputs = tuple(inputs)
+        self.params = dict(params)
+        self.output = output
+        self.pull = pull
+        self._memo: dict[Hashable, Any] = {}
+
+    @property
+    def batch_size(self) -> int:
+        """`N`, the number of samples."""
+        return self.inputs[0].shape[0]
+
+    def memo(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return `compute()`, evaluated once per call and shared by all who ask for `key`."""
+        if key not in self._memo:
+            self._memo[key] = compute()
+        return self._memo[key]
+
+    def shape_of(self, wrt: Wrt) -> torch.Size:
+        """The shape of an input (`[N, *in]`) or of a parameter (`[*p]`)."""
+        return self.inputs[wrt].shape if isinstance(wrt, int) else self.params[wrt].shape
+
+    def subset(self, samples: Sequence[int]) -> Call:
+        """The same call restricted to some samples of the batch."""
+        index = torch.as_tensor(list(samples), device=self.output.device)
+        kept = Call(
+            self.options,
+            [x[index] for x in self.inputs],
+            self.params,
+            self.output[index] if self.output.dim() else self.output,
+        )
+        kept._memo = {
+            key: value[index] for key, value in self._memo.items() if key == "slope"
+        }  # what a random layer drew cannot be recomputed
+        return kept
+
+    def cast(self, dtype: torch.dtype) -> Call:
+        """The same call with floating-point tensors converted to `dtype` (autocast, bfloat16)."""
+
+        def to(x: Tensor) -> Tensor:
+            return x.to(dtype) if x.is_floating_point() else x
+
+        cast = Call(
+            self.options,
+            [to(x) for x in self.inputs],
+            {name: to(p) for name, p in self.params.items()},
+            to(self.output),
+        )
+        cast._memo = {key: to(value) for key, value in self._memo.items() if key == "slope"}
+        return cast
+
+    @classmethod
+    def of(cls, module: nn.Module, *inputs: Tensor, params: Sequence[str] = ()) -> Call:
+        """Evaluate `module` and return the call, ready to hand to its rule.
+
+        >>> call = Call.of(nn.Linear(2, 3), torch.ones(4, 2), params=("weight", "bias"))
+        >>> call.output.shape, call.batch_size
+        (torch.Size([4, 3]), 4)
+        """
+        with torch.enable_grad():
+            live = [
+                x.detach().requires_grad_() if x.is_floating_point() else x.detach() for x in inputs
+            ]
+            out = module(*[x * 1 if x.requires_grad else x for x in live])  # survives in-place layers
+        output = out if isinstance(out, Tensor) else next(t for t in out if isinstance(t, Tensor))
+
+        def pull(vector: Tensor) -> Tensor:
+            return torch.autograd.grad(output, live[0], vector, retain_graph=True)[0]
+
+        own = {n: p for n in params if (p := dict(module.named_parameters(recurse=False)).get(n)) is not None}
+        return cls(module, [x.detach() for x in live], own, output.detach(), pull)

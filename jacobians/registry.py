@@ -1,0 +1,91 @@
+"""The registry: from a module or a function to its rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.rule import Rule
+
+
+class Registry:
+    """Rules by module class and by function, loaded on first look-up.
+
+    `load` yields the rules that exist beforehand (built-in files, installed packages); `add` brings
+    in one more. Look-up is by exact class, then by a base class whose `forward` was not overridden.
+    """
+
+    def __init__(self, load: Callable[[], Iterable[Rule]]) -> None:
+        self._load = load
+        self._loaded = False
+        self._rules: list[Rule] = []
+        self._owners: dict[Any, Rule] = {}
+        self._found: dict[type[nn.Module], Rule | None] = {}
+
+    def __iter__(self) -> Iterator[Rule]:
+        self._fill()
+        return iter(tuple(self._rules))
+
+    def add(self, rule: Rule) -> None:
+        """Register one more rule; a module class or function that already has one is refused."""
+        self._fill()
+        self._insert(rule)
+
+    def remove(self, rule: Rule) -> None:
+        """Take a rule out again."""
+        self._fill()
+        self._rules.remove(rule)
+        self._owners = {owner: r for owner, r in self._owners.items() if r is not rule}
+        self._found.clear()
+
+    def find(self, module: nn.Module | type[nn.Module]) -> Rule | None:
+        """The rule of a module (or of its class), or `None`."""
+        cls = module if isinstance(module, type) else type(module)
+        if cls not in self._found:
+            self._fill()
+            self._found[cls] = self._search(cls)
+        return self._found[cls]
+
+    def find_function(self, function: Any) -> Rule | None:
+        """The rule of a function or tensor method, or `None`."""
+        self._fill()
+        return self._owners.get(function)
+
+    def _search(self, cls: type[nn.Module]) -> Rule | None:
+        for base in inspect.getmro(cls):
+            if base in self._owners and cls.forward is base.forward:
+                return self._owners[base]
+        return None
+
+    def _fill(self) -> None:
+        if not self._loaded:
+            self._loaded = True
+            for rule in self._load():
+                self._insert(rule)
+
+    def _insert(self, rule: Rule) -> None:
+        if not isinstance(rule, Rule):
+            raise RuleError(
+                explain(
+                    f"{rule!r} is not a rule.",
+                    "register() takes an instance of a family, such as Elementwise or Multilinear.",
+                    "write bpk.register(Elementwise('tanh(x)', MyTanh)).",
+                )
+            )
+        for owner in (*rule.modules, *rule.functions):
+            if owner in self._owners:
+                name = getattr(owner, "__name__", str(owner))
+                raise RuleError(
+                    explain(
+                        f"{name} has two rules: {self._owners[owner]!r} and {rule!r}.",
+                        "a layer is described once.",
+                        f"remove one of them, or bpk.unregister() the first before adding the second for {name}.",
+                    )
+                )
+        self._rules.append(rule)
+        self._owners.update(dict.fromkeys((*rule.modules, *rule.functions), rule))
+        self._found.clear()

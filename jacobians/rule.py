@@ -1,0 +1,219 @@
+"""What a rule is: products with a layer's Jacobians and with its second derivative.
+
+A rule never forms a Jacobian. It multiplies with it. Everything that an extension asks for has a
+correct default here, written in terms of `jac_mat_prod` and `jac_t_mat_prod`; a family of rules
+overrides a default where its structure allows a cheaper way, and `check_rule` asserts that both agree.
+
+Shapes: `V` free columns, `N` samples, `*out`/`*in` without the batch axis, `*p` a parameter's shape.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.call import Call, Options, Wrt
+
+
+class Residual(Enum):
+    """Structure of a layer's second derivative, contracted with the gradient of its output."""
+
+    ZERO = "zero"
+    DIAGONAL = "diagonal"
+    GENERAL = "general"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A small concrete layer with input shapes, from which tests and documentation are generated."""
+
+    layer: Callable[..., nn.Module]
+    shapes: tuple[tuple[int, ...], ...]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    train: bool = False
+    target: Callable[..., Tensor] | None = None
+
+    def build(self) -> nn.Module:
+        """The layer, in the mode that the example asks for."""
+        return self.layer(*self.args, **self.kwargs).train(self.train)
+
+    def inputs(self, dtype: torch.dtype = torch.float64, batch: int | None = None) -> tuple[Tensor, ...]:
+        """Random inputs of the example's shapes (with another batch size if asked)."""
+        shapes = [s if batch is None else (batch, *s[1:]) for s in self.shapes]
+        drawn = [torch.randn(s, dtype=torch.float64) for s in shapes]
+        if self.target is not None:
+            drawn.append(self.target(shapes[0]))
+        return tuple(x.to(dtype) if x.is_floating_point() else x for x in drawn)
+
+    def __str__(self) -> str:
+        shown = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        name = getattr(self.layer, "__name__", str(self.layer))
+        return f"{name}({', '.join(shown)}){'.train' if self.train else ''} on {'x'.join(map(str, self.shapes[0]))}"
+
+
+def case(
+    layer: Callable[..., nn.Module],
+    *args: Any,
+    shape: Sequence[int] | None = None,
+    shapes: Sequence[Sequence[int]] = (),
+    train: bool = False,
+    target: Callable[..., Tensor] | None = None,
+    **kwargs: Any,
+) -> Example:
+    """Write an `Example` the way the layer itself is written.
+
+    >>> str(case(nn.Linear, 2, 3, bias=False, shape=(4, 2)))
+    'Linear(2, 3, bias=False) on 4x2'
+    """
+    given = (tuple(shape),) if shape is not None else tuple(tuple(s) for s in shapes)
+    return Example(layer, given, args, kwargs, train, target)
+
+
+class Rule(ABC):
+    """A layer, described once: where it applies, its products, and what it cannot do.
+
+    `modules` are the `torch.nn` classes it serves, `functions` the functions and tensor methods
+    (for the converter), `params` the names of its parameters, `examples` small cases for tests and docs.
+    """
+
+    def __init__(
+        self,
+        *modules: type[nn.Module],
+        functions: Sequence[Any] = (),
+        params: Sequence[str] = (),
+        examples: Sequence[Example] = (),
+    ) -> None:
+        self.modules = tuple(modules)
+        self.functions = tuple(functions)
+        self.params = tuple(params)
+        self.examples = tuple(examples)
+
+    @property
+    def name(self) -> str:
+        """How messages and tables call this rule."""
+        owners = [m.__name__ for m in self.modules] or [getattr(f, "__name__", str(f)) for f in self.functions]
+        return f"{type(self).__name__}({', '.join(owners)})"
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def obstacle(self, call: Call) -> str | None:
+        """Why second-order quantities cannot pass this call, or `None` where they can."""
+        return None
+
+    def capture(self, call: Call) -> None:
+        """Compute what is only available during the backward pass (random masks). Default: nothing."""
+
+    # ---- the products: what a family must derive -------------------------------------------------
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        """The layer as a pure function. Default: the module, called with these parameters."""
+        out = torch.func.functional_call(options, dict(params), tuple(inputs))
+        return out if isinstance(out, Tensor) else out[0]
+
+    @abstractmethod
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        """Multiply with the Jacobian: `[V, N, *in] -> [V, N, *out]`, or `[V, *p] -> [V, N, *out]`."""
+
+    @abstractmethod
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        """Multiply with the transposed Jacobian: `[V, N, *out] -> [V, N, *in]`.
+
+        For a parameter `[V, *p]`, or `[V, N, *p]` where `sum_batch` is false.
+        """
+
+    # ---- the second derivative -------------------------------------------------------------------
+    @abstractmethod
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        """Structure of the second derivative with respect to `wrts` jointly."""
+
+    def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
+        """The diagonal `[N, *in]` of a `DIAGONAL` residual."""
+        raise TypeError(f"{self.name} declares a diagonal residual but does not give it")
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """Multiply with the residual `sum_k grad_out_k d2 out_k`, jointly over the keys of `mats`.
+
+        Inputs travel as `[V, N, *in]`, parameters as `[V, *p]` (summed over samples in the result).
+        """
+        from bpk.jacobians import autodiff
+
+        kind = self.residual(call, tuple(mats))
+        if kind is Residual.ZERO:
+            return {wrt: torch.zeros_like(mat) for wrt, mat in mats.items()}
+        if kind is Residual.DIAGONAL and tuple(mats) == (0,):
+            return {0: self.residual_diag(call, grad_out) * mats[0]}
+        return autodiff.residual_mat_prod(self, call, grad_out, mats)
+
+    def residual_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """Factor the residual as `sum_k s_k u_k u_k^T` for every sample.
+
+        Returns `{wrt: [K, N, *wrt]}` and signs `[K, N]` in {-1, 0, 1}.
+        """
+        from bpk.jacobians import autodiff
+
+        if self.residual(call, wrts) is Residual.DIAGONAL and tuple(wrts) == (0,):
+            diag = self.residual_diag(call, grad_out)
+            flat = diag.flatten(1)
+            columns = torch.diag_embed(flat.abs().sqrt()).transpose(0, 1)
+            return {0: columns.reshape(-1, *diag.shape)}, flat.sign().transpose(0, 1)
+        return autodiff.residual_columns(self, call, grad_out, wrts)
+
+    # ---- shortcuts: correct defaults in terms of the products ------------------------------------
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        """`sum_v w_vn (J_n^T m_vn)^2`, elementwise: `[*p]`, or `[N, *p]` where `per_sample`.
+
+        `mat` is `[V, N, *out]`, `weights` `[V, N]`. With `V = 1` this is the squared individual
+        gradient, with a square root of the GGN its diagonal.
+        """
+        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).square()
+        if weights is not None:
+            rows = rows * weights.reshape(weights.shape + (1,) * (rows.dim() - 2))
+        return rows.sum(0) if per_sample else rows.sum((0, 1))
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        """Squared norms `[N]` of the individual gradients."""
+        return self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0].flatten(1).square().sum(1)
+
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""
+        return None
+
+    def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """The factor `G` from columns `[V, N, *out]`. Default: the parameter's whole GGN block `[P, P]`."""
+        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(2).flatten(0, 1)
+        return rows.T @ rows
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """`mean_n J_n^T M J_n` for a matrix `M` `[D, D]` over `*out` (the recursion of KFRA).
+
+        For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, so
+        that memory stays at `D` times the size of one sample.
+        """
+        name = wrt if isinstance(wrt, int) else wrt
+        total: Tensor | None = None
+        for n in range(call.batch_size):
+            one = call.subset([n])
+            total_n = self._congruence_of_sample(one, matrix, name)
+            total = total_n if total is None else total + total_n
+        assert total is not None
+        return total / call.batch_size
+
+    def _congruence_of_sample(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
+        """`J^T M J` for a call with one sample, by multiplying from both sides."""
+        out = call.output.shape[1:]
+        half = self._pull_flat(call, matrix.reshape(-1, 1, *out), wrt)  # M J: [D, D_wrt]
+        return self._pull_flat(call, half.T.reshape(-1, 1, *out), wrt)
+
+    def _pull_flat(self, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
+        return self.jac_t_mat_prod(call, mat, wrt, sum_batch=True).flatten(1)
