@@ -1,1 +1,41 @@
-"""bpk: more out of every backward pass."""
+"""bpk: more out of every backward pass.
+
+During one `loss.backward()`, `bpk` computes what autograd does not give beside the gradient: individual
+gradients, their norms and variance, diagonals of the GGN and the Hessian, Kronecker factors, matrix square
+roots, and products with curvature blocks.
+
+>>> import torch, bpk
+>>> from bpk.extensions import DiagGGNExact, Variance
+>>> model = bpk.extend(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
+>>> loss_fn = bpk.extend(torch.nn.CrossEntropyLoss())
+>>> with bpk.backpack(Variance(), DiagGGNExact()):
+...     loss_fn(model(torch.randn(8, 4)), torch.randint(2, (8,))).backward()
+>>> model[0].weight.variance.shape, model[0].weight.diag_ggn_exact.shape
+(torch.Size([3, 4]), torch.Size([3, 4]))
+"""
+
+from bpk import context, extensions
+from bpk.context import CTX, backpack, disable
+from bpk.extending import extend, memory_cleanup
+from bpk.jacobians.autodiff import Autodiff
+from bpk.jacobians.rule import Rule
+from bpk.registering import check_rule, register, unregister
+from bpk.support import support
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CTX",
+    "Autodiff",
+    "Rule",
+    "backpack",
+    "check_rule",
+    "context",
+    "disable",
+    "extend",
+    "extensions",
+    "memory_cleanup",
+    "register",
+    "support",
+    "unregister",
+]

@@ -28,18 +28,6 @@ def as_function(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Callable[.
     return function, point
 
 
-def of_one_sample(rule: Rule, call: Call, wrts: Sequence[Wrt], n: int) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """Like `as_function` for sample `n` alone, without the batch axis in inputs and output."""
-    one = call.subset([n])
-    function, point = as_function(rule, one, wrts)
-
-    def single(*args: Tensor) -> Tensor:
-        lifted = [a[None] if isinstance(w, int) else a for w, a in zip(wrts, args, strict=True)]
-        return function(*lifted)[0]
-
-    return single, tuple(x[0] if isinstance(w, int) else x for w, x in zip(wrts, point, strict=True))
-
-
 def residual_mat_prod(rule: Rule, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
     """Differentiate the transposed-Jacobian product once more, along each column of `mats`."""
     wrts = tuple(mats)
@@ -54,31 +42,33 @@ def residual_mat_prod(rule: Rule, call: Call, grad_out: Tensor, mats: Mapping[Wr
     return dict(zip(wrts, vmap(along)(*mats.values()), strict=True))
 
 
+def factor(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigendecompose symmetric matrices `[N, D, D]` into columns `[K, N, D]` and signs `[K, N]`.
+
+    A matrix with NaN or infinite entries gives NaN columns, and leaves the other samples alone.
+    """
+    wide = (dense + dense.transpose(1, 2)) / 2
+    wide = wide.float() if dense.dtype in (torch.bfloat16, torch.float16) else wide
+    healthy = torch.isfinite(wide).flatten(1).all(1)
+    values, basis = torch.linalg.eigh(torch.where(healthy[:, None, None], wide, torch.zeros_like(wide)))
+    columns = (basis * values.abs().sqrt()[:, None, :]).permute(2, 0, 1)
+    columns = torch.where(healthy[None, :, None], columns, torch.full_like(columns, torch.nan))
+    return columns.to(dense.dtype), values.sign().T.to(dense.dtype)
+
+
 def residual_columns(
     rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]
 ) -> tuple[dict[Wrt, Tensor], Tensor]:
     """Eigendecompose the dense residual of every sample, jointly over `wrts`."""
-    vectors, signs = [], []
-    for n in range(call.batch_size):
-        dense, splits = _dense_residual(rule, call, grad_out, wrts, n)
-        if not torch.isfinite(dense).all():  # NaN stays with its sample
-            vectors.append(torch.full_like(dense, torch.nan))
-            signs.append(torch.ones_like(dense[0]))
-            continue
-        wide = dense.double() if dense.dtype != torch.float64 else dense
-        values, basis = torch.linalg.eigh((wide + wide.T) / 2)
-        vectors.append((basis * values.abs().sqrt()).T.to(dense.dtype))
-        signs.append(values.sign().to(dense.dtype))
-    stacked = torch.stack(vectors, 1)  # [K, N, D]
-    parts = stacked.split(splits, dim=2)
-    columns: dict[Wrt, Tensor] = {}
-    for wrt, part in zip(wrts, parts, strict=True):
-        shape = call.shape_of(wrt)[1:] if isinstance(wrt, int) else call.shape_of(wrt)
-        columns[wrt] = part.reshape(*part.shape[:2], *shape)
-    return columns, torch.stack(signs, 1)
+    dense = [_dense_residual(rule, call, grad_out, wrts, n) for n in range(call.batch_size)]
+    vectors, signs = factor(torch.stack(dense))
+    shapes = [call.shape_of(w)[1:] if isinstance(w, int) else call.shape_of(w) for w in wrts]
+    parts = vectors.split([s.numel() for s in shapes], dim=2)
+    columns = {w: part.reshape(*part.shape[:2], *s) for w, s, part in zip(wrts, shapes, parts, strict=True)}
+    return columns, signs
 
 
-def _dense_residual(rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt], n: int) -> tuple[Tensor, list[int]]:
+def _dense_residual(rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt], n: int) -> Tensor:
     """The residual of sample `n` as a matrix over the flattened, concatenated `wrts`."""
     one = call.subset([n])
     shapes = [call.shape_of(w)[1:] if isinstance(w, int) else call.shape_of(w) for w in wrts]
@@ -89,7 +79,7 @@ def _dense_residual(rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt
         for w, s, part in zip(wrts, shapes, eye.split(splits, 1), strict=True)
     }
     product = rule.residual_mat_prod(one, grad_out[n : n + 1], mats)
-    return torch.cat([product[w].flatten(1) for w in wrts], 1), splits
+    return torch.cat([product[w].flatten(1) for w in wrts], 1)
 
 
 class Autodiff(Rule):

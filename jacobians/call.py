@@ -50,6 +50,10 @@ class Call:
             self._memo[key] = compute()
         return self._memo[key]
 
+    def share_memo(self, other: Call) -> None:
+        """Take over what another view of the same call has already computed."""
+        self._memo = other._memo
+
     def shape_of(self, wrt: Wrt) -> torch.Size:
         """The shape of an input (`[N, *in]`) or of a parameter (`[*p]`)."""
         return self.inputs[wrt].shape if isinstance(wrt, int) else self.params[wrt].shape

@@ -38,18 +38,25 @@ class Example:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     train: bool = False
-    target: Callable[..., Tensor] | None = None
+    target: Callable[..., Tensor | tuple[Tensor, ...]] | None = None
+    domain: Callable[[Tensor], Tensor] | None = None
 
     def build(self) -> nn.Module:
         """The layer, in the mode that the example asks for."""
         return self.layer(*self.args, **self.kwargs).train(self.train)
 
     def inputs(self, dtype: torch.dtype = torch.float64, batch: int | None = None) -> tuple[Tensor, ...]:
-        """Random inputs of the example's shapes (with another batch size if asked)."""
+        """Random inputs of the example's shapes (with another batch size if asked).
+
+        `domain` maps normal numbers to where the layer is defined; `target(shape)` gives further inputs.
+        """
         shapes = [s if batch is None else (batch, *s[1:]) for s in self.shapes]
         drawn = [torch.randn(s, dtype=torch.float64) for s in shapes]
+        if self.domain is not None:
+            drawn = [self.domain(x) for x in drawn]
         if self.target is not None:
-            drawn.append(self.target(shapes[0]))
+            further = self.target(shapes[0])
+            drawn.extend(further if isinstance(further, tuple) else (further,))
         return tuple(x.to(dtype) if x.is_floating_point() else x for x in drawn)
 
     def __str__(self) -> str:
@@ -64,7 +71,8 @@ def case(
     shape: Sequence[int] | None = None,
     shapes: Sequence[Sequence[int]] = (),
     train: bool = False,
-    target: Callable[..., Tensor] | None = None,
+    target: Callable[..., Tensor | tuple[Tensor, ...]] | None = None,
+    domain: Callable[[Tensor], Tensor] | None = None,
     **kwargs: Any,
 ) -> Example:
     """Write an `Example` the way the layer itself is written.
@@ -73,7 +81,7 @@ def case(
     'Linear(2, 3, bias=False) on 4x2'
     """
     given = (tuple(shape),) if shape is not None else tuple(tuple(s) for s in shapes)
-    return Example(layer, given, args, kwargs, train, target)
+    return Example(layer, given, args, kwargs, train, target, domain)
 
 
 class Rule(ABC):
@@ -82,6 +90,9 @@ class Rule(ABC):
     `modules` are the `torch.nn` classes it serves, `functions` the functions and tensor methods
     (for the converter), `params` the names of its parameters, `examples` small cases for tests and docs.
     """
+
+    from_output: bool = False
+    """Whether the products are right when `call.inputs[0]` holds the output (layers that work in place)."""
 
     def __init__(
         self,
@@ -191,8 +202,12 @@ class Rule(ABC):
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """The factor `G` from columns `[V, N, *out]`. Default: the parameter's whole GGN block `[P, P]`."""
-        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(2).flatten(0, 1)
+        rows = self.kron_rows(call, mat, param, approximation).flatten(0, -2)
         return rows.T @ rows
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """Rows `[..., P]` whose Gram matrix is the factor `G`. Default: `[V, N, P]`, the parameter's columns."""
+        return self.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(2)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n` for a matrix `M` `[D, D]` over `*out` (the recursion of KFRA).
@@ -200,11 +215,10 @@ class Rule(ABC):
         For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, so
         that memory stays at `D` times the size of one sample.
         """
-        name = wrt if isinstance(wrt, int) else wrt
         total: Tensor | None = None
         for n in range(call.batch_size):
             one = call.subset([n])
-            total_n = self._congruence_of_sample(one, matrix, name)
+            total_n = self._congruence_of_sample(one, matrix, wrt)
             total = total_n if total is None else total + total_n
         assert total is not None
         return total / call.batch_size

@@ -1,2 +1,107 @@
-"""placeholder, being written"""
-RULES: tuple = ()
+"""Linear and bilinear layers, with any number of axes between batch and features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bpk.jacobians.affine import Affine
+from bpk.jacobians.call import Call
+from bpk.jacobians.rule import case
+
+
+class FeaturesLast(Affine):
+    """Outputs `[N, *t, O]`: one group, positions between batch and features."""
+
+    def as_columns(self, call: Call, mat: Tensor) -> Tensor:
+        return mat.reshape(*mat.shape[:2], -1, mat.shape[-1]).transpose(2, 3)[:, :, None]
+
+    def as_output(self, call: Call, columns: Tensor) -> Tensor:
+        v, n, _, o, _ = columns.shape
+        out = call.output.shape
+        return columns[:, :, 0].transpose(2, 3).expand(v, n, out[1:-1].numel(), o).reshape(v, n, *out[1:])
+
+    def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
+        lead = weight.shape[: weight.dim() - call.params["weight"].dim()]
+        return weight.reshape(*lead, 1, call.params["weight"].shape[0], -1)
+
+    def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
+        return matrix.reshape(*matrix.shape[:-3], *call.params["weight"].shape)
+
+
+class LinearRule(FeaturesLast):
+    """`out = x W^T + b`."""
+
+    def forward(self, options: Any, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return F.linear(inputs[0], params["weight"], params.get("bias"))
+
+    def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
+        x = call.inputs[0][samples]
+        return x.reshape(x.shape[0], -1, x.shape[-1]).transpose(1, 2)[:, None]
+
+    def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return F.linear(mat, call.params["weight"])
+
+    def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return F.linear(mat, call.params["weight"].T)
+
+    def weight_product(self, call: Call, mat: Tensor) -> Tensor:
+        x = call.inputs[0].reshape(-1, call.inputs[0].shape[-1])
+        return torch.matmul(x, mat.transpose(1, 2)).reshape(mat.shape[0], *call.output.shape)
+
+    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        x = call.inputs[0].reshape(-1, call.inputs[0].shape[-1])
+        return torch.matmul(mat.reshape(mat.shape[0], x.shape[0], -1).transpose(1, 2), x)
+
+
+class BilinearRule(FeaturesLast):
+    """`out_o = x1^T W_o x2 + b_o`: a linear layer on the outer product of its inputs."""
+
+    def forward(self, options: Any, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return F.bilinear(inputs[0], inputs[1], params["weight"], params.get("bias"))
+
+    def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
+        left, right = (x[samples] for x in call.inputs)
+        product = left[..., :, None] * right[..., None, :]
+        return product.reshape(left.shape[0], -1, left.shape[-1] * right.shape[-1]).transpose(1, 2)[:, None]
+
+    def _partial(self, call: Call, wrt: int) -> Tensor:
+        """The weight contracted with the other input: `[N, *t, O, I_wrt]`."""
+        pattern = "oij,n...j->n...oi" if wrt == 0 else "oij,n...i->n...oj"
+        return torch.einsum(pattern, call.params["weight"], call.inputs[1 - wrt])
+
+    def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return torch.einsum("...oi,v...i->v...o", self._partial(call, wrt), mat)
+
+    def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return torch.einsum("...oi,v...o->v...i", self._partial(call, wrt), mat)
+
+
+RULES = (
+    LinearRule(
+        nn.Linear,
+        functions=(F.linear,),
+        params=("weight", "bias"),
+        examples=(
+            case(nn.Linear, 4, 3, shape=(5, 4)),
+            case(nn.Linear, 4, 3, bias=False, shape=(5, 4)),
+            case(nn.Linear, 4, 3, shape=(3, 5, 4)),
+            case(nn.Linear, 3, 2, shape=(2, 3, 2, 3)),
+            case(nn.Linear, 1, 1, shape=(3, 1)),
+        ),
+    ),
+    BilinearRule(
+        nn.Bilinear,
+        functions=(F.bilinear,),
+        params=("weight", "bias"),
+        examples=(
+            case(nn.Bilinear, 3, 2, 4, shapes=((5, 3), (5, 2))),
+            case(nn.Bilinear, 3, 2, 4, bias=False, shapes=((5, 3), (5, 2))),
+            case(nn.Bilinear, 2, 3, 2, shapes=((3, 4, 2), (3, 4, 3))),
+        ),
+    ),
+)

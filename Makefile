@@ -1,0 +1,48 @@
+# make demo    trains a small network on real digits and shows all 18 quantities
+# make test    runs the tests
+# make bench   measures every quantity as a ratio to plain forward+backward
+# Each sets up .venv by itself (Python >= 3.10); a second call finds it ready.
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint doctest bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo: $(VENV)/.has-demo
+	$(PY) examples/demo.py $(ARGS)
+
+test: $(VENV)/.has-demo $(VENV)/.has-test
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.has-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+doctest: $(VENV)/.has-test
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q --doctest-modules bpk/*.py bpk/extensions rules jacobians
+
+bench: $(VENV)/.has-bench
+	$(PY) -m benchmarks $(ARGS)
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"bpk needs Python 3.10 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# one stamp per extra, so that each target installs only what it needs
+$(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/.created
+	@echo "installing bpk[$*] into $(VENV) ..."
+	@$(INSTALL) -e '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

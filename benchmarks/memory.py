@@ -1,0 +1,88 @@
+"""Peak memory of one job, each in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.alternative import Alternative
+from benchmarks.problems import PROBLEMS, TEST_PROBLEMS
+from benchmarks.quantities import QUANTITIES
+
+ROOT = Path(__file__).resolve().parent.parent
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def _kilobytes(key: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1])
+
+
+def _release() -> None:
+    """Give freed memory back to the system, so that the baseline is what is in use."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # another C library
+        return
+
+
+def measure(alternative: Alternative, problem: str, quantity: str) -> float:
+    """Megabytes that forward, backward and the quantity take at their peak beyond model and data.
+
+    On Linux the peak of the resident set is reset after a first run, which pays for imports and code
+    that is derived on first use. Elsewhere the peak since the start of the process is all there is.
+    """
+    torch.set_num_threads(1)
+    job = alternative.prepare({**PROBLEMS, **TEST_PROBLEMS}[problem].setup(), QUANTITIES[quantity])
+    if not os.access(_CLEAR_REFS, os.W_OK):
+        return _measure_by_rusage(job.run)
+    job.run()
+    job.clear()
+    _release()
+    _CLEAR_REFS.write_text("5")
+    before = _kilobytes("VmRSS")
+    result = job.run()
+    peak = _kilobytes("VmHWM")
+    del result
+    return (peak - before) / 1024
+
+
+def _measure_by_rusage(run: object) -> float:
+    assert callable(run)
+    unit = 1024 if sys.platform != "darwin" else 1024**2
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
+
+
+def in_own_process(alternative: str, problem: str, quantity: str) -> float | None:
+    """Run `measure` in a fresh interpreter; `None` where it fails."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--memory-of", problem, quantity, alternative]
+    # Every tensor of some size gets pages of its own, which are returned when it is freed.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return None
+    return float(json.loads(done.stdout.splitlines()[-1])["megabytes"])
+
+
+def import_seconds(package: str = "bpk", repeats: int = 5) -> float | None:
+    """Seconds that importing `package` adds to importing torch, the least of several processes."""
+    code = f"import torch, time; t = time.perf_counter(); import {package}; print(time.perf_counter() - t)"
+    found = []
+    for _ in range(repeats):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            return None
+        found.append(float(done.stdout.splitlines()[-1]))
+    return min(found)

@@ -1,0 +1,146 @@
+"""`bpk` itself, and packages that may be installed beside it: BackPACK and Opacus."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+import torch
+
+from benchmarks.alternative import Alternative, Job, PlainJob, Result, product_vectors, reduce_rows
+from benchmarks.problems import Problem, Setup
+from benchmarks.quantities import QUANTITIES, Form, Quantity
+
+_TORCHVISION: list[torch.library.Library] = []  # the definitions last as long as this object
+
+
+def declare_torchvision_operators() -> None:
+    """Declare the two operators without which torchvision cannot be imported.
+
+    A torchvision wheel built for another variant of torch (CUDA beside CPU) loads no operators of its
+    own, and then fails on import where it registers shapes for them. Nothing here calls them.
+    """
+    if _TORCHVISION:
+        return
+    with contextlib.suppress(ImportError, RuntimeError):
+        import torchvision  # noqa: F401
+
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    _TORCHVISION.append(library)
+    for name in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):  # already defined
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _import(name: str) -> tuple[Any, str | None]:
+    """The package, or the reason why it cannot be used."""
+    try:
+        return importlib.import_module(name), None
+    except Exception as error:  # a broken optional package must not stop the others
+        return None, f"not importable: {type(error).__name__}: {error}".splitlines()[0]
+
+
+class Pack(Alternative):
+    """`bpk` or BackPACK: they are called in the same way."""
+
+    def __init__(self, root: str, name: str) -> None:
+        self.root = root
+        self.name = name
+
+    def reason(self, problem: Problem, quantity: Quantity) -> str | None:
+        if self.root != "bpk":
+            declare_torchvision_operators()
+        package, missing = _import(self.root)
+        if missing:
+            return missing
+        if not hasattr(package, "extend"):
+            return f"{self.root} has no extend()"
+        extensions, missing = _import(f"{self.root}.extensions")
+        if missing and quantity.extensions:
+            return missing
+        absent = [e for e in quantity.extensions if not hasattr(extensions, e)]
+        return f"no extension {', '.join(absent)}" if absent else None
+
+    def prepare(self, setup: Setup, quantity: Quantity) -> Job:
+        return PackJob(setup, quantity, self.root)
+
+
+class PackJob(Job):
+    """`extend` once, then forward and backward in the context of the extensions."""
+
+    def __init__(self, setup: Setup, quantity: Quantity, root: str) -> None:
+        super().__init__(setup, quantity)
+        package = importlib.import_module(root)
+        classes = importlib.import_module(f"{root}.extensions") if quantity.extensions else None
+        self.context = package.backpack
+        self.extensions = [getattr(classes, name)() for name in quantity.extensions]
+        self.fields = [QUANTITIES[name].field for name in quantity.extensions]
+        self.model = package.extend(setup.model)
+        self.loss = package.extend(setup.loss)
+        self.vectors = product_vectors(setup)
+
+    def run(self) -> Result:
+        s = self.setup
+        if not self.extensions:
+            self.loss(self.model(s.inputs), s.targets).backward()
+            return {}
+        with self.context(*self.extensions):
+            self.loss(self.model(s.inputs), s.targets).backward()
+        params = s.params
+        result: Result = {}
+        for name, field in zip(self.quantity.extensions, self.fields, strict=True):
+            values = [getattr(p, field) for p in params]
+            if QUANTITIES[name].form is Form.PRODUCT:
+                values = [product(v) for product, v in zip(values, self.vectors, strict=True)]
+            result[name] = values
+        return result
+
+    def clear(self) -> None:
+        super().clear()
+        for p in self.setup.params:
+            for field in self.fields:
+                if hasattr(p, field):
+                    delattr(p, field)
+
+
+class Opacus(Alternative):
+    """Individual gradients by Opacus' `GradSampleModule`, other first-order quantities from these."""
+
+    name = "opacus"
+
+    def reason(self, problem: Problem, quantity: Quantity) -> str | None:
+        if quantity.name not in ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"):
+            return "first-order quantities only"
+        return _import("opacus.grad_sample")[1]
+
+    def prepare(self, setup: Setup, quantity: Quantity) -> Job:
+        return OpacusJob(setup, quantity)
+
+
+class OpacusJob(PlainJob):
+    def __init__(self, setup: Setup, quantity: Quantity) -> None:
+        super().__init__(setup, quantity)
+        module = importlib.import_module("opacus.grad_sample")
+        self.model = module.GradSampleModule(setup.model, loss_reduction="mean")
+
+    def run(self) -> Result:
+        s = self.setup
+        s.loss(self.model(s.inputs), s.targets).backward()
+        rows: list[Any] = [p.grad_sample for p in s.params]  # type: ignore[attr-defined]
+        return {self.quantity.name: reduce_rows(self.quantity.name, rows)}
+
+    def clear(self) -> None:
+        super().clear()
+        for p in self.setup.params:
+            p.grad_sample = None  # type: ignore[attr-defined]
+
+    def canonical(self, result: Result) -> Result:
+        """Opacus leaves out the division by `N`."""
+        power = 1 if self.quantity.name == "BatchGrad" else 2
+        return {k: [v / self.setup.batch**power for v in values] for k, values in result.items()}
+
+
+BPK = Pack("bpk", "bpk")
+BACKPACK = Pack("backpack", "backpack")

@@ -1,0 +1,241 @@
+"""The reference: plain autograd, one sample and one class at a time, and the comparison with it.
+
+Square roots are compared through the quadratic forms that they give, as they are unique up to a rotation.
+Hessian diagonals are compared at some entries. Monte-Carlo quantities are compared in the mean over draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.alternative import Job, Loop, Result, hessian_root, product_vectors, reduce_rows
+from benchmarks.problems import Problem, Setup
+from benchmarks.quantities import QUANTITIES, Form, Quantity
+
+TOLERANCE = 2e-3  # float32, relative to the norm of the reference, for every parameter
+DRAWS = 12
+STANDARD_ERRORS = 6.0
+DIRECTIONS = 3
+ENTRIES = 4
+SAMPLES = 3
+EXACT = {
+    "DiagGGNMC": "DiagGGNExact",
+    "BatchDiagGGNMC": "BatchDiagGGNExact",
+    "SqrtGGNMC": "SqrtGGNExact",
+    "KFAC": "KFLR",
+}
+"""The mean of a Monte-Carlo quantity over draws."""
+
+
+class Reference:
+    """Every quantity of a problem, computed on demand and kept."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.setup = problem.check_setup()
+        self.linear_pieces = all(not isinstance(m, nn.Sigmoid) for m in self.setup.model)
+
+    @cached_property
+    def gradients(self) -> list[Tensor]:
+        """Individual gradients `[N, *p]`."""
+        job = Loop().prepare(self.setup, QUANTITIES["BatchGrad"])
+        return list(job.run()["BatchGrad"])
+
+    @cached_property
+    def directions(self) -> list[Tensor]:
+        """Random directions `[numel, DIRECTIONS]` for each parameter."""
+        generator = torch.Generator().manual_seed(2)
+        return [torch.randn(p.numel(), DIRECTIONS, generator=generator) for p in self.setup.params]
+
+    @cached_property
+    def _ggn(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Diagonals `[N, *p]`, quadratic forms `[N, DIRECTIONS]`, blocks of biases `[d, d]`."""
+        s = self.setup
+        diagonals = [torch.zeros(s.batch, *p.shape) for p in s.params]
+        forms = [torch.zeros(s.batch, DIRECTIONS) for _ in s.params]
+        blocks = [torch.zeros(p.numel(), p.numel()) for p in s.params if p.dim() == 1]
+        for n in range(s.batch):
+            logits = s.model(s.inputs[n : n + 1])
+            for root in hessian_root(logits.detach(), s.batch):
+                column = torch.autograd.grad(logits, s.params, root, retain_graph=True)
+                for d, f, v, g in zip(diagonals, forms, self.directions, column, strict=True):
+                    d[n].addcmul_(g, g)
+                    f[n] += (g.flatten() @ v).square()
+                for block, g in zip(blocks, (g for g in column if g.dim() == 1), strict=True):
+                    block.addr_(g, g)
+        return diagonals, forms, blocks
+
+    @cached_property
+    def input_factors(self) -> list[Tensor]:
+        """`sum_n a_n a_n^T / N` for every layer with a weight; positions of a convolution are summed."""
+        s, factors, x = self.setup, [], self.setup.inputs
+        with torch.no_grad():
+            for module in s.model:
+                if isinstance(module, nn.Conv2d):
+                    patches = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
+                    factors.append(sum((p @ p.T for p in patches), torch.zeros(())) / s.batch)
+                elif isinstance(module, nn.Linear):
+                    factors.append(x.T @ x / s.batch)
+                x = module(x)
+        return factors
+
+    @cached_property
+    def averaged_recursion(self) -> list[Tensor]:
+        """`G` of KFRA (Botev et al., 2017) for every layer with a bias, in the order of the layers."""
+        s, seen, x = self.setup, [], self.setup.inputs
+        with torch.no_grad():
+            for module in s.model:
+                seen.append(x)
+                x = module(x)
+            root = hessian_root(x, s.batch).flatten(0, 1)
+            matrix, blocks = root.T @ root, []
+            for module, x in reversed(list(zip(s.model, seen, strict=True))):
+                if isinstance(module, nn.Linear):
+                    blocks.append(matrix)
+                    matrix = module.weight.T @ matrix @ module.weight
+                elif isinstance(module, nn.ReLU):
+                    mask = (x > 0).float()
+                    matrix = matrix * (mask.T @ mask / s.batch)
+        return blocks[::-1]
+
+    def kronecker(self, blocks: list[Tensor]) -> list[list[Tensor]]:
+        """`[G, A]` for weights, `[G]` for biases; every layer here has both."""
+        pairs = zip(blocks, self.input_factors, strict=True)
+        return [factors for g, a in pairs for factors in ([g, a], [g])]
+
+    def value(self, name: str) -> list[Any] | None:
+        """The reference of a quantity in canonical form, or `None` where there is none."""
+        if name in ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"):
+            return reduce_rows(name, self.gradients)
+        if name in ("DiagGGNExact", "BatchDiagGGNExact"):
+            rows = self._ggn[0]
+            return rows if name == "BatchDiagGGNExact" else [r.sum(0) for r in rows]
+        if name == "SqrtGGNExact":
+            return self._ggn[1]
+        if name in ("KFLR", "KFRA"):
+            return self.kronecker(self._ggn[2] if name == "KFLR" else self.averaged_recursion)
+        if name in ("DiagHessian", "BatchDiagHessian"):
+            return self.hessian_entries(per_sample=name == "BatchDiagHessian")
+        if name == "PCHMP" and not self.linear_pieces:
+            return None
+        if QUANTITIES[name].form is Form.PRODUCT:
+            same = "GGNMP" if name == "PCHMP" else name  # no residual to be changed
+            return Loop().prepare(self.setup, QUANTITIES[same]).run()[same]
+        return None
+
+    @cached_property
+    def entries(self) -> list[Tensor]:
+        """Flat indices: the largest gradient entries and random ones, for each parameter."""
+        s = self.setup
+        grads = torch.autograd.grad(s.loss(s.model(s.inputs), s.targets), s.params)
+        generator = torch.Generator().manual_seed(3)
+        chosen = []
+        for g in grads:
+            largest = g.abs().flatten().topk(min(ENTRIES // 2, g.numel())).indices
+            chosen.append(torch.cat([largest, torch.randint(g.numel(), (ENTRIES // 2,), generator=generator)]))
+        return chosen
+
+    def hessian_entries(self, per_sample: bool) -> list[Tensor]:
+        """Entries `[ENTRIES]` or `[SAMPLES, ENTRIES]` of the diagonal, by differentiating twice."""
+        s = self.setup
+        if not per_sample:
+            return self._hessian_entries(s, slice(None))
+        samples = [self._hessian_entries(s, slice(n, n + 1)) for n in range(min(SAMPLES, s.batch))]
+        return [torch.stack(rows) for rows in zip(*samples, strict=True)]
+
+    def _hessian_entries(self, s: Setup, samples: slice) -> list[Tensor]:
+        x, y = s.inputs[samples], s.targets[samples]
+        loss = s.loss(s.model(x), y) * len(y) / s.batch
+        grads = torch.autograd.grad(loss, s.params, create_graph=True)
+        found = []
+        for p, g, index in zip(s.params, grads, self.entries, strict=True):
+            rows = [torch.autograd.grad(g.flatten()[i], p, retain_graph=True)[0].flatten()[i] for i in index]
+            found.append(torch.stack(rows))
+        return found
+
+    def comparable(self, name: str, values: list[Any]) -> list[Any]:
+        """Bring a result into the form of `value`."""
+        if QUANTITIES[name].form is Form.SQRT:
+            return [(v.flatten(2) @ d).square().sum(0) for v, d in zip(values, self.directions, strict=True)]
+        if name == "DiagHessian":
+            return [v.flatten()[i] for v, i in zip(values, self.entries, strict=True)]
+        if name == "BatchDiagHessian":
+            return [v.flatten(1)[:SAMPLES, i] for v, i in zip(values, self.entries, strict=True)]
+        return values
+
+
+def check(job: Job, reference: Reference) -> str | None:
+    """Run `job` and say what is wrong with its result, or `None`."""
+    result = job.canonical(job.run())
+    for name, values in result.items():
+        values = [_detached(v) for v in values]
+        if QUANTITIES[name].sampled:
+            problem = _check_mean(job, name, values, reference)
+        else:
+            expected = reference.value(name)
+            problem = None if expected is None else _differs(name, reference.comparable(name, values), expected)
+        if problem:
+            return problem
+    return None
+
+
+def _detached(value: Any) -> Any:
+    return [v.detach() for v in value] if isinstance(value, (list, tuple)) else value.detach()
+
+
+def _flat(values: list[Any]) -> list[Tensor]:
+    return [t for v in values for t in (v if isinstance(v, (list, tuple)) else [v])]
+
+
+def _differs(name: str, values: list[Any], expected: list[Any]) -> str | None:
+    got, want = _flat(values), _flat(expected)
+    if [g.shape for g in got] != [w.shape for w in want]:
+        shapes = [tuple(g.shape) for g in got], [tuple(w.shape) for w in want]
+        return f"{name} has shapes {shapes[0]}, expected {shapes[1]}"
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        error = float((g - w).norm() / w.norm().clamp_min(1e-12))
+        if not error <= TOLERANCE:
+            return f"{name}: tensor {i} is off by {error:.1e} relative to its norm"
+    return None
+
+
+def _statistics(name: str, values: list[Any]) -> list[Tensor]:
+    """Numbers that are linear in a sampled quantity, one for each tensor that was drawn."""
+    reduce: Callable[[Tensor], Tensor] = torch.sum
+    if QUANTITIES[name].form is Form.KRON:
+        return [v[0].trace() for v in values]
+    return [reduce(v) for v in values]
+
+
+def _check_mean(job: Job, name: str, first: list[Any], reference: Reference) -> str | None:
+    exact = EXACT[name]
+    expected = reference.value(exact)
+    assert expected is not None
+    if QUANTITIES[name].form is Form.KRON:  # the input factors are not random
+        pairs = [(v[1:], e[1:]) for v, e in zip(first, expected, strict=True)]
+        if problem := _differs(name, [p[0] for p in pairs], [p[1] for p in pairs]):
+            return problem
+    torch.manual_seed(0)
+    draws = [_statistics(name, reference.comparable(exact, first))]
+    for _ in range(DRAWS - 1):
+        values = [_detached(v) for v in job.canonical(job.run())[name]]
+        draws.append(_statistics(name, reference.comparable(exact, values)))
+    table = torch.stack([torch.stack(d) for d in draws]).double()  # [DRAWS, tensors]
+    want = torch.stack(_statistics(exact, expected)).double()
+    allowed = STANDARD_ERRORS * table.std(0) / len(draws) ** 0.5 + 0.01 * want.abs()
+    off = (table.mean(0) - want).abs()
+    for i, bad in enumerate(islice((off > allowed).tolist(), len(want))):
+        if bad or not torch.isfinite(off[i]):
+            return f"{name}: mean of {len(draws)} draws is {table.mean(0)[i]:.3e}, expected {want[i]:.3e} (tensor {i})"
+    return None
+
+
+def quantities_of(quantity: Quantity) -> tuple[str, ...]:
+    """The single quantities in a row."""
+    return quantity.parts or (quantity.name,)

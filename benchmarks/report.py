@@ -1,0 +1,139 @@
+"""The table on the screen, the JSON file, and the Markdown for the README."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.problems import PROBLEMS, TEST_PROBLEMS
+from benchmarks.quantities import IMPORT_SECONDS
+from benchmarks.row import Cell, Row
+
+RESULTS = Path(__file__).resolve().parent / "results"
+COLUMNS = ("bpk", "torch.func", "loop", "backpack", "opacus", "write")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+def shown(cell: Cell | None) -> str:
+    """A cell as text: the ratio, with megabytes where they were measured, or why there is none."""
+    if cell is None or cell.status == "skipped":
+        return "–"
+    if cell.ratio is None:
+        return cell.status
+    text = f"{cell.ratio:.2f}" if cell.ratio < 20 else f"{cell.ratio:.0f}"
+    return text if cell.megabytes is None else f"{text} ({cell.megabytes:.0f} MB)"
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table."""
+    goal = "–" if row.target is None else f"{row.target:g}"
+    return [row.quantity, goal, *(shown(row.cells.get(name)) for name in COLUMNS), row.verdict]
+
+
+def header() -> list[str]:
+    """The head of the table."""
+    return ["quantity", "at most", *COLUMNS, "verdict"]
+
+
+def text(table: list[list[str]]) -> str:
+    """Align a table with spaces."""
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table)
+
+
+def title(problem: str, rows: list[Row]) -> str:
+    """A problem, its batch size, and what one plain forward and backward takes."""
+    plain = [row.cells["plain"].seconds for row in rows if row.cells["plain"].seconds]
+    known = {**PROBLEMS, **TEST_PROBLEMS}[problem]
+    milliseconds = f", plain {1000 * min(p for p in plain if p):.1f} ms" if plain else ""
+    return f"{known.title}, N={known.batch}{milliseconds}"
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """What was wrong or failed, and the parts of the rows that ask for several quantities."""
+    found = []
+    for row in rows:
+        for name, cell in row.cells.items():
+            if cell.status in ("wrong", "failed"):
+                found.append(f"{row.quantity}, {name}: {cell.status}: {cell.reason}")
+        if row.parts:
+            found.append(f"{row.quantity}, alone: " + ", ".join(f"{k} {v:.2f}" for k, v in row.parts.items()))
+    return found
+
+
+def by_problem(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows in groups, in the order in which they came."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.problem, []).append(row)
+    return groups
+
+
+def screen(rows: list[Row], import_seconds: float | None = None) -> str:
+    """Everything as text."""
+    parts = []
+    for problem, group in by_problem(rows).items():
+        parts.append(f"{title(problem, group)}\n{text([header(), *map(cells, group)])}")
+        parts += [f"  {line}" for line in notes(group)]
+        parts.append("")
+    if import_seconds is not None:
+        parts.append(f"import bpk after torch: {import_seconds:.3f} s (at most {IMPORT_SECONDS:g})")
+    return "\n".join(parts)
+
+
+def markdown(rows: list[Row], import_seconds: float | None = None) -> str:
+    """The same tables for the README; `bpk` in bold where it is the fastest."""
+    info = machine()
+    parts = [f"Ratios to plain forward and backward. {info['cpu']}, one thread, float32, torch {info['torch']}.", ""]
+    for problem, group in by_problem(rows).items():
+        parts += [f"**{title(problem, group)}**", ""]
+        parts += ["| " + " | ".join(header()) + " |", "|" + "---|" * len(header())]
+        for row in group:
+            line = cells(row)
+            if "slower" not in row.verdict and row.cells.get("bpk", Cell("")).ratio is not None:
+                line[2] = f"**{line[2]}**"
+            parts.append("| " + " | ".join(line) + " |")
+        parts.append("")
+    if import_seconds is not None:
+        parts.append(f"Importing `bpk` adds {import_seconds:.2f} s to importing torch.")
+    return "\n".join(parts)
+
+
+def write_json(rows: list[Row], name: str, import_seconds: float | None = None) -> Path:
+    """Write `results/NAME.json`."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {"machine": machine(), "import_seconds": import_seconds, "rows": [row.as_dict() for row in rows]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def read_json(path: Path) -> tuple[list[Row], float | None]:
+    """Rows of a file that `write_json` wrote."""
+    content = json.loads(path.read_text())
+    rows = [Row(**{**r, "cells": {k: Cell(**c) for k, c in r["cells"].items()}}) for r in content["rows"]]
+    return rows, content["import_seconds"]
+
+

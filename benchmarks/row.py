@@ -1,0 +1,154 @@
+"""One row of the table: a quantity on a problem by every alternative, checked, timed and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.alternative import Alternative, Job, Loop, Plain, Write
+from benchmarks.functional import TorchFunc
+from benchmarks.memory import in_own_process
+from benchmarks.peers import BACKPACK, BPK, Opacus
+from benchmarks.problems import Problem
+from benchmarks.quantities import QUANTITIES, RELATIVE, WRITE_FACTOR, Form, target
+from benchmarks.reference import Reference, check
+from benchmarks.timing import Series, interleave, ratio
+
+PLAIN = Plain()
+WRITE = Write()
+OWN: tuple[Alternative, ...] = (BPK, TorchFunc(), Loop(), WRITE)
+PEERS: tuple[Alternative, ...] = (BACKPACK, Opacus())
+ALTERNATIVES: dict[str, Alternative] = {a.name: a for a in (PLAIN, *OWN, *PEERS)}
+
+
+@dataclass
+class Cell:
+    """What one alternative reached: `status` is `ok`, `skipped`, `wrong` or `failed`."""
+
+    status: str
+    reason: str = ""
+    ratio: float | None = None
+    seconds: float | None = None
+    rounds: int = 0
+    megabytes: float | None = None
+
+
+@dataclass
+class Row:
+    """A quantity on a problem, with a cell for every alternative."""
+
+    problem: str
+    quantity: str
+    batch: int
+    target: float | None
+    cells: dict[str, Cell] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    verdict: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def measure_row(
+    problem: Problem,
+    quantity_name: str,
+    alternatives: Sequence[Alternative],
+    reference: Reference,
+    rounds: int,
+    budget: float,
+    memory: bool = False,
+) -> Row:
+    """Check every alternative, then time those that are right, then (if asked) their peak memory."""
+    quantity = QUANTITIES[quantity_name]
+    row = Row(problem.name, quantity_name, problem.batch, target(problem.name, quantity_name))
+    jobs: dict[str, Job] = {PLAIN.name: PLAIN.prepare(problem.setup(), quantity)}
+    for alternative in alternatives:
+        cell, job = _prepare(alternative, problem, quantity_name, reference)
+        row.cells[alternative.name] = cell
+        if job is not None:
+            jobs[alternative.name] = job
+    alone = {}
+    if quantity_name in RELATIVE and BPK.name in jobs:
+        alone = {f"{BPK.name} {part}": part for part in RELATIVE[quantity_name][0]}
+        jobs |= {key: BPK.prepare(problem.setup(), QUANTITIES[part]) for key, part in alone.items()}
+    series = _time(jobs, rounds, budget, row)
+    plain = series[PLAIN.name]
+    row.cells = {PLAIN.name: Cell("ok")} | row.cells
+    for name, one in series.items():
+        if name in alone:
+            row.parts[alone[name]] = ratio(one, plain)
+            continue
+        cell = row.cells[name]
+        cell.ratio, cell.seconds, cell.rounds = ratio(one, plain), one.median, len(one.seconds)
+        if memory:
+            cell.megabytes = in_own_process(name, problem.name, quantity_name)
+    row.verdict = judge(row)
+    return row
+
+
+def _prepare(
+    alternative: Alternative, problem: Problem, quantity_name: str, reference: Reference
+) -> tuple[Cell, Job | None]:
+    """Check the result on the problem's check batch; only a right one gets a job to be timed."""
+    quantity = QUANTITIES[quantity_name]
+    if why := alternative.reason(problem, quantity):
+        return Cell("skipped", why), None
+    try:
+        wrong = check(alternative.prepare(problem.check_setup(), quantity), reference)
+        if wrong:
+            return Cell("wrong", wrong), None
+        return Cell("ok"), alternative.prepare(problem.setup(), quantity)
+    except Exception as error:  # the other alternatives are still worth measuring
+        return Cell("failed", f"{type(error).__name__}: {error}".splitlines()[0]), None
+
+
+def _time(jobs: Mapping[str, Job], rounds: int, budget: float, row: Row) -> dict[str, Series]:
+    """Time the jobs; those that only fail on the full batch are noted and left out."""
+    for name, job in list(jobs.items()):
+        try:
+            job.run()
+        except Exception as error:
+            row.cells[name] = Cell("failed", f"{type(error).__name__}: {error}".splitlines()[0])
+            jobs = {key: other for key, other in jobs.items() if key != name}
+        finally:
+            job.clear()
+    return interleave(jobs, rounds, budget)
+
+
+def fastest_peer(row: Row) -> str | None:
+    """The fastest alternative to `bpk` that gives the same result."""
+    peers = {
+        name: cell.ratio
+        for name, cell in row.cells.items()
+        if name not in (PLAIN.name, WRITE.name, BPK.name) and cell.status == "ok" and cell.ratio is not None
+    }
+    return min(peers, key=lambda name: peers[name] or 0.0) if peers else None
+
+
+def judge(row: Row) -> str:
+    """Compare `bpk` with the target, with the fastest peer, with that peer's memory."""
+    own = row.cells.get(BPK.name)
+    if own is None:
+        return "not measured"
+    if own.ratio is None:
+        return own.status
+    faults = []
+    if row.target is not None and own.ratio > row.target:
+        faults.append(f"over target {row.target:g}")
+    if row.quantity in RELATIVE and row.parts:
+        dearest, allowed = max(row.parts.values()), RELATIVE[row.quantity][1]
+        if own.ratio > allowed * dearest:
+            faults.append(f"{own.ratio / dearest:.2f} x dearest part, over {allowed:g}")
+    write = row.cells.get(WRITE.name)
+    if row.problem == "mlp" and QUANTITIES[row.quantity].form is Form.ROWS and write is not None and write.ratio:
+        if own.ratio > WRITE_FACTOR * write.ratio:
+            faults.append(f"{own.ratio / write.ratio:.2f} x writing, over {WRITE_FACTOR:g}")
+    if peer := fastest_peer(row):
+        cell = row.cells[peer]
+        if cell.ratio is not None and own.ratio > cell.ratio:
+            faults.append(f"slower than {peer}")
+        if own.megabytes is not None and cell.megabytes is not None and own.megabytes > cell.megabytes:
+            faults.append(f"more memory than {peer}")
+    return "; ".join(faults) or "reached"

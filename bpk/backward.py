@@ -1,0 +1,357 @@
+"""The dispatcher: one backward pass, call by call.
+
+From `loss.backward()` to `p.diag_ggn_exact`:
+
+1. autograd reaches the output of a recorded call, and the hook there (`recorder.Visit`) comes here;
+2. each sweep (`sweeps.py`) shows what has arrived at this call, and sends it on through the call's rule;
+3. each parameter of the call collects it (`statistics.Uses`), until all uses of the parameter are in;
+4. each extension reduces the collected uses to the value of its field.
+
+Nothing here knows a layer or a quantity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk import engine
+from bpk.context import backpack
+from bpk.graph import Source, gradient_edge, parameter_edges, trace, upstream
+from bpk.jacobians.call import Call
+from bpk.jacobians.errors import explain
+from bpk.jacobians.loss import Loss
+from bpk.jacobians.rule import Rule
+from bpk.recorder import OPEN_USES, Record
+from bpk.statistics import Use, Uses
+from bpk.support import announce, check_samples, require_batch, require_support
+from bpk.sweeps import Step, Sweep
+
+
+class ParameterState:
+    """A parameter during one backward pass: its uses per sweep, and what is still to come."""
+
+    def __init__(self, param: Tensor, module: nn.Module) -> None:
+        self.param = param
+        self.modules = [module]
+        self.count = 0
+        self.uses: dict[Hashable, Uses] = {}
+        self.awaited_gradients = 0
+        self.gradients: list[Tensor] = []
+        self.done: set[int] = set()
+
+
+class Backward:
+    """One backward pass under one context."""
+
+    def __init__(self, context: backpack, task: int) -> None:
+        self.context = context
+        self.task = task
+        self.extensions = context.extensions
+        self.sweeps: dict[Hashable, Sweep] = {}
+        self.listens: list[Hashable | None] = []
+        for extension in self.extensions:
+            sweep = extension.sweep()
+            shared = sweep is not None and not extension.has_module_extensions
+            key = None if sweep is None else sweep.key if shared else (sweep.key, id(extension))
+            self.listens.append(key)
+            if sweep is not None:
+                self.sweeps.setdefault(key, sweep)
+        self.second_order = any(e.second_order for e in self.extensions)
+        self.sources: dict[int, dict[int, Source]] = {}
+        self.states: dict[int, ParameterState] = {}
+        self.unfinished: dict[int, nn.Module] = {}
+        self.visited: list[nn.Module] = []
+        self.saved: list[tuple[Tensor, str]] = []
+        self.handles: list[Any] = []
+        self.closed = False
+
+    # ---- life cycle ------------------------------------------------------------------------------
+    def visit(self, record: Record, grad: Tensor) -> None:
+        """Work on one call; if anything fails, leave nothing half-done behind."""
+        device = grad.device.type
+        plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        try:
+            with plain:
+                self._visit(record, grad)
+        except BaseException:
+            self.abort()
+            raise
+
+    def close(self) -> None:
+        """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            for state in self.states.values():
+                self.finish(state, final=True)
+            self.run_container_hooks()
+        except BaseException:
+            self.abort()
+            raise
+        self.clear()
+
+    def abort(self) -> None:
+        """Something went wrong: remove the fields that this pass has saved."""
+        self.closed = True
+        for param, name in self.saved:
+            param.__dict__.pop(name, None)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.sweeps, self.states, self.sources, self.unfinished = {}, {}, {}, {}
+        self.saved, self.visited = [], []
+
+    # ---- one call --------------------------------------------------------------------------------
+    def _visit(self, record: Record, grad: Tensor) -> None:
+        if record.released:
+            raise RuntimeError(already_released(record))
+        require_batch(record)
+        for extension in self.extensions:
+            check_samples(extension, record)
+        loss = record.rule if isinstance(record.rule, Loss) else None
+        if self.second_order and record.output.dim() == 0:
+            for upper in upstream(record):
+                self.require(upper)
+        self.require(record)
+        if self.context.debug:
+            print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
+        written = self.apply_module_extensions(record, grad)
+        if record.rule is not None:
+            self.apply_rule(record, record.rule, grad, loss, written)
+        if not (self.context.retain_graph or engine.keeps_graph()):
+            record.release()
+        else:
+            record.close()
+        self.visited.append(record.module)
+        if record.module not in self.unfinished.values():
+            self.run_hook(record.module)
+
+    def require(self, record: Record) -> None:
+        """Refuse, before anything is computed, what some active extension cannot do."""
+        for extension in self.extensions:
+            if extension.module_extension(record.module) is None:
+                require_support(extension, record, self.needs_input(record))
+
+    def needs_input(self, record: Record) -> bool:
+        """Whether anything upstream of the call waits for second-order quantities."""
+        return bool(self.sources_of(record))
+
+    def sources_of(self, record: Record) -> dict[int, Source]:
+        """By input index: where the call's inputs come from."""
+        if id(record) not in self.sources:
+            traced = {index: trace(edge) for index, edge in enumerate(record.edges)} if self.second_order else {}
+            self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
+        return self.sources[id(record)]
+
+    def apply_rule(
+        self, record: Record, rule: Rule, grad: Tensor, loss: Loss | None, written: set[Hashable]
+    ) -> None:
+        """Let every sweep pass the call, and collect what it brings for the call's parameters."""
+        call = record.call()
+        grad, call = matched(grad, call)
+        call.pull = self.pull_through(record)
+        if self.second_order:
+            rule.capture(call)
+        views: dict[tuple[int, ...] | None, Call] = {None: call}
+        trained = {n: p for n, p in record.params.items() if is_trained(p)}
+        states = {name: self.state_of(p, record) for name, p in trained.items()}
+        for key, sweep in self.sweeps.items():
+            if key in written:
+                continue
+            if sweep.samples not in views:
+                assert sweep.samples is not None
+                views[sweep.samples] = call if loss else call.subset(sweep.samples)
+            reused = tuple(n for n, p in trained.items() if OPEN_USES[id(p)] - record.open > 0)
+            sources = self.sources_of(record) if sweep.second_order else dict[int, Source]()
+            step = Step(record, rule, call, views[sweep.samples], grad, sources, reused)
+            if loss is not None:
+                if sweep.second_order and sources:
+                    announce(loss.flat, self.extensions)
+                    sweep.start(step, loss)
+                continue
+            arrived = sweep.visit(step)
+            for name, state in states.items():
+                uses = state.uses.setdefault(key, self.new_uses(key, state.param, record))
+                uses.uses.append(Use(step.call, rule, name, arrived))
+        call.pull = None
+        if states:
+            self.expect_gradients(record, rule, states)
+            for name, state in states.items():
+                state.count += 1
+                if OPEN_USES[id(trained[name])] - record.open <= 0:
+                    self.finish(state)
+
+    def new_uses(self, key: Hashable, param: Tensor, record: Record) -> Uses:
+        """An empty collection, told what the active extensions will want from it."""
+        mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
+        return Uses(param, record.batch_size, any(e.needs_rows for e in mine), any(e.needs_samples for e in mine))
+
+    def state_of(self, param: Tensor, record: Record) -> ParameterState:
+        """The state of a parameter; its modules' hooks wait until it is finished."""
+        state = self.states.setdefault(id(param), ParameterState(param, record.module))
+        if record.module not in state.modules:
+            state.modules.append(record.module)
+        self.unfinished[id(record.module)] = record.module
+        return state
+
+    def pull_through(self, record: Record) -> Callable[[Tensor], Tensor]:
+        """The transposed Jacobian of the call that is being visited, by autograd's own graph."""
+        here, edge = (engine.current_node(), record.out_nr), record.edges[0]
+
+        def pull(vector: Tensor) -> Tensor:
+            return torch.autograd.grad((gradient_edge(here),), (gradient_edge(edge),), (vector,), retain_graph=True)[0]
+
+        return pull
+
+    # ---- parameters ------------------------------------------------------------------------------
+    def expect_gradients(self, record: Record, rule: Rule, states: dict[str, ParameterState]) -> None:
+        """Catch the gradients that autograd is about to compute for this call, where an extension wants them."""
+        if not any(e.needs_gradient and e.subsampling is None for e in self.extensions):
+            return
+        edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
+        for name, (node, position) in edges.items():
+            state = states[name]
+            state.awaited_gradients += 1
+            self.handles.append(node.register_hook(self.catcher(state, position)))
+
+    def catcher(self, state: ParameterState, position: int) -> Callable[..., None]:
+        """A hook that stores one gradient contribution and finishes the parameter with the last one."""
+        fired = False
+
+        def catch_gradient(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
+            nonlocal fired
+            gradient = grad_inputs[position]
+            if self.closed or fired or gradient is None:
+                return
+            fired = True
+            state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
+            state.awaited_gradients -= 1
+            if state.awaited_gradients == 0 and OPEN_USES[id(state.param)] <= 0:
+                try:
+                    self.finish(state, final=True)
+                except BaseException:
+                    self.abort()
+                    raise
+
+        return catch_gradient
+
+    def finish(self, state: ParameterState, final: bool = False) -> None:
+        """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
+        for index, extension in enumerate(self.extensions):
+            key = self.listens[index]
+            if index in state.done or key not in state.uses:
+                continue
+            if extension.needs_gradient and state.awaited_gradients > 0 and not final:
+                continue
+            uses = state.uses[key]
+            if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
+                uses.gradient = torch.stack(state.gradients).sum(0) if len(state.gradients) > 1 else state.gradients[0]
+            state.done.add(index)
+            self.save(state.param, extension.savefield, extension.value(uses))
+        if len(state.done) == sum(key in state.uses for key in self.listens):
+            state.uses = {}
+            for module in state.modules:
+                self.finish_module(module)
+
+    def finish_module(self, module: nn.Module) -> None:
+        """Run the extension hook of a module once none of its parameters waits any more."""
+        waiting = any(module in s.modules and s.uses for s in self.states.values())
+        if not waiting and self.unfinished.pop(id(module), None) is not None and module in self.visited:
+            self.run_hook(module)
+
+    def save(self, param: Tensor, name: str, value: Any) -> None:
+        """Attach a result to its parameter."""
+        if isinstance(value, Tensor) and value.dtype != param.dtype:
+            value = value.to(param.dtype)
+        setattr(param, name, value)
+        self.saved.append((param, name))
+
+    # ---- hooks and user-written module extensions ---------------------------------------------------
+    def run_hook(self, module: nn.Module) -> None:
+        """Call the user's extension hook."""
+        if self.context.extension_hook is not None:
+            self.context.extension_hook(module)
+
+    def run_container_hooks(self) -> None:
+        """Containers come last, from the inside out: all that they contain is final then."""
+        if self.context.extension_hook is None:
+            return
+        leaves = {id(m) for m in self.visited}
+        containers: dict[int, nn.Module] = {}
+        for module in self.visited:
+            for container in module.__dict__.get("_bpk_containers", ()):
+                holder = container()
+                if holder is not None and id(holder) not in leaves:
+                    containers.setdefault(id(holder), holder)
+        for container in sorted(containers.values(), key=lambda c: len(list(c.modules()))):
+            self.run_hook(container)
+
+    def apply_module_extensions(self, record: Record, grad: Tensor) -> set[Hashable]:
+        """Run module extensions that users wrote for this layer: they take precedence over its rule.
+
+        Returns the sweeps that the rule need not serve any more.
+        """
+        written: set[Hashable] = set()
+        for index, extension in enumerate(self.extensions):
+            by_hand = extension.module_extension(record.module)
+            if by_hand is None:
+                continue
+            key = self.listens[index]
+            written.add(key)
+            sweep = self.sweeps.get(key)
+            quantity = sweep.hand_over(record) if sweep is not None else None
+            g_inp, g_out = self.gradients_of(record, grad), (grad,)
+            for name in by_hand.params:
+                param = getattr(record.module, name)
+                if param is not None and is_trained(param):
+                    value = by_hand.extract(name, extension, record.module, g_inp, g_out, quantity)
+                    self.save(param, extension.savefield, value)
+            sent = by_hand.backpropagate(extension, record.module, g_inp, g_out, quantity)
+            if sweep is not None and sweep.second_order and self.sources_of(record):
+                sweep.take_back(record, self.sources_of(record), sent)
+        return written
+
+    def gradients_of(self, record: Record, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of a call's inputs, ahead of autograd."""
+        edges = [gradient_edge(edge) for edge in record.edges if edge[0] is not None]
+        if not edges:
+            return (None,) * len(record.edges)
+        here = gradient_edge((engine.current_node(), record.out_nr))
+        found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))
+        return tuple(next(found) if edge[0] is not None else None for edge in record.edges)
+
+
+def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:
+    """Bring a call and its gradient to one dtype (autocast mixes them)."""
+    tensors = [grad, *call.inputs, *call.params.values()]
+    kinds = {t.dtype for t in tensors if t.is_floating_point()}
+    if len(kinds) <= 1:
+        return grad, call
+    dtype = grad.dtype
+    for kind in kinds:
+        dtype = torch.promote_types(dtype, kind)
+    return grad.to(dtype), call.cast(dtype)
+
+
+def is_trained(param: Tensor) -> bool:
+    """Whether a parameter gets fields: a leaf that requires a gradient."""
+    return param.requires_grad and param.is_leaf
+
+
+def already_released(record: Record) -> str:
+    """Why a second backward pass finds nothing."""
+    return explain(
+        f"'{record.path}' was visited by an earlier backward pass, which released what its forward pass had stored.",
+        "a second backward pass needs it again.",
+        "use backpack(..., retain_graph=True) together with backward(retain_graph=True), or run the forward pass again.",
+    )

@@ -1,0 +1,198 @@
+"""The contexts: `backpack(...)` around a backward pass, `disable()` around a forward pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from bpk import engine
+from bpk.jacobians.errors import explain
+
+if TYPE_CHECKING:
+    from bpk.backward import Backward
+    from bpk.extensions.backprop_extension import BackpropExtension
+    from bpk.recorder import Record
+
+ExtensionHook = Callable[[nn.Module], Any]
+
+
+class backpack:  # noqa: N801  (a context manager that reads like a function)
+    """Activate extensions for the backward passes inside the context.
+
+    Args:
+        *extensions: Instances of extensions, such as `BatchGrad()` or `KFAC(mc_samples=2)`.
+        extension_hook: Called as `extension_hook(module)` after all extensions are through with a
+            module; it may replace or delete what they saved.
+        debug: Print what is computed for which module.
+        retain_graph: Keep what the forward pass stored, for another backward pass.
+
+    Raises:
+        ValueError: If something other than an extension instance is passed.
+
+    Contexts nest: the innermost one is active, and leaving it restores the one around it.
+
+    >>> import torch, bpk
+    >>> from bpk.extensions import BatchGrad
+    >>> model = bpk.extend(torch.nn.Linear(2, 1))
+    >>> loss_fn = bpk.extend(torch.nn.MSELoss())
+    >>> with bpk.backpack(BatchGrad()):
+    ...     loss_fn(model(torch.ones(3, 2)), torch.zeros(3, 1)).backward()
+    >>> model.weight.grad_batch.shape
+    torch.Size([3, 1, 2])
+    """
+
+    def __init__(
+        self,
+        *extensions: BackpropExtension,
+        extension_hook: ExtensionHook | None = None,
+        debug: bool = False,
+        retain_graph: bool = False,
+    ) -> None:
+        for extension in extensions:
+            check_extension(extension)
+        self.extensions = extensions
+        self.extension_hook = extension_hook
+        self.debug = debug
+        self.retain_graph = retain_graph
+        self.backward: Backward | None = None
+        self.reached = False
+        self._tasks_before = 0
+
+    def __enter__(self) -> backpack:
+        self.reached = False
+        self._tasks_before = engine.count_tasks() if self.extensions else 0
+        CTX.stack.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        CTX.stack.remove(self)
+        if self.backward is not None:
+            self.backward.abort() if kind is not None else self.backward.close()
+            self.backward = None
+        if CTX.stack:
+            CTX.stack[-1].reached |= self.reached
+        if kind is None and self.extensions and not self.reached and engine.count_tasks() - self._tasks_before > 1:
+            raise RuntimeError(
+                explain(
+                    "backpack(...) saw a backward pass that reached no extended module.",
+                    "the forward pass ran before extend(), or on a model that was not extended.",
+                    "call bpk.extend(model) and bpk.extend(loss_fn) before the forward pass.",
+                )
+            )
+
+
+def check_extension(extension: object) -> None:
+    """Refuse a class instead of an instance, or anything else, saying what to write."""
+    from bpk.extensions.backprop_extension import BackpropExtension
+
+    if isinstance(extension, BackpropExtension):
+        return
+    if isinstance(extension, type) and issubclass(extension, BackpropExtension):
+        name = extension.__name__
+        raise ValueError(
+            explain(
+                f"backpack(...) got the class {name} instead of an instance.",
+                "an extension carries options and results, so it must be created first.",
+                f"write backpack({name}()).",
+            )
+        )
+    raise ValueError(
+        explain(
+            f"backpack(...) got {extension!r}, which is not an extension.",
+            "it takes instances of the classes in bpk.extensions.",
+            "write for example backpack(BatchGrad(), KFAC()).",
+        )
+    )
+
+
+class Context:
+    """What is active right now: the stack of `backpack` contexts, and whether recording is disabled."""
+
+    def __init__(self) -> None:
+        self.stack: list[backpack] = []
+        self.disabled = False
+        self.handles: list[Any] = []
+
+    def get_active_exts(self) -> tuple[BackpropExtension, ...]:
+        """The active extensions (of the innermost context)."""
+        return self.stack[-1].extensions if self.stack else ()
+
+    def get_extension_hook(self) -> ExtensionHook | None:
+        """The active extension hook."""
+        return self.stack[-1].extension_hook if self.stack else None
+
+    def get_debug(self) -> bool:
+        """Whether the active context prints what it does."""
+        return bool(self.stack) and self.stack[-1].debug
+
+    def get_retain_graph(self) -> bool:
+        """Whether the active context keeps what the forward pass stored."""
+        return bool(self.stack) and self.stack[-1].retain_graph
+
+    def add_hook_handle(self, handle: Any) -> None:
+        """Remember a hook on a module, for `remove_hooks`."""
+        self.handles.append(handle)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks of every extended module; `extend` works again afterwards."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def complain_if_active(self, message: str) -> None:
+        """Raise where extensions wait for something that was not recorded."""
+        if self.get_active_exts():
+            raise RuntimeError(message)
+
+    def visit(self, record: Record, grad: Tensor | None) -> None:
+        """A backward pass has reached a recorded call: let the active context work on it."""
+        if not self.stack or grad is None:
+            if not engine.keeps_graph():
+                record.release()
+            return
+        context = self.stack[-1]
+        context.reached = True
+        task = engine.current_task()
+        if context.backward is None or context.backward.task != task:
+            from bpk.backward import Backward
+
+            if context.backward is not None:
+                context.backward.close()
+            context.backward = Backward(context, task)
+            engine.when_finished(context.backward.close)
+        context.backward.visit(record, grad)
+
+
+CTX = Context()
+
+
+@contextmanager
+def disable() -> Iterator[None]:
+    """Run the forward pass of extended modules without storing anything.
+
+    >>> import torch, bpk
+    >>> model = bpk.extend(torch.nn.Linear(2, 1))
+    >>> with bpk.disable():
+    ...     out = model(torch.ones(3, 2))
+    >>> "input0" in vars(model)
+    False
+    """
+    before, CTX.disabled = CTX.disabled, True
+    try:
+        yield
+    finally:
+        CTX.disabled = before
+
+
+def warn_once(message: str, seen: set[str]) -> None:
+    """Warn, but only the first time for each `seen`."""
+    if message not in seen:
+        seen.add(message)
+        warnings.warn(message, UserWarning, stacklevel=4)

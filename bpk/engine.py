@@ -1,0 +1,52 @@
+"""The few entry points of autograd's engine that have no public name, in one place.
+
+Each is used by PyTorch's own Python code (checkpointing, multi-gradient hooks, DDP), so they are
+stable in practice; a change in a future version shows up here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+
+NO_TASK = -1
+
+
+def current_task() -> int:
+    """Identifies the running backward pass (`NO_TASK` outside of one)."""
+    return torch._C._current_graph_task_id()
+
+
+def current_node() -> Node:
+    """The node of the graph that the engine is about to evaluate, or is evaluating."""
+    return torch._C._current_autograd_node()
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward pass was started with `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def when_finished(callback: Callable[[], None]) -> None:
+    """Call back at the end of the running backward pass, when all `.grad` are final."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_transformed() -> bool:
+    """Whether a `torch.func` transform or a tracer is running the forward pass."""
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+
+
+_PROBE = torch.zeros(1, requires_grad=True)
+
+
+def count_tasks() -> int:
+    """How many backward passes this process has started, this probe included."""
+    seen: list[int] = []
+    probe = _PROBE * 1
+    probe.register_hook(lambda grad: seen.append(current_task()))
+    torch.autograd.grad(probe, _PROBE, torch.ones(1))
+    return seen[0]

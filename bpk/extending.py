@@ -1,0 +1,129 @@
+"""`extend`: prepare a model or a loss, so that its backward pass can yield more than the gradient."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TypeVar
+
+from torch import nn
+
+from bpk.context import CTX
+from bpk.jacobians.errors import explain
+from bpk.recorder import forget, record, stash
+from bpk.rules import REGISTRY
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
+    """Extend a model or a loss, recursively; returns the same object.
+
+    Every layer that has a rule (and every layer without children) gets a forward hook that writes its calls
+    down. Extending twice changes nothing.
+
+    Args:
+        module: An instance of `nn.Module`.
+        debug: Print what is extended.
+        use_converter: Rewrite the model's `forward` into modules first (not available yet).
+
+    Raises:
+        ValueError: If `module` is a class or no module, or has a trainable complex parameter.
+
+    >>> import torch, bpk
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+    >>> bpk.extend(model) is model
+    True
+    """
+    check_module(module)
+    if use_converter:
+        raise NotImplementedError(
+            explain(
+                "extend(..., use_converter=True) is not available in this version.",
+                "the converter is still being built.",
+                "call extend(model): functions between layers are handled by autograd without a converter.",
+            )
+        )
+    attach(module, (), "", debug)
+    return module
+
+
+def check_module(module: object) -> None:
+    """Refuse what cannot be extended, before anything is changed."""
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise ValueError(
+            explain(
+                f"extend(...) got the class {module.__name__} instead of an instance.",
+                "only an instance has parameters and a forward pass.",
+                f"write bpk.extend({module.__name__}(...)).",
+            )
+        )
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            explain(
+                f"extend(...) got {type(module).__name__}, which is not an nn.Module.",
+                "forward hooks exist on modules only.",
+                "wrap a function into an nn.Module; for a loss function use its class, such as nn.CrossEntropyLoss().",
+            )
+        )
+    for name, param in module.named_parameters():
+        if param.is_complex() and param.requires_grad:
+            raise ValueError(
+                explain(
+                    f"Parameter '{name}' is complex ({param.dtype}).",
+                    "squares, norms and curvature of complex parameters have several meanings; none is implemented.",
+                    "store real and imaginary part as two real parameters, or set requires_grad=False.",
+                )
+            )
+
+
+def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debug: bool) -> None:
+    """Hook a layer, or descend into a container."""
+    rule = REGISTRY.find(module)
+    children = dict(module.named_children())
+    own = any(p is not None for p in module.parameters(recurse=False))
+    extended = module.__dict__.get("_backpack_extend", False)
+    if (rule is not None or not children or own) and not extended:
+        hook(module, path)
+        fields = module.__dict__
+        fields["_bpk_containers"] = WeakModules(containers)
+        if debug:
+            print(f"[bpk] extend {path or type(module).__name__}: {rule or 'no rule'}")
+    if rule is None:
+        for name, child in children.items():
+            attach(child, (*containers, module), f"{path}.{name}" if path else name, debug)
+    module._backpack_extend = True  # type: ignore[assignment]
+
+
+def hook(module: nn.Module, path: str) -> None:
+    """Register the forward hooks of one layer."""
+    module.__dict__["_bpk_path"] = path
+    CTX.add_hook_handle(module.register_forward_hook(record, with_kwargs=True))
+    if isinstance(module.__dict__.get("inplace"), bool):
+        CTX.add_hook_handle(module.register_forward_pre_hook(stash))
+
+
+class WeakModules:
+    """The containers of a layer, without keeping them alive (and left behind when the layer is copied)."""
+
+    def __init__(self, modules: tuple[nn.Module, ...] = ()) -> None:
+        self.refs = tuple(weakref.ref(m) for m in modules)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.refs)
+
+    def __reduce__(self) -> tuple[type[WeakModules], tuple[()]]:
+        return WeakModules, ()
+
+
+def memory_cleanup(module: nn.Module) -> None:
+    """Remove everything that the forward pass stored on the layers of a model (`input0`, `output`).
+
+    >>> import torch, bpk
+    >>> layer = bpk.extend(torch.nn.Linear(2, 1))
+    >>> out = layer(torch.ones(3, 2))
+    >>> bpk.memory_cleanup(layer)
+    >>> "output" in vars(layer)
+    False
+    """
+    for child in module.modules():
+        forget(child)

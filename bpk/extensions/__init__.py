@@ -1,0 +1,40 @@
+"""All extensions: what can be computed during a backward pass."""
+
+from bpk.extensions.curvmatprod import GGNMP, HMP, PCHMP
+from bpk.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
+from bpk.extensions.secondorder import (
+    HBP,
+    KFAC,
+    KFLR,
+    KFRA,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    BatchDiagHessian,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    SqrtGGNExact,
+    SqrtGGNMC,
+)
+
+__all__ = [
+    "GGNMP",
+    "HBP",
+    "HMP",
+    "KFAC",
+    "KFLR",
+    "KFRA",
+    "PCHMP",
+    "BatchDiagGGNExact",
+    "BatchDiagGGNMC",
+    "BatchDiagHessian",
+    "BatchGrad",
+    "BatchL2Grad",
+    "DiagGGNExact",
+    "DiagGGNMC",
+    "DiagHessian",
+    "SqrtGGNExact",
+    "SqrtGGNMC",
+    "SumGradSquared",
+    "Variance",
+]

@@ -1,0 +1,120 @@
+"""What every extension is: a sweep to listen to, and how a parameter's share of it becomes a field."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from bpk.jacobians.errors import explain
+from bpk.statistics import Uses
+from bpk.sweeps import Sweep
+
+if TYPE_CHECKING:
+    from bpk.extensions.module_extension import ModuleExtension
+
+FAIL_ERROR = "ERROR"
+"""A layer that the extension does not know raises."""
+FAIL_WARN = "WARN"
+"""A layer that the extension does not know, and that has parameters, causes a warning."""
+FAIL_SILENT = "SILENT"
+"""A layer that the extension does not know is passed over."""
+
+
+class BackpropExtension(ABC):
+    """Base class of all extensions.
+
+    Args:
+        savefield: Name of the field on each parameter.
+        module_exts: Module extensions by layer class; they take precedence over rules.
+        fail_mode: What happens at a layer that is not supported.
+        subsampling: Indices of the samples to consider; divisors stay the full batch's.
+    """
+
+    second_order = False
+    """Whether something beside the gradient must travel backwards."""
+    needs_rows = False
+    """Whether individual rows `[V, N, *p]` are materialised anyway."""
+    needs_samples = False
+    """Whether per-sample squares `[N, *p]` are materialised anyway."""
+    needs_gradient = False
+    """Whether the value uses the parameter's gradient of this backward pass."""
+
+    def __init__(
+        self,
+        savefield: str,
+        module_exts: Mapping[type[nn.Module], ModuleExtension] | None = None,
+        fail_mode: str = FAIL_ERROR,
+        subsampling: Sequence[int] | None = None,
+    ) -> None:
+        if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
+            raise ValueError(f"fail_mode must be FAIL_ERROR, FAIL_WARN or FAIL_SILENT, got {fail_mode!r}.")
+        self.savefield = savefield
+        self.fail_mode = fail_mode
+        self.subsampling = checked_indices(subsampling)
+        self._module_exts = dict(module_exts or {})
+
+    def get_subsampling(self) -> list[int] | None:
+        """The considered samples, or `None` for all."""
+        return None if self.subsampling is None else list(self.subsampling)
+
+    def set_module_extension(self, module_cls: type[nn.Module], extension: ModuleExtension, overwrite: bool = False) -> None:
+        """Use a hand-written module extension for a layer class.
+
+        Raises:
+            ValueError: If the class already has one and `overwrite` is false.
+        """
+        if module_cls in self._module_exts and not overwrite:
+            raise ValueError(
+                explain(
+                    f"{type(self).__name__} already has a module extension for {module_cls.__name__}.",
+                    "the second one would silently replace the first.",
+                    "pass overwrite=True to replace it.",
+                )
+            )
+        self._module_exts[module_cls] = extension
+
+    def module_extension(self, module: nn.Module) -> ModuleExtension | None:
+        """The hand-written module extension for a module, or `None`."""
+        return self._module_exts.get(type(module))
+
+    @property
+    def has_module_extensions(self) -> bool:
+        """Whether any layer class has a hand-written module extension."""
+        return bool(self._module_exts)
+
+    def sweep(self) -> Sweep | None:
+        """What the extension listens to (`None`: it works through module extensions only)."""
+        return None
+
+    def value(self, uses: Uses) -> Any:
+        """The value of the field, from what the sweep has brought to the parameter."""
+        raise TypeError(f"{type(self).__name__} declares a sweep but no value")
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Sample indices as a tuple; refuses negative, repeated and non-integer ones."""
+    if subsampling is None:
+        return None
+    indices = tuple(int(i) for i in subsampling)
+    if len(set(indices)) < len(indices) or any(i < 0 for i in indices) or list(indices) != list(subsampling):
+        raise ValueError(
+            explain(
+                f"subsampling={list(subsampling)!r} is not a list of distinct sample indices.",
+                "each index names one sample of the batch, from 0 to N - 1.",
+                "pass for example subsampling=[0, 2, 5].",
+            )
+        )
+    return indices
+
+
+def positive(name: str, number: int) -> int:
+    """A positive whole number, or a clear refusal."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
+    return number

@@ -1,0 +1,84 @@
+"""Products with the diagonal blocks of curvature matrices, as callables on each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from bpk.extensions.curvature import Curvature
+from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.products import BlockProduct, Clip, Tape
+from bpk.statistics import Uses
+from bpk.sweeps import Sweep
+
+__all__ = ["GGNMP", "HMP", "PCHMP", "MatrixProduct"]
+
+
+class MatrixProduct(SecondOrderBackpropExtension):
+    """Common part: the field is a callable `[V, *p] -> [V, *p]` that stays valid after the backward pass.
+
+    It keeps the forward pass's tensors that it needs, and refuses once they, or parameters, were changed.
+    """
+
+    curvature: Curvature
+
+    def sweep(self) -> Sweep:
+        return Tape(self.subsampling)
+
+    def value(self, uses: Uses) -> Callable[[Tensor], Tensor]:
+        return BlockProduct(uses, self.curvature)
+
+
+class HMP(MatrixProduct):
+    """Products with the diagonal blocks of the Hessian, in the field `hmp`.
+
+    Args:
+        savefield: Name of the field.
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    curvature = Curvature.HESSIAN
+
+    def __init__(self, savefield: str = "hmp", subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(savefield, subsampling=subsampling)
+
+
+class GGNMP(MatrixProduct):
+    """Products with the diagonal blocks of the generalised Gauss-Newton matrix, in the field `ggnmp`.
+
+    Args:
+        savefield: Name of the field.
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    curvature = Curvature.GGN
+
+    def __init__(self, savefield: str = "ggnmp", subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(savefield, subsampling=subsampling)
+
+
+class PCHMP(MatrixProduct):
+    """Products with the diagonal blocks of the positive-curvature Hessian, in the field `pchmp`.
+
+    Each layer's residual (its second derivative contracted with the gradient) is made positive
+    semi-definite before it is backpropagated (Chen, Hsieh, Gong, 2018).
+
+    Args:
+        savefield: Name of the field.
+        modify: `"clip"` sets negative eigenvalues of the residual to zero, `"abs"` takes their absolute value.
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    curvature = Curvature.PCH
+
+    def __init__(
+        self, savefield: str = "pchmp", modify: str = "clip", subsampling: Sequence[int] | None = None
+    ) -> None:
+        if modify not in ("clip", "abs"):
+            raise ValueError(f"modify must be 'clip' or 'abs', got {modify!r}.")
+        super().__init__(savefield, subsampling=subsampling)
+        self.modify: Clip = "clip" if modify == "clip" else "abs"
+
+    def value(self, uses: Uses) -> Callable[[Tensor], Tensor]:
+        return BlockProduct(uses, self.curvature, self.modify)

@@ -1,0 +1,8 @@
+"""First-order extensions."""
+
+from bpk.extensions.firstorder.batch_grad import BatchGrad
+from bpk.extensions.firstorder.batch_l2_grad import BatchL2Grad
+from bpk.extensions.firstorder.sum_grad_squared import SumGradSquared
+from bpk.extensions.firstorder.variance import Variance
+
+__all__ = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"]

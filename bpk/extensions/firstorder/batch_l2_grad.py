@@ -1,0 +1,26 @@
+"""Squared norms of individual gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bpk.extensions.firstorder.base import GradientExtension
+from bpk.statistics import Uses
+
+
+class BatchL2Grad(GradientExtension):
+    """Squared L2 norms `[N]` of the individual gradients, per parameter, in the field `batch_l2`.
+
+    `batch_l2[n] = ||grad_batch[n]||^2`; individual gradients are not formed where their norm is cheaper.
+
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__("batch_l2", subsampling=subsampling)
+
+    def value(self, uses: Uses) -> Tensor:
+        return uses.norm_squared()

@@ -1,0 +1,26 @@
+"""Sum of squared individual gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bpk.extensions.firstorder.base import GradientExtension
+from bpk.statistics import Uses
+
+
+class SumGradSquared(GradientExtension):
+    """Sum over samples of the elementwise squared individual gradients, `[*p]`, in `sum_grad_squared`.
+
+    `sum_grad_squared = (grad_batch ** 2).sum(0)`.
+
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__("sum_grad_squared", subsampling=subsampling)
+
+    def value(self, uses: Uses) -> Tensor:
+        return uses.squared_sum()

@@ -1,0 +1,30 @@
+"""Variance of individual gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bpk.extensions.firstorder.base import GradientExtension
+from bpk.statistics import Uses
+
+
+class Variance(GradientExtension):
+    """Elementwise biased variance `[*p]` of the individual gradients, in the field `variance`.
+
+    `variance = sum_n g_n^2 / N - (sum_n g_n / N)^2` with the scaled individual gradients `g_n` of `BatchGrad`.
+
+    Args:
+        subsampling: Indices of the samples in the sums (all by default); `N` stays the full batch's.
+    """
+
+    needs_gradient = True
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__("variance", subsampling=subsampling)
+
+    def value(self, uses: Uses) -> Tensor:
+        n = uses.batch_size
+        mean = uses.summed() / n
+        return (uses.squared_sum() / n - mean.square()).clamp(min=0)

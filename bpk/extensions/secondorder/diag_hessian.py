@@ -1,0 +1,47 @@
+"""Diagonal of the Hessian, summed and per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.statistics import Uses
+from bpk.sweeps import SignedHessian, Sweep
+
+
+class HessianDiagonal(SecondOrderBackpropExtension):
+    """Common part: `diag(H) = sum_k s_k (J^T U_k)^2` over the signed columns of the loss and of every residual."""
+
+    def sweep(self) -> Sweep:
+        return SignedHessian(self.subsampling)
+
+    def value(self, uses: Uses) -> Tensor:
+        return uses.squared_sum(per_sample=self.needs_samples)
+
+
+class DiagHessian(HessianDiagonal):
+    """Diagonal of the Hessian `[*p]`, summed over samples, in the field `diag_h`.
+
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__("diag_h", subsampling=subsampling)
+
+
+class BatchDiagHessian(HessianDiagonal):
+    """Diagonal of every sample's Hessian `[N, *p]` in the field `diag_h_batch`.
+
+    `diag_h_batch.sum(0) == diag_h`: the loss scaling `1/N` is included.
+
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    needs_samples = True
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__("diag_h_batch", subsampling=subsampling)

@@ -1,0 +1,151 @@
+"""Kronecker-factored curvature: Hessian backpropagation (HBP) and its members KFAC, KFLR and KFRA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from torch import Tensor
+
+from bpk.extensions.backprop_extension import positive
+from bpk.extensions.curvature import Curvature
+from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.statistics import Uses
+from bpk.sweeps import Averaged, SquareRoot, Sweep
+
+
+class LossHessianStrategy(Enum):
+    """How the loss Hessian is represented at the start."""
+
+    EXACT = "exact"
+    SAMPLING = "sampling"
+    SUM = "sum"
+
+
+class BackpropStrategy(Enum):
+    """What travels backwards: a square root, or a matrix averaged over the batch."""
+
+    SQRT = "sqrt"
+    BATCH_AVERAGE = "average"
+
+
+class ExpectationApproximation(Enum):
+    """How the expectation of a Kronecker product is split into factors."""
+
+    BOTEV_MARTENS = "E[a a^T] (x) E[g g^T]"
+
+
+APPROXIMATIONS = ("default", "expand", "reduce")
+
+
+class HBP(SecondOrderBackpropExtension):
+    """Kronecker factors of the GGN's diagonal blocks: for a weight `[G, A]`, for a bias `[G]`.
+
+    `A = sum_n a_n a_n^T / N` over the layer's inputs, `G` from what was backpropagated (it carries the loss
+    scaling), so that the weight's block is approximated by `kron(G, A)`. Positions of a convolution, and extra
+    axes of a linear layer, are summed in `A` (not divided by their number) and before the outer product in `G`;
+    a parameter used several times sums over its uses likewise, groups of a convolution are averaged in `A`.
+
+    Args:
+        curv_type: The curvature that is approximated (only the GGN has square roots).
+        loss_hessian_strategy: Exact columns, sampled columns, or the sum over samples.
+        backprop_strategy: Backpropagate a square root (KFAC, KFLR) or a batch average (KFRA).
+        ea_strategy: How the expectation is split.
+        savefield: Name of the field.
+        mc_samples: Number of samples per datum where the loss Hessian is sampled.
+        approximation: `"expand"` and `"reduce"` are the variants of Eschenhagen et al. (2023) for layers with
+            weight sharing: every position as a sample of its own, or positions averaged in `A`.
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(
+        self,
+        curv_type: Curvature = Curvature.GGN,
+        loss_hessian_strategy: LossHessianStrategy = LossHessianStrategy.SAMPLING,
+        backprop_strategy: BackpropStrategy = BackpropStrategy.SQRT,
+        ea_strategy: ExpectationApproximation = ExpectationApproximation.BOTEV_MARTENS,
+        savefield: str = "hbp",
+        mc_samples: int = 1,
+        approximation: str = "default",
+        subsampling: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(savefield, subsampling=subsampling)
+        if curv_type is not Curvature.GGN:
+            raise ValueError(f"HBP approximates Curvature.GGN; got {curv_type}. Use HMP or DiagHessian for the Hessian.")
+        if approximation not in APPROXIMATIONS:
+            raise ValueError(f"approximation must be one of {APPROXIMATIONS}, got {approximation!r}.")
+        if loss_hessian_strategy is LossHessianStrategy.SUM and backprop_strategy is BackpropStrategy.SQRT:
+            raise ValueError(
+                "LossHessianStrategy.SUM sums over samples, and BackpropStrategy.SQRT needs them apart: "
+                "use EXACT or SAMPLING with SQRT, or SUM with BATCH_AVERAGE."
+            )
+        self.curv_type = curv_type
+        self.loss_hessian_strategy = loss_hessian_strategy
+        self.backprop_strategy = backprop_strategy
+        self.ea_strategy = ea_strategy
+        self.mc_samples = positive("mc_samples", mc_samples)
+        self.approximation = approximation
+
+    def sweep(self) -> Sweep:
+        drawn = self.mc_samples if self.loss_hessian_strategy is LossHessianStrategy.SAMPLING else None
+        if self.backprop_strategy is BackpropStrategy.SQRT:
+            return SquareRoot(drawn, self.subsampling)
+        return Averaged(drawn, self.subsampling)
+
+    def value(self, uses: Uses) -> list[Tensor]:
+        if self.backprop_strategy is BackpropStrategy.SQRT:
+            return uses.factors(self.approximation)
+        return uses.averaged_factors()
+
+
+class KFAC(HBP):
+    """Kronecker factors with a sampled loss Hessian (Martens and Grosse, 2015), in the field `kfac`.
+
+    Args:
+        mc_samples: Number of samples drawn per datum; extensions with equal numbers share their draws.
+        approximation: `"default"`, `"expand"` or `"reduce"`, see `HBP`.
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(
+        self, mc_samples: int = 1, approximation: str = "default", subsampling: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(
+            savefield="kfac", mc_samples=mc_samples, approximation=approximation, subsampling=subsampling
+        )
+
+
+class KFLR(HBP):
+    """Kronecker factors with the exact loss Hessian (Botev et al., 2017), in the field `kflr`.
+
+    Args:
+        approximation: `"default"`, `"expand"` or `"reduce"`, see `HBP`.
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, approximation: str = "default", subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(
+            loss_hessian_strategy=LossHessianStrategy.EXACT,
+            savefield="kflr",
+            approximation=approximation,
+            subsampling=subsampling,
+        )
+
+
+class KFRA(HBP):
+    """Kronecker factors with a recursion averaged over the batch (Botev et al., 2017), in the field `kfra`.
+
+    `G` of a layer is `mean_n J_n^T G' J_n` of the one above, starting with the summed loss Hessian. With
+    `subsampling` the means run over the considered samples.
+
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(
+            loss_hessian_strategy=LossHessianStrategy.SUM,
+            backprop_strategy=BackpropStrategy.BATCH_AVERAGE,
+            savefield="kfra",
+            subsampling=subsampling,
+        )

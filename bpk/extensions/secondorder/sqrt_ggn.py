@@ -1,0 +1,51 @@
+"""Matrix square roots of the generalised Gauss-Newton matrix (GGN)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bpk.extensions.backprop_extension import positive
+from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.statistics import Uses
+from bpk.sweeps import SquareRoot, Sweep
+
+
+class SqrtGGN(SecondOrderBackpropExtension):
+    """Common part: `V = J^T S` with `GGN = V V^T`."""
+
+    needs_rows = True
+
+    def __init__(self, savefield: str, mc_samples: int | None, subsampling: Sequence[int] | None) -> None:
+        super().__init__(savefield, subsampling=subsampling)
+        self.mc_samples = mc_samples
+
+    def sweep(self) -> Sweep:
+        return SquareRoot(self.mc_samples, self.subsampling)
+
+    def value(self, uses: Uses) -> Tensor:
+        return uses.all_rows()
+
+
+class SqrtGGNExact(SqrtGGN):
+    """Square root of the GGN `[C, N, *p]` in the field `sqrt_ggn_exact`: `GGN = sum_cn v_cn v_cn^T`.
+
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__("sqrt_ggn_exact", None, subsampling)
+
+
+class SqrtGGNMC(SqrtGGN):
+    """Sampled square root of the GGN `[M, N, *p]` in the field `sqrt_ggn_mc`.
+
+    Args:
+        mc_samples: Number `M` of samples drawn per datum; extensions with equal numbers share their draws.
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__("sqrt_ggn_mc", positive("mc_samples", mc_samples), subsampling)

@@ -1,0 +1,246 @@
+"""Products with curvature blocks: a tape of the calls between a parameter and the loss, played both ways.
+
+For one parameter `p` and tangents `v`, the product with the Hessian's block is the directional derivative of the
+gradient (Pearlmutter, 1994): tangents run forward from `p` to the loss (`t_out = J t_in + J_p v`), meet the loss
+Hessian, and adjoints run back (`a_in = J^T a_out + R t_in`), where `R` is each call's residual. Leaving out `R`
+gives the GGN, making `R` positive semi-definite the positive-curvature Hessian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bpk.extensions.curvature import Curvature
+from bpk.graph import Source
+from bpk.jacobians.call import Call, Wrt
+from bpk.jacobians.errors import explain
+from bpk.jacobians.loss import Loss
+from bpk.jacobians.rule import Residual, Rule
+from bpk.statistics import Uses
+from bpk.stretch import Stretch
+from bpk.sweeps import Step, Sweep
+
+Clip = Literal["clip", "abs"]
+
+
+@dataclass
+class Frame:
+    """What the tape keeps of one visited call: its neighbours by identity, not its graph."""
+
+    number: int
+    rule: Rule
+    call: Call
+    grad: Tensor
+    feeds: dict[int, Feed]
+    path: str
+    samples: tuple[int, ...] | None
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.versions = [(x, x._version) for x in (*self.call.inputs, *self.call.params.values())]
+
+    def verify(self) -> None:
+        """Refuse if a tensor of the forward pass, or a parameter, was changed since."""
+        if any(x._version != version for x, version in self.versions):
+            raise RuntimeError(
+                explain(
+                    f"Tensors of '{self.path}' were changed since the backward pass.",
+                    "the product belongs to the point at which the gradient was taken; mixing two points is wrong.",
+                    "call the product before optimizer.step(), or run forward and backward again.",
+                )
+            )
+
+
+@dataclass
+class Feed:
+    """What feeds one input of a call: producers by number, and the stretch of plain autograd in between."""
+
+    producers: tuple[int, ...]
+    stretch: Stretch | None
+
+    def push(self, tangents: dict[int, Tensor]) -> Tensor | None:
+        """The tangent at the input, from the tangents at the producers' outputs."""
+        found = [tangents.get(number) for number in self.producers]
+        if all(t is None for t in found):
+            return None
+        return found[0] if self.stretch is None else self.stretch.push(found)
+
+    def pull(self, adjoint: Tensor, tangents: dict[int, Tensor], curved: bool) -> list[tuple[int, Tensor]]:
+        """The adjoint at the input, sent to the producers that carry a tangent."""
+        if self.stretch is None:
+            return [(self.producers[0], adjoint)]
+        parts = self.stretch.pull(adjoint, [tangents.get(n) for n in self.producers], curved)
+        return [(n, part) for n, part in zip(self.producers, parts, strict=True) if part is not None and n in tangents]
+
+
+class Tape(Sweep):
+    """Write down every visited call, latest first, for products later on."""
+
+    def __init__(self, samples: tuple[int, ...] | None = None) -> None:
+        super().__init__(samples)
+        self.frames: list[Frame] = []
+        self.numbers: dict[int, int] = {}
+
+    @property
+    def key(self) -> Hashable:
+        return ("tape", self.samples)
+
+    def start(self, step: Step, loss: Loss) -> None:
+        self.write(step, step.full)
+
+    def visit(self, step: Step) -> tuple[Tape, int]:
+        if id(step.record) not in self.numbers:
+            self.arrived(step)  # nothing can have arrived: say so
+        self.write(step, step.call)
+        return self, len(self.frames)
+
+    def write(self, step: Step, call: Call) -> None:
+        """Add a frame, and give numbers to the calls that feed it."""
+        feeds = {}
+        for index, source in step.sources.items():
+            producers = tuple(self.number(id(record)) for record, _ in source.targets)
+            feeds[index] = Feed(producers, self.linearise(step, index, source))
+        kept = Call(call.options, call.inputs, call.params, call.output)
+        kept.share_memo(call)
+        grad = step.grad if isinstance(step.rule, Loss) else self.rows(step.grad)
+        number = self.number(id(step.record))
+        self.frames.append(Frame(number, step.rule, kept, grad, feeds, step.record.path, self.samples))
+
+    def number(self, identity: int) -> int:
+        """A number for a call (its `id` may be used again once it is gone)."""
+        return self.numbers.setdefault(identity, len(self.numbers))
+
+    def linearise(self, step: Step, index: int, source: Source) -> Stretch | None:
+        """Prepare the stretch of plain autograd behind an input, while its graph is alive."""
+        if source.stretch is None:
+            return None
+        at_input = step.full.inputs[index]
+        scale = step.grad[None] if not isinstance(step.rule, Loss) else step.grad.reshape(1)
+        share = step.rule.jac_t_mat_prod(step.full, scale, index)[0]
+        return Stretch(source, at_input, share, self.samples)
+
+
+class BlockProduct:
+    """Callable `[V, *p] -> [V, *p]`: multiply with the diagonal block of one parameter."""
+
+    def __init__(self, uses: Uses, curvature: Curvature, modify: Clip | None = None) -> None:
+        tape, _ = uses.uses[-1].arrived
+        self.frames: list[Frame] = tape.frames[: max(use.arrived[1] for use in uses.uses)]
+        self.param = uses.param
+        self.curvature = curvature
+        self.modify = modify
+        self.differentiable = torch.is_grad_enabled()
+
+    def __repr__(self) -> str:
+        return f"BlockProduct({self.curvature.value}, {tuple(self.param.shape)})"
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        """Multiply every `mat[v]` with the block."""
+        if mat.shape[1:] != self.param.shape or mat.dim() != self.param.dim() + 1:
+            raise ValueError(
+                explain(
+                    f"The product expects shape [V, {', '.join(map(str, self.param.shape))}], got {list(mat.shape)}.",
+                    "it multiplies V vectors at once, each of the parameter's shape.",
+                    "for a single vector write p.hmp(v[None])[0].",
+                )
+            )
+        for frame in self.frames:
+            frame.verify()
+        with torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
+            return self.multiply(mat)
+
+    def multiply(self, mat: Tensor) -> Tensor:
+        """Tangents forward, adjoints backward."""
+        outs: dict[int, Tensor] = {}
+        ins: dict[int, dict[int, Tensor]] = {}
+        for frame in reversed(self.frames):
+            inner = {i: t for i, feed in frame.feeds.items() if (t := feed.push(outs)) is not None}
+            own = self.names(frame)
+            if not inner and not own:
+                continue
+            ins[frame.number] = inner
+            if isinstance(frame.rule, Loss):
+                continue
+            parts = [frame.rule.jac_mat_prod(frame.call, t, i) for i, t in inner.items()]
+            parts += [frame.rule.jac_mat_prod(frame.call, mat, name) for name in own]
+            outs[frame.number] = sum(parts[1:], parts[0])
+        return self.gather(mat, outs, ins)
+
+    def gather(self, mat: Tensor, outs: dict[int, Tensor], ins: dict[int, dict[int, Tensor]]) -> Tensor:
+        """Adjoints backward, from the loss to the parameter."""
+        result = torch.zeros_like(mat)
+        adjoints: dict[int, Tensor] = {}
+        curved = self.curvature is not Curvature.GGN
+        for frame in self.frames:
+            if frame.number not in ins:
+                continue
+            inner, sends = ins[frame.number], dict[int, Tensor]()
+            if isinstance(frame.rule, Loss):
+                sends[0] = loss_hessian(frame, inner[0])
+            elif frame.number in adjoints:
+                adjoint = adjoints.pop(frame.number)
+                sends = {i: frame.rule.jac_t_mat_prod(frame.call, adjoint, i) for i in inner}
+                for name in self.names(frame):
+                    result = result + frame.rule.jac_t_mat_prod(frame.call, adjoint, name, sum_batch=True)
+            if curved and not isinstance(frame.rule, Loss):
+                tangents: dict[Wrt, Tensor] = {**inner, **{name: mat for name in self.names(frame)}}
+                for wrt, bent in self.residual(frame, tangents).items():
+                    if isinstance(wrt, int):
+                        sends[wrt] = sends[wrt] + bent if wrt in sends else bent
+                    else:
+                        result = result + bent
+            for index, adjoint in sends.items():
+                for number, part in frame.feeds[index].pull(adjoint, outs, curved):
+                    adjoints[number] = adjoints[number] + part if number in adjoints else part
+        return result
+
+    def names(self, frame: Frame) -> list[str]:
+        """Under which names a call uses this parameter."""
+        return [name for name, p in frame.call.params.items() if p is self.param]
+
+    def residual(self, frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """The residual of one call times the tangents, made positive where that is asked for."""
+        kind = frame.rule.residual(frame.call, tuple(tangents))
+        if kind is Residual.ZERO:
+            return {}
+        if self.modify is None:
+            return frame.rule.residual_mat_prod(frame.call, frame.grad, tangents)
+        if kind is Residual.DIAGONAL and tuple(tangents) == (0,):
+            diag = frame.rule.residual_diag(frame.call, frame.grad)
+            return {0: (diag.clamp(min=0) if self.modify == "clip" else diag.abs()) * tangents[0]}
+        columns, signs = frame.rule.residual_columns(frame.call, frame.grad, tuple(tangents))
+        weights = signs.clamp(min=0) if self.modify == "clip" else signs.abs()
+        return through_columns(columns, weights, tangents)
+
+
+def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+    """`sum_k w_k u_k (u_k . t)`, sample by sample; what belongs to a parameter is summed over samples."""
+    inner = torch.zeros((), dtype=weights.dtype, device=weights.device)
+    for wrt, t in tangents.items():
+        flat = columns[wrt].flatten(2)
+        pattern = "kni,vni->vkn" if isinstance(wrt, int) else "kni,vi->vkn"
+        inner = inner + torch.einsum(pattern, flat, t.flatten(2) if isinstance(wrt, int) else t.flatten(1))
+    weighted = inner * weights
+    result: dict[Wrt, Tensor] = {}
+    for wrt, t in tangents.items():
+        pattern = "kni,vkn->vni" if isinstance(wrt, int) else "kni,vkn->vi"
+        result[wrt] = torch.einsum(pattern, columns[wrt].flatten(2), weighted).reshape(t.shape)
+    return result
+
+
+def loss_hessian(frame: Frame, tangent: Tensor) -> Tensor:
+    """The loss Hessian (with its scalar factor) times tangents, also where only some samples are considered."""
+    assert isinstance(frame.rule, Loss)
+    if frame.samples is None:
+        return frame.rule.hessian_mat_prod(frame.call, tangent) * frame.grad
+    index = torch.as_tensor(frame.samples, device=tangent.device)
+    full = tangent.new_zeros(tangent.shape[0], *frame.call.inputs[0].shape).index_copy(1, index, tangent)
+    return (frame.rule.hessian_mat_prod(frame.call, full) * frame.grad).index_select(1, index)
+
+
+__all__ = ["BlockProduct", "Clip", "Frame", "Tape"]

@@ -1,0 +1,163 @@
+"""`support`: can an extension handle a layer? One pure function for the dispatcher, the docs and the tests."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from bpk.jacobians.autodiff import Autodiff
+from bpk.jacobians.call import Call
+from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.loss import Loss
+from bpk.jacobians.rule import Rule
+from bpk.recorder import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bpk.extensions.backprop_extension import BackpropExtension
+
+FAIL_ERROR = "ERROR"
+FAIL_SILENT = "SILENT"
+
+
+class Kind(Enum):
+    """How a layer is served."""
+
+    SUPPORTED = "supported"
+    GENERIC = "generic"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer: how a layer is served, and if not, why and what to do."""
+
+    kind: Kind
+    reason: str = ""
+    do: str = ""
+
+
+NO_RULE = "bpk has no rule for this class of layer."
+WRITE_RULE = (
+    "bpk.register() a rule for it (bpk.register(Autodiff({name}, params=(...))) is the shortest), or "
+    "extension.set_module_extension({name}, ...)."
+)
+BY_HAND = "write one and call extension.set_module_extension(...)."
+WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
+
+
+def support(extension: BackpropExtension, rule: Rule | None, call: Call | None = None, name: str = "it") -> Support:
+    """Whether `extension` can be computed for, and pass, a layer with this rule.
+
+    Args:
+        extension: The extension.
+        rule: The layer's rule, or `None` if there is none.
+        call: A call of the layer; reasons that depend on options (training mode) need it.
+        name: How the advice calls the layer's class.
+    """
+    if extension.sweep() is None:
+        return Support(Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND)
+    if rule is None:
+        return Support(Kind.REFUSED, NO_RULE, WRITE_RULE.format(name=name))
+    reason = rule.obstacle(call) if call is not None and extension.second_order else None
+    if reason is not None:
+        return Support(Kind.REFUSED, reason.rstrip(".") + ".", WAY_OUT)
+    generic = isinstance(rule, Autodiff) and not isinstance(rule, Loss)
+    return Support(Kind.GENERIC if generic else Kind.SUPPORTED)
+
+
+def require_support(extension: BackpropExtension, record: Record, feeds: bool) -> None:
+    """Raise, warn or stay silent where an extension cannot handle a recorded call.
+
+    `feeds` says whether anything upstream waits for what travels through the call.
+    """
+    if record.output.dim() > 0 and isinstance(record.rule, Loss) and extension.second_order:
+        raise ValueError(
+            explain(
+                f"{extension} needs a scalar loss, but '{record.path}' ({type(record.module).__name__}) returned shape "
+                f"{list(record.output.shape)}.",
+                "second-order quantities are those of one scalar objective.",
+                "use reduction='mean' or reduction='sum'.",
+            )
+        )
+    name = type(record.module).__name__
+    has_params = any(p.requires_grad for p in record.params.values())
+    if record.problem and extension.second_order:
+        answer = Support(Kind.REFUSED, record.problem, "use one of the outputs only, or a first-order extension.")
+    else:
+        call = record.call() if record.rule is not None and extension.second_order else None
+        answer = support(extension, record.rule, call, name)
+    if answer.kind is not Kind.REFUSED or not (feeds or has_params):
+        return
+    message = refusal(extension, record, answer)
+    if extension.fail_mode == FAIL_ERROR:
+        raise UnsupportedLayer(message)
+    if has_params and extension.fail_mode != FAIL_SILENT:
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def refusal(extension: BackpropExtension, record: Record, answer: Support) -> str:
+    """The message of a refusal: what, why, what to do, and where the rule is."""
+    module = record.module
+    kind = "loss" if record.output.dim() == 0 else "layer"
+    verb = "pass" if extension.second_order else "be computed for"
+    if kind == "loss":
+        verb = "start at"
+    return explain(
+        f"{extension} cannot {verb} {kind} '{record.path}' ({type(module).__name__}).",
+        answer.reason,
+        answer.do,
+        rule_file(record.rule),
+    )
+
+
+def rule_file(rule: Rule | None) -> str:
+    """In which file a rule's family lives, for messages."""
+    if extension.sweep() is None:
+        return Support(Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND)
+    if rule is None:
+        return ""
+    return "/".join(Path(inspect.getfile(type(rule))).parts[-2:])
+
+
+def announce(warning: str | None, extensions: Iterable[BackpropExtension]) -> None:
+    """Tell the user once that quantities will be zero, and what to use instead."""
+    if warning and any(e.second_order for e in extensions):
+        warnings.warn(warning, UserWarning, stacklevel=2)
+
+
+def require_batch(record: Record) -> None:
+    """Refuse an empty batch."""
+    if record.inputs and record.batch_size == 0:
+        raise ValueError(
+            explain(
+                f"The batch at '{record.path}' ({type(record.module).__name__}) is empty.",
+                "individual and averaged quantities of no samples are undefined.",
+                "skip empty batches (for example drop_last=True in the DataLoader).",
+            )
+        )
+
+
+def check_samples(extension: BackpropExtension, record: Record) -> None:
+    """Refuse sample indices beyond the batch."""
+    if extension.subsampling and max(extension.subsampling) >= record.batch_size:
+        raise ValueError(
+            explain(
+                f"{extension}: sample index {max(extension.subsampling)} is out of range at '{record.path}' "
+                f"({type(record.module).__name__}).",
+                f"the batch has {record.batch_size} samples (axis 0).",
+                "pass indices from 0 to N - 1.",
+            )
+        )
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Whether a module is one of torch's losses."""
+    return isinstance(module, nn.modules.loss._Loss)

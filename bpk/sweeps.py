@@ -1,0 +1,316 @@
+"""What travels backwards along the graph of calls, beside the gradient.
+
+A sweep starts at a loss, goes back through each call with the call's rule, and shows every call what
+has arrived at its output. Extensions that ask for equal sweeps share one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpk.graph import Source
+from bpk.jacobians.call import Call, Wrt
+from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.loss import Loss
+from bpk.jacobians.rule import Residual, Rule
+from bpk.recorder import Record
+
+
+@dataclass
+class Columns:
+    """Columns at the output of a call: blocks `[V, N, *out]` by the place where they were born.
+
+    `signs` of a block (`[V, N]`, or `None` for all ones) belong to its birthplace; blocks of one birthplace
+    that arrive over several branches are added. `own` holds what a residual contributes to a parameter itself,
+    `[V, N, *p]` by parameter name and birthplace.
+    """
+
+    blocks: dict[Hashable, Tensor] = field(default_factory=dict)
+    own: dict[str, dict[Hashable, Tensor]] = field(default_factory=dict)
+    signs: dict[Hashable, Tensor | None] = field(default_factory=dict)
+
+    def add(self, key: Hashable, mat: Tensor, signs: Tensor | None = None) -> None:
+        """Add a block, or its share from another branch."""
+        self.blocks[key] = self.blocks[key] + mat if key in self.blocks else mat
+        self.signs[key] = signs
+
+
+@dataclass
+class Step:
+    """One visit of the backward pass: a call, its gradient, and what feeds it.
+
+    `full` is the call on the whole batch, `call` the one restricted to a sweep's samples.
+    """
+
+    record: Record
+    rule: Rule
+    full: Call
+    call: Call
+    grad: Tensor
+    sources: dict[int, Source]
+    reused: tuple[str, ...] = ()
+
+
+class Sweep(ABC):
+    """Something that travels backwards; equal `key`s are computed once.
+
+    `samples` restricts it to some samples of the batch.
+    """
+
+    second_order = True
+
+    def __init__(self, samples: tuple[int, ...] | None = None) -> None:
+        self.samples = samples
+        self.waiting: dict[int, Any] = {}
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """Sweeps with equal keys are the same."""
+
+    @abstractmethod
+    def start(self, step: Step, loss: Loss) -> None:
+        """Begin at a loss; `step.grad` is the scalar gradient with which it enters the objective."""
+
+    @abstractmethod
+    def visit(self, step: Step) -> Any:
+        """Return what has arrived at the call's output, and send it on to the call's inputs."""
+
+    def rows(self, full: Tensor, axis: int = 0) -> Tensor:
+        """Restrict a tensor over the batch to the samples of this sweep."""
+        if self.samples is None:
+            return full
+        return full.index_select(axis, torch.as_tensor(self.samples, device=full.device))
+
+    def arrived(self, step: Step) -> Any:
+        """What other calls have sent here; refuses where nothing came, because no loss stands behind it."""
+        payload = self.waiting.pop(id(step.record), None)
+        if payload is None:
+            raise RuntimeError(
+                explain(
+                    f"Nothing was backpropagated to '{step.record.path}' ({type(step.record.module).__name__}).",
+                    "second-order quantities start at an extended loss, and none stands behind this layer.",
+                    "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer.",
+                )
+            )
+        return payload
+
+
+    def hand_over(self, record: Record) -> Any:
+        """What has arrived at a call, for a module extension that a user wrote."""
+        raise self.no_module_extension(record)
+
+    def take_back(self, record: Record, sources: dict[int, Source], sent: Any) -> None:
+        """Send on what a user's module extension returned for the call's inputs."""
+        raise self.no_module_extension(record)
+
+    def no_module_extension(self, record: Record) -> UnsupportedLayer:
+        """Only columns and averaged matrices can be handed to user-written module extensions."""
+        return UnsupportedLayer(
+            explain(
+                f"A module extension for '{record.path}' ({type(record.module).__name__}) cannot take part in this quantity.",
+                "what travels is more than one tensor.",
+                "register a rule for the layer instead: bpk.register(Autodiff(...)).",
+            )
+        )
+
+
+class Gradient(Sweep):
+    """The gradient of each call's output, as one column. Autograd brings it; nothing travels."""
+
+    second_order = False
+
+    @property
+    def key(self) -> Hashable:
+        return ("gradient", self.samples)
+
+    def start(self, step: Step, loss: Loss) -> None:
+        """Nothing to do."""
+
+    def visit(self, step: Step) -> Columns:
+        columns = Columns()
+        columns.add("gradient", self.rows(step.grad)[None])
+        return columns
+
+    def hand_over(self, record: Record) -> None:
+        return None
+
+
+class SquareRoot(Sweep):
+    """`J^T S` with a square root `S` of the loss Hessian, exact or sampled: a square root of the GGN."""
+
+    def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
+        super().__init__(samples)
+        self.mc_samples = mc_samples
+
+    @property
+    def key(self) -> Hashable:
+        return ("square root", self.mc_samples, self.samples)
+
+    def start(self, step: Step, loss: Loss) -> None:
+        scale = positive_scale(step)
+        if self.mc_samples is None:
+            root = loss.sqrt_hessian(step.full)
+        else:
+            root = loss.sqrt_hessian_sampled(step.full, self.mc_samples)
+        self.send(step.sources[0], ("loss", id(step.record)), self.rows(root, 1) * scale.sqrt(), None)
+
+    def visit(self, step: Step) -> Columns:
+        columns: Columns = self.arrived(step)
+        for key, mat in columns.blocks.items():
+            for index, source in step.sources.items():
+                self.send(source, key, step.rule.jac_t_mat_prod(step.call, mat, index), columns.signs[key])
+        return columns
+
+    def send(self, source: Source, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
+        """Hand columns to the calls that produced an input."""
+        if source.stretch is not None and self.samples is not None:
+            mat = self.widen(mat, source)
+        for record, part in source.pull(mat):
+            if source.stretch is not None:
+                part = self.rows(part, 1)
+            self.waiting.setdefault(id(record), Columns()).add(key, part, signs)
+
+    def hand_over(self, record: Record) -> Tensor:
+        columns: Columns = self.waiting[id(record)]
+        return torch.cat(list(columns.blocks.values()))
+
+    def take_back(self, record: Record, sources: dict[int, Source], sent: Tensor | Sequence[Tensor]) -> None:
+        columns: Columns = self.waiting.pop(id(record))
+        sizes = [len(mat) for mat in columns.blocks.values()]
+        mats = [sent] if isinstance(sent, Tensor) else list(sent)
+        for index, source in sources.items():
+            for key, mat in zip(columns.blocks, mats[index].split(sizes), strict=True):
+                self.send(source, key, mat, columns.signs[key])
+
+    def widen(self, mat: Tensor, source: Source) -> Tensor:
+        """Columns over the whole batch again, zero for the samples that are left out."""
+        assert self.samples is not None
+        n = source.targets[0][0].batch_size
+        full = mat.new_zeros(mat.shape[0], n, *mat.shape[2:])
+        return full.index_copy(1, torch.as_tensor(self.samples, device=mat.device), mat)
+
+
+class SignedHessian(SquareRoot):
+    """Signed columns `U`, `s` with `H = sum_k s_k U_k U_k^T`: the Hessian of the loss at each output.
+
+    The loss contributes its own columns, each nonlinear layer those of its residual (the second derivative
+    contracted with the gradient); from there they travel like the square root of the GGN.
+    """
+
+    @property
+    def key(self) -> Hashable:
+        return ("hessian", self.samples)
+
+    def hand_over(self, record: Record) -> Tensor:
+        raise self.no_module_extension(record)
+
+    def start(self, step: Step, loss: Loss) -> None:
+        root, signs = loss.hessian_columns(step.full)
+        scale = step.grad
+        mat = self.rows(root, 1) * scale.abs().sqrt()
+        self.send(step.sources[0], ("loss", id(step.record)), mat, self.rows(signs, 1) * scale.sign())
+
+    def visit(self, step: Step) -> Columns:
+        columns = super().visit(step)
+        for index, source in step.sources.items():
+            if source.stretch is not None:
+                self.bend(step, index, source)
+        wrts: tuple[Wrt, ...] = tuple(step.sources)
+        joint = wrts + step.reused
+        if not joint or step.rule.residual(step.call, joint) is Residual.ZERO:
+            return columns
+        born, signs = step.rule.residual_columns(step.call, self.rows(step.grad), joint)
+        key = ("residual", id(step.record))
+        for index, source in step.sources.items():
+            self.send(source, key, born[index], signs)
+        for name in step.reused:
+            columns.own.setdefault(name, {})[key] = born[name]
+            columns.signs[key] = signs
+        return columns
+
+    def bend(self, step: Step, index: int, source: Source) -> None:
+        """Add the residual of the plain autograd that lies between this call's input and its producers."""
+        share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
+        factored = source.residual_columns(share)
+        if factored is None:
+            return
+        parts, signs = factored
+        for (record, _), part in zip(source.targets, parts, strict=True):
+            key = ("stretch", id(step.record), index)
+            self.waiting.setdefault(id(record), Columns()).add(key, self.rows(part, 1), self.rows(signs, 1))
+
+
+def positive_scale(step: Step) -> Tensor:
+    """The scalar in front of a loss, which a square root needs to be non-negative."""
+    if step.grad < 0:
+        raise ValueError(
+            explain(
+                f"The loss '{step.record.path}' enters the objective with the negative factor {float(step.grad):g}.",
+                "its generalised Gauss-Newton matrix is negative there and has no square root.",
+                "use DiagHessian, BatchDiagHessian, HMP or GGNMP, or keep the factor positive.",
+            )
+        )
+    return step.grad
+
+
+class Averaged(Sweep):
+    """The recursion of KFRA: `G <- mean_n J_n^T G J_n`, a matrix `[D, D]` over the entries of one sample.
+
+    Starts with the sum over samples of the loss Hessian (Botev et al., 2017, eq. 24), or of its sampled square.
+    """
+
+    def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
+        super().__init__(samples)
+        self.mc_samples = mc_samples
+
+    @property
+    def key(self) -> Hashable:
+        return ("averaged", self.mc_samples, self.samples)
+
+    def start(self, step: Step, loss: Loss) -> None:
+        scale = positive_scale(step)
+        if self.mc_samples is not None or self.samples is not None:
+            exact = self.mc_samples is None
+            root = loss.sqrt_hessian(step.full) if exact else loss.sqrt_hessian_sampled(step.full, self.mc_samples or 1)
+            flat = self.rows(root, 1).flatten(2).flatten(0, 1)
+            matrix = flat.T @ flat
+        else:
+            matrix = loss.sum_hessian(step.full)
+        self.send(step, step.sources[0], matrix * scale)
+
+    def hand_over(self, record: Record) -> Tensor:
+        matrix: Tensor = self.waiting[id(record)]
+        return matrix
+
+    def visit(self, step: Step) -> Tensor:
+        matrix: Tensor = self.arrived(step)
+        if len(step.sources) > 1:
+            raise branching(step)
+        for index, source in step.sources.items():
+            self.send(step, source, step.rule.congruence(step.call, matrix, index))
+        return matrix
+
+    def send(self, step: Step, source: Source, matrix: Tensor) -> None:
+        """Hand the matrix to the call that produced the input."""
+        if source.stretch is not None or id(source.targets[0][0]) in self.waiting:
+            raise branching(step)
+        self.waiting[id(source.targets[0][0])] = matrix
+
+
+def branching(step: Step) -> UnsupportedLayer:
+    """The averaged recursion is defined along a chain of layers only."""
+    return UnsupportedLayer(
+        explain(
+            f"KFRA cannot pass '{step.record.path}' ({type(step.record.module).__name__}).",
+            "its averaged recursion is defined along a chain of layers; here branches meet, or plain functions "
+            "lie between the layers.",
+            "use KFLR or KFAC, which hold on any graph.",
+        )
+    )

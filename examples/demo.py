@@ -1,0 +1,223 @@
+"""Train a small convolutional network on real handwritten digits, then look into one backward pass.
+
+Shows all 18 quantities that `bpk` computes in a single `loss.backward()`, a random subset of the entries of each
+held against plain autograd, and a picture of which samples and weights carry gradient noise and curvature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import bpk
+from _digits import Digits, load_digits
+from _picture import draw
+from _quantities import QUANTITIES, Audit, Pairs, Quantity
+from _reference import Net
+
+TOLERANCE = 1e-3  # float32 against float64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; the status is 1 where a quantity disagrees with autograd."""
+    options = parse(argv)
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    console = Console()
+    if console.width < 112 and not console.is_terminal:
+        console = Console(width=112)
+    digits = load_digits(Path(options.data))
+    console.print(f"[bold]bpk[/] on {digits.name}: {len(digits.train_x)} to train on, {len(digits.test_x)} held out")
+
+    model = network(digits.size)
+    train(console, model, digits, options.steps, options.batch)
+
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    x, y = digits.test_x[: options.batch], digits.test_y[: options.batch]
+    alone = {q.title: timed(model, loss_fn, x, y, [q]) for q in QUANTITIES}
+    plain = timed(model, loss_fn, x, y, [])
+    together = timed(model, loss_fn, x, y, QUANTITIES)  # these fields are what the table and the picture show
+
+    audit = Audit(model, reference(digits.size, model, x, y), options.seed)
+    worst = show(console, model, audit, alone, options.all)
+    console.print(
+        f"All 18 in [bold]one[/] backward pass: [bold]{together * 1e3:.0f} ms[/]. One after another: "
+        f"{sum(alone.values()) * 1e3:.0f} ms. Forward and backward without any: {plain * 1e3:.1f} ms. "
+        f"(batch of {len(x)}, {options.threads} thread{'s' * (options.threads > 1)})"
+    )
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw(model, x, y, digits.name, out)
+    console.print(f"Picture: [bold]{out}[/]")
+    if not worst < TOLERANCE:
+        console.print(f"[red]A quantity differs from autograd by {worst:.1e} (allowed: {TOLERANCE:.0e}).[/]")
+        return 1
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=positive, default=150, help="training steps (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=64, help="samples in a batch (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and checks (default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="show every parameter of every quantity, not one of each")
+    parser.add_argument("--threads", type=positive, default=1, help="threads of torch (default: %(default)s)")
+    parser.add_argument("--data", default="data", help="folder that may hold torchvision's MNIST (default: %(default)s)")
+    parser.add_argument("--out", default="out/demo.png", help="where the picture goes (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least one."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def network(size: int) -> nn.Sequential:
+    """About 1900 parameters; the second activation is smooth, so that Hessian and GGN differ."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(size // 4),  # 4 x 4
+        nn.Conv2d(8, 16, 3),  # 2 x 2
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+
+def train(console: Console, model: nn.Sequential, digits: Digits, steps: int, batch: int) -> None:
+    """A few steps of Adam, with a progress bar."""
+    loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=0.01)
+    columns = (
+        TextColumn("training"),
+        BarColumn(40),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=steps, loss=math.nan)
+        for _ in range(steps):
+            rows = torch.randint(len(digits.train_x), (batch,))
+            loss = loss_fn(model(digits.train_x[rows]), digits.train_y[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress.update(task, advance=1, loss=loss.item())
+    with torch.no_grad():
+        right = (model(digits.test_x).argmax(1) == digits.test_y).float().mean().item()
+    console.print(f"accuracy on the held-out digits: [bold]{right:.1%}[/]")
+
+
+def timed(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor, wanted: Sequence[Quantity]) -> float:
+    """The median time of forward and backward with these quantities (for products: and one product of each)."""
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        model.zero_grad()
+        loss = loss_fn(model(x), y)
+        with bpk.backpack(*[q.make() for q in wanted]):
+            loss.backward()
+        for p in model.parameters():
+            for q in wanted:
+                if callable(value := getattr(p, q.field)):
+                    value(torch.ones_like(p)[None])
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def reference(size: int, model: nn.Module, x: Tensor, y: Tensor) -> Net:
+    """The same network and batch in float64, without `bpk`."""
+    copy = network(size).double()
+    copy.load_state_dict(model.state_dict())
+    return Net(copy, x.double(), y)
+
+
+def show(console: Console, model: nn.Module, audit: Audit, alone: dict[str, float], every: bool) -> float:
+    """Print the table, checking as it goes; return the largest relative error."""
+    table = Table(title="18 quantities from one backward pass", title_justify="left", row_styles=["", "on grey11"])
+    for heading in ("quantity", "field", "parameter", "shape"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("norm", "seconds¹", "checked²", "max rel. error³"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    worst, names = 0.0, list(audit.params)
+    with console.status("checking against plain autograd ..."):
+        for i, quantity in enumerate(QUANTITIES):
+            pairs = {name: quantity.check(audit, name) for name in names}
+            worst = max(worst, largest_error(pairs.values()))
+            for name in names if every else names[i % len(names) : i % len(names) + 1]:
+                shown = [pairs[name]] if every else list(pairs.values())
+                value, error = audit.of(name, quantity.field), largest_error(shown)
+                table.add_row(
+                    quantity.title,
+                    quantity.field,
+                    name,
+                    shape_of(value, audit.params[name]),
+                    f"{norm_of(value, audit.params[name]):.3g}",
+                    f"{alone[quantity.title]:.4f}",
+                    str(sum(len(want) for group in shown for _, want in group)),
+                    f"{error:.1e} {'[green]✓[/]' if error < TOLERANCE else '[red]✗[/]'}",
+                )
+    console.print(table)
+    console.print(
+        "¹ forward and backward with this quantity alone (products: and one product)   "
+        f"² random entries{'' if every else ', all parameters together'}\n"
+        "³ against plain autograd in float64; the labels that the sampling (MC, KFAC) drew are read off sqrt_ggn_mc,\n"
+        "  every column of which must be the gradient for one of the ten labels; products with random vectors",
+        style="dim",
+        highlight=False,
+    )
+    return worst
+
+
+def largest_error(groups: Any) -> float:
+    """The largest deviation, relative to the largest entry of its tensor; infinite where a value is not finite."""
+    errors = [0.0]
+    pairs: Pairs
+    for pairs in groups:
+        for got, want in pairs:
+            error = ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+            errors.append(error if math.isfinite(error) else math.inf)
+    return max(errors)
+
+
+def shape_of(value: Any, p: Tensor) -> str:
+    """The shape of a saved value: of a tensor, of Kronecker factors, of what a product maps."""
+    if callable(value):
+        return f"V×{dims(p)} → V×{dims(p)}"
+    if isinstance(value, list | tuple):
+        return " ⊗ ".join(dims(factor) for factor in value)
+    return dims(value)
+
+
+def dims(x: Tensor) -> str:
+    """`16×8×3×3`."""
+    return "×".join(map(str, x.shape))
+
+
+def norm_of(value: Any, p: Tensor) -> float:
+    """The norm of a saved value; of a Kronecker product that of the whole matrix, of a product that of `H 1`."""
+    if callable(value):
+        return value(torch.ones_like(p)[None]).norm().item()
+    if isinstance(value, list | tuple):
+        return math.prod(factor.norm().item() for factor in value)
+    return value.norm().item()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Layers that multiply a weight with patches of their input: Linear, Bilinear and every convolution.
+
+With groups `g`, output channels `o`, positions `t` and patches `a`,
+
+    out[n, g, o, t] = sum_i W[g, o, i] a[n, g, i, t] + b[g, o].
+
+A layer declares its patches, how its weight and output are seen in this form, and the products with
+its input; everything that concerns weight and bias follows here, once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians import gemm
+from bpk.jacobians.call import Call, Wrt
+from bpk.jacobians.multilinear import LinearInEach
+
+
+class Affine(LinearInEach):
+    """The family "weight times patches, plus bias"."""
+
+    # ---- what a layer declares -------------------------------------------------------------------
+    @abstractmethod
+    def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
+        """The patches `a` of some samples: `[B, G, I, T]`."""
+
+    @abstractmethod
+    def as_columns(self, call: Call, mat: Tensor) -> Tensor:
+        """See `[V, N, *out]` as `[V, N, G, O, T]`."""
+
+    @abstractmethod
+    def as_output(self, call: Call, columns: Tensor) -> Tensor:
+        """See `[V, N, G, O, T]` (`T` may be 1: the same everywhere) as `[V, N, *out]`."""
+
+    @abstractmethod
+    def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
+        """See weights `[..., *p]` as `[..., G, O, I]`."""
+
+    @abstractmethod
+    def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
+        """See `[..., G, O, I]` as weights `[..., *p]`."""
+
+    @abstractmethod
+    def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        """`[V, N, *in] -> [V, N, *out]`: the layer without bias."""
+
+    @abstractmethod
+    def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        """`[V, N, *out] -> [V, N, *in]`."""
+
+    # ---- what follows ----------------------------------------------------------------------------
+    def weight_product(self, call: Call, mat: Tensor) -> Tensor:
+        """`[V, *p] -> [V, N, *out]`."""
+        columns = torch.matmul(self.as_matrix(call, mat)[:, None], self.patches(call))
+        return self.as_output(call, columns)
+
+    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        """`[V, N, *out] -> [V, *p]`, summed over samples."""
+        columns = self.as_columns(call, mat)
+        return self.as_weight(call, torch.einsum("vngot,ngit->vgoi", columns, self.patches(call)))
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        if isinstance(wrt, int):
+            return self.input_product(call, mat, wrt)
+        if wrt == "weight":
+            return self.weight_product(call, mat)
+        groups = self._matrix_shape(call)[0]
+        columns = mat.reshape(mat.shape[0], 1, groups, -1, 1)
+        return self.as_output(call, columns.expand(-1, call.batch_size, -1, -1, -1))
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        if isinstance(wrt, int):
+            return self.input_adjoint(call, mat, wrt)
+        if wrt == "weight" and sum_batch:
+            return self.weight_adjoint(call, mat)
+        if wrt == "weight":
+            width = self._matrix_shape(call)[2]
+            rows = gemm.per_sample(lambda part: self.patches(call, part), self.as_columns(call, mat), width)
+            return self.as_weight(call, rows)
+        rows = self._bias_rows(call, mat)
+        return rows.sum(1) if sum_batch else rows
+
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().squared_sum(call, mat, param, weights, per_sample)
+        if param == "weight":
+            columns, width = self.as_columns(call, mat), self._matrix_shape(call)[2]
+            squares = gemm.squared_sum(
+                lambda part: self.patches(call, part), columns, width, weights, per_sample
+            )
+            return self.as_weight(call, squares)
+        rows = gemm.wide(self._bias_rows(call, mat)).square()
+        if weights is not None:
+            rows = rows * weights[..., None]
+        return (rows.sum(0) if per_sample else rows.sum((0, 1))).to(mat.dtype)
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        if param != "weight":
+            return gemm.wide(self._bias_rows(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
+        columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
+        return gemm.norm_squared(lambda part: self.patches(call, part), columns, width)
+
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.
+
+        "expand": divided by `N T`; "reduce": of `a` averaged over positions (Eschenhagen et al. 2023,
+        arXiv:2311.00636).
+        """
+        if param != "weight":
+            return None
+        groups, _, width = self._matrix_shape(call)
+        n, t = call.batch_size, self.positions(call)
+        reduce = approximation == "reduce"
+        moment = gemm.second_moment(
+            lambda part: self.patches(call, part), n, groups, width, t, call.inputs[0], reduce
+        )
+        return moment / (n * t if approximation == "expand" else n)
+
+    def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """`G = sum_vn m m^T` `[G O, G O]`, positions summed first; "expand": one term per position."""
+        if approximation == "expand" and param == "weight":
+            rows = self.as_columns(call, mat).movedim(-1, 2).flatten(0, 2).flatten(1)
+        else:
+            rows = self._bias_rows(call, mat).flatten(0, 1)
+        rows = gemm.wide(rows)
+        return (rows.T @ rows).to(mat.dtype)
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""
+        if wrt == 0 and len(call.inputs) == 1:
+            return self._congruence_of_sample(call.subset([0]), matrix, 0)
+        if isinstance(wrt, int):
+            return super().congruence(call, matrix, wrt)
+        size, out = matrix.shape[0], call.output.shape[1:]
+        one = call.subset([0])
+        half = self._bias_rows(one, matrix.reshape(size, 1, *out))[:, 0]  # [D, G O]
+        return self._bias_rows(one, half.T.reshape(-1, 1, *out))[:, 0]
+
+    def positions(self, call: Call) -> int:
+        """`T`."""
+        groups, channels, _ = self._matrix_shape(call)
+        return call.output.shape[1:].numel() // (groups * channels)
+
+    def _matrix_shape(self, call: Call) -> torch.Size:
+        return self.as_matrix(call, call.params["weight"]).shape
+
+    def _bias_rows(self, call: Call, mat: Tensor) -> Tensor:
+        """Columns summed over positions: `[V, N, G O]`."""
+        return self.as_columns(call, mat).sum(-1).flatten(2)

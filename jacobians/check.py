@@ -1,0 +1,126 @@
+"""`check_rule`: one call tests a rule completely against plain autograd, over its examples and precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians import check_overrides, check_products
+from bpk.jacobians.check_case import Case, Report, evaluate
+from bpk.jacobians.check_loss import loss_hessian
+from bpk.jacobians.check_reference import Reference
+from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.loss import Loss
+from bpk.jacobians.rule import Example, Rule
+
+__all__ = ["Report", "check_rule"]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+SHOWN = 8
+"""How many findings an error spells out."""
+
+
+def check_rule(
+    rule: Rule, examples: Iterable[Example] | None = None, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0
+) -> Report:
+    """Check everything that a rule claims, on its examples, against plain autograd in float64.
+
+    For every example and precision: shapes, dtypes and values of both Jacobian products with respect
+    to each input and parameter, `<J v, u> = <v, J^T u>`, the per-sample form, the declared structure of the
+    residual, its products and columns (also jointly over inputs and parameters), every overridden
+    shortcut against the default in `Rule`, gradients through a product, subsets of the samples, that no
+    product writes to what it was given, and that NaN stays in its sample. For a `Loss`, all forms of
+    its Hessian.
+
+    Args:
+        rule: The rule, registered or not.
+        examples: Small layers with input shapes (`case(...)`). Default: the rule's own.
+        dtypes: Low precision is compared with float64 at the same (rounded) values.
+        seed: Seeds inputs, parameters and directions; the global generator is left as it was.
+
+    Returns:
+        A `Report`: what was checked, how often, and what was skipped.
+
+    Raises:
+        RuleError: A product disagrees. The message names the product, the example, the entry, both values.
+
+    >>> from bpk.jacobians.autodiff import Autodiff
+    >>> from bpk.jacobians.rule import case
+    >>> check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=(3, 2))]).checks > 50
+    True
+    """
+    chosen = tuple(rule.examples if examples is None else examples)
+    report = Report(rule.name)
+    if not chosen:
+        raise RuleError(
+            explain(
+                f"{rule.name} has no examples, so nothing of it can be checked.",
+                "tests and documentation are generated from a rule's examples.",
+                "give examples=[case(Layer, *arguments, shape=(3, 4))], or pass them to check_rule.",
+            )
+        )
+    with torch.random.fork_rng(devices=[]):
+        for example in chosen:
+            for dtype in dtypes:
+                _check_example(rule, example, dtype, seed, report)
+    if report.failures:
+        raise RuleError(_message(report))
+    return report
+
+
+def _check_example(rule: Rule, example: Example, dtype: torch.dtype, seed: int, report: Report) -> None:
+    torch.manual_seed(seed)
+    module, inputs = example.build().to(dtype), example.inputs(dtype)
+    about = f"'{example}' in {str(dtype).removeprefix('torch.')}"
+    try:
+        draws = _draws_random_numbers(module, inputs)
+        torch.manual_seed(seed)
+        call = evaluate(rule, module, inputs)
+    except (RuntimeError, NotImplementedError) as error:
+        if dtype == torch.float64:
+            report.failures.append(explain(f"the forward of {about} raised.", str(error), "correct the example."))
+        else:
+            report.skipped[f"torch does not evaluate {example} in {str(dtype).removeprefix('torch.')}"] += 1
+        return
+    live = (0,) if isinstance(rule, Loss) else range(len(inputs))
+    reference = Reference(module, call, dtype if draws else torch.float64, seed, live)
+    case = Case(rule, module, call, reference, about, report)
+    torch.manual_seed(seed + 1)
+    case.run("capture", lambda: rule.capture(call))
+    obstacle = rule.obstacle(call)
+    if isinstance(rule, Loss):
+        if obstacle is None:
+            loss_hessian(case, rule)
+    else:
+        _check_layer(case, obstacle)
+    if obstacle is not None:
+        report.skipped[f"second order of {example}: {obstacle}"] += 1
+
+
+def _check_layer(case: Case, obstacle: str | None) -> None:
+    check_products.first_order(case)
+    if obstacle is None:
+        check_products.second_order(case)
+    check_overrides.shortcuts(case)
+    if case.exact:
+        check_products.conventions(case)
+        if not case.draws:
+            check_products.differentiable(case)
+
+
+def _draws_random_numbers(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    """Whether evaluating the layer moves the global generator."""
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        module(*[x.clone() for x in inputs])
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def _message(report: Report) -> str:
+    found = report.failures
+    head = f"check_rule found {len(found)} error{'s' * (len(found) > 1)} in {report.rule}; {report.checks} checks passed."
+    more = [f"... and {len(found) - SHOWN} more."] if len(found) > SHOWN else []
+    return "\n\n".join([head, *found[:SHOWN], *more])

@@ -1,0 +1,149 @@
+"""What `check_rule` asserts of a loss: every form of its Hessian against `torch.autograd.functional.hessian`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.check_case import Case
+from bpk.jacobians.loss import Loss
+
+DRAWS = 2000
+"""Random columns from which the expectation of `sqrt_hessian_sampled` is estimated."""
+
+
+def loss_hessian(case: Case, rule: Loss) -> None:
+    """All forms of the Hessian `[N, D, D]`: products, columns, square root, draws, sum, and the residual."""
+    hessian = dense_hessian(case)
+    if hessian is None:
+        return
+    call, shape = case.call, case.call.inputs[0].shape
+    mat = case.tangent(3, 0)
+    expected = torch.einsum("nij,vnj->vni", hessian, mat.double().flatten(2) if mat.dim() > 2 else mat.double()[..., None])
+    expected = expected.reshape(mat.shape)
+    product = case.run("hessian_mat_prod", lambda: rule.hessian_mat_prod(call, mat), mat)
+    case.same("hessian_mat_prod", product, expected, 0, ("column", "sample"), loosen=4.0)
+
+    found = case.run("hessian_columns", lambda: rule.hessian_columns(call))
+    if found is not None:
+        _columns(case, "hessian_columns", *found, hessian)
+    total = case.run("sum_hessian", lambda: rule.sum_hessian(call))
+    case.same("sum_hessian", total, hessian.sum(0), 0, (), loosen=4.0)
+
+    definite = torch.linalg.eigvalsh(hessian).amin(1) >= -1e-9 * hessian.abs().max()
+    root = case.run("sqrt_hessian", lambda: rule.sqrt_hessian(call))
+    if root is not None:
+        _columns(case, "sqrt_hessian", root, root.new_ones(root.shape[:2]), hessian, definite)
+    sampled = case.run("sqrt_hessian_sampled", lambda: rule.sqrt_hessian_sampled(call, 2))
+    if sampled is not None:
+        _shape_and_dtype(case, sampled, torch.Size((2, *shape)))
+    if case.exact:
+        _expectation(case, rule, hessian, definite)
+        _residual(case, rule, mat, expected)
+        _isolation(case, rule, mat)
+
+
+def dense_hessian(case: Case) -> Tensor | None:
+    """The Hessian's blocks `[N, D, D]`; reports a loss whose samples are coupled."""
+    reference, samples = case.reference, case.call.batch_size
+
+    def loss(prediction: Tensor) -> Tensor:
+        out = reference.module(prediction, *reference.inputs[1:])
+        assert isinstance(out, Tensor)
+        return out
+
+    with torch.enable_grad():
+        found = torch.autograd.functional.hessian(loss, reference.inputs[0].detach())
+    assert isinstance(found, Tensor)
+    size = case.call.inputs[0].numel()
+    blocks = found.detach().reshape(samples, size // samples, samples, size // samples)
+    own = blocks[range(samples), :, range(samples)]
+    if not torch.isclose(own.square().sum(), found.square().sum()):
+        case.fail("the Hessian", "the loss couples samples: its Hessian is not block-diagonal.", "it is no Loss.")
+        return None
+    return own
+
+
+def _columns(
+    case: Case, product: str, columns: Tensor, signs: Tensor, hessian: Tensor, kept: Tensor | None = None
+) -> None:
+    """`sum_k sign_k u_k u_k^T` against the Hessian, for the samples that are `kept`."""
+    shape = case.call.inputs[0].shape
+    if columns.shape[1:] != shape or signs.shape != columns.shape[:2]:
+        case.fail(
+            product,
+            f"columns have shape {tuple(columns.shape)} and signs {tuple(signs.shape)}.",
+            f"return columns [K, {', '.join(map(str, shape))}] and signs [K, {shape[0]}].",
+        )
+        return
+    flat = columns.reshape(*columns.shape[:2], -1)
+    squared = torch.einsum("kni,kn,knj->nij", flat.double(), signs.double(), flat.double()).to(columns.dtype)
+    rows = range(len(hessian)) if kept is None else kept.nonzero().flatten().tolist()
+    if len(rows) < len(hessian):
+        case.skip("no square root: the Hessian of a sample is indefinite")
+    if rows:
+        case.same(product, squared[list(rows)], hessian[list(rows)], 0, ("sample",), loosen=4.0)
+
+
+def _shape_and_dtype(case: Case, sampled: Tensor, expected: torch.Size) -> None:
+    if sampled.shape != expected or sampled.dtype != case.dtype:
+        case.fail(
+            "sqrt_hessian_sampled",
+            f"it has shape {tuple(sampled.shape)} and dtype {sampled.dtype}.",
+            f"return {list(expected)} in {case.dtype}.",
+        )
+    else:
+        case.report.passed["sqrt_hessian_sampled"] += 1
+
+
+def _expectation(case: Case, rule: Loss, hessian: Tensor, definite: Tensor) -> None:
+    """The mean of many draws' outer products lies within six standard errors of the Hessian."""
+    sampled = case.run("sqrt_hessian_sampled", lambda: rule.sqrt_hessian_sampled(case.call, DRAWS))
+    if sampled is None or sampled.shape[1:] != case.call.inputs[0].shape or not definite.any():
+        return
+    flat = sampled.reshape(DRAWS, case.call.batch_size, -1)[:, definite]
+    outer = DRAWS * torch.einsum("mni,mnj->mnij", flat, flat)  # each an unbiased estimate
+    error = (outer.mean(0) - hessian[definite]).abs()
+    # a floor for entries that few draws reach
+    bound = 6 * (outer.std(0) / DRAWS**0.5) + 0.02 * hessian.abs().max() + 1e-12
+    if (error > bound).any():
+        n, i, j = (int(k) for k in (error > bound).nonzero()[0])
+        case.fail(
+            "sqrt_hessian_sampled",
+            f"over {DRAWS} draws the mean outer product of sample {n}, entry {(i, j)}, is "
+            f"{outer.mean(0)[n, i, j]:.6g}, the Hessian's {hessian[definite][n, i, j]:.6g} in autograd.",
+            "draw scores whose covariance is the Hessian, and divide by the square root of mc_samples.",
+        )
+    else:
+        case.report.passed["sqrt_hessian_sampled"] += 1
+
+
+def _residual(case: Case, rule: Loss, mat: Tensor, expected: Tensor) -> None:
+    """As a layer: the residual is the Hessian times the (scalar) gradient of the output."""
+    grad_out = torch.full_like(case.call.output, -1.5)
+    product = case.run("residual_mat_prod", lambda: rule.residual_mat_prod(case.call, grad_out, {0: mat})[0], mat)
+    case.same("residual_mat_prod", product, -1.5 * expected, 0, ("column", "sample"))
+    factored = case.run("residual_columns", lambda: rule.residual_columns(case.call, grad_out))
+    if factored is not None:
+        columns, signs = factored
+        inner = (columns[0][:, None] * mat).flatten(3).sum(3) if mat.dim() > 2 else columns[0][:, None] * mat
+        weights = (signs[:, None] * inner).reshape(*inner.shape, *(1,) * (mat.dim() - 2))
+        got = (weights * columns[0][:, None]).sum(0)
+        case.same("residual_columns", got, -1.5 * expected, 0, ("column", "sample"))
+    for vector in (case.random(1), case.random(3)):
+        pulled = case.run("jac_t_mat_prod", lambda vector=vector: rule.jac_t_mat_prod(case.call, vector))
+        case.same("jac_t_mat_prod", pulled, case.reference.jac_t(vector, 0), 0, ("column", "sample"))
+
+
+def _isolation(case: Case, rule: Loss, mat: Tensor) -> None:
+    """NaN in the prediction of one sample reaches no other sample's Hessian."""
+    spoiled = case.call.inputs[0].clone()
+    spoiled[0] = torch.nan
+    call = case.recall([spoiled, *case.call.inputs[1:]])
+    if call is None:
+        return
+    clean = case.run("hessian_mat_prod", lambda: rule.hessian_mat_prod(case.call, mat))
+    got = case.run("hessian_mat_prod", lambda: rule.hessian_mat_prod(call, mat))
+    if got is not None and clean is not None and got.shape == clean.shape:
+        against = "a batch without NaN in sample 0"
+        case.same("hessian_mat_prod", got[:, 1:], clean[:, 1:], 0, ("column",), against=against)

@@ -1,0 +1,131 @@
+"""What `check_rule` asserts of shortcuts: every override equals the default that it replaces."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.call import Wrt
+from bpk.jacobians.check_case import Case
+from bpk.jacobians.rule import Rule
+
+BLOCK_LIMIT = 96
+"""Up to this many entries a parameter's whole block, or the output's square matrix, is formed."""
+
+
+def shortcuts(case: Case) -> None:
+    """`squared_sum`, `norm_squared`, Kronecker factors and `congruence` against the defaults of `Rule`."""
+    second_order = case.rule.obstacle(case.call) is None
+    for param in case.call.params:
+        squared_sum(case, param)
+        norm_squared(case, param)
+        if case.exact and second_order:
+            kronecker(case, param)
+    out = case.call.output[0].numel()
+    if case.exact and second_order and out <= BLOCK_LIMIT:
+        for wrt in case.reference.wrts:
+            if case.call.shape_of(wrt)[1 if isinstance(wrt, int) else 0 :].numel() <= BLOCK_LIMIT:
+                congruence(case, wrt)
+
+
+def squared_sum(case: Case, param: str) -> None:
+    """With one column and with weighted columns, summed and per sample."""
+    rule, call = case.rule, case.call
+    variants = [(case.cotangent(1), None), (case.cotangent(3), case.random(3, call.batch_size))]
+    for mat, weights in variants:
+        for per_sample in (False, True) if case.exact else (False,):
+            arguments = (call, mat, param, weights, per_sample)
+            expected = case.run("squared_sum (default)", partial(Rule.squared_sum, rule, *arguments))
+            if expected is None:
+                return
+            got = case.run("squared_sum", partial(rule.squared_sum, *arguments), mat)
+            axes, shown = (("sample",) if per_sample else ()), "the individual gradients"
+            case.same("squared_sum", got, expected, param, axes, shown, loosen=4.0)
+
+
+def norm_squared(case: Case, param: str) -> None:
+    """Norms of the individual gradients."""
+    grad_out = case.cotangent(1)[0]
+    arguments = (case.call, grad_out, param)
+    expected = case.run("norm_squared (default)", partial(Rule.norm_squared, case.rule, *arguments))
+    got = case.run("norm_squared", partial(case.rule.norm_squared, *arguments), grad_out)
+    if expected is not None:
+        case.same("norm_squared", got, expected, param, ("sample",), "the individual gradients", loosen=4.0)
+
+
+def kronecker(case: Case, param: str) -> None:
+    """The factors of a parameter.
+
+    Without an input factor, `G` is the parameter's whole block. With one, `G` is the whole block of the
+    parameter that is added to the output (the bias), and where the output has one position, `G (x) A` of
+    one sample is that sample's block of the weight.
+    """
+    rule, call = case.rule, case.call
+    mat = case.cotangent(2)
+    factor = case.run("kron_input", lambda: rule.kron_input(call, param))
+    got = case.run("kron_output", lambda: rule.kron_output(call, mat, param), mat)
+    expected = case.run("kron_output (default)", lambda: Rule.kron_output(rule, call, mat, param))
+    if got is None or expected is None:
+        return
+    if factor is None:
+        if call.params[param].numel() <= BLOCK_LIMIT:
+            case.same("kron_output", got, expected, param, against="its definition")
+        return
+    size = got.shape[0]
+    if size * factor.shape[0] != call.params[param].numel():
+        case.fail(
+            "kron_input",
+            f"factors of shapes {tuple(got.shape)} and {tuple(factor.shape)} do not make up the "
+            f"{call.params[param].numel()} entries of parameter '{param}'.",
+            "let kron_output have one row per output feature, kron_input one per feature that it sees.",
+        )
+        return
+    case.same("kron_input", factor, factor.T, param, against="its transpose")
+    for name, p in call.params.items():
+        if name != param and p.numel() == size and rule.kron_input(call, name) is None:
+            case.same("kron_output", got, Rule.kron_output(rule, call, mat, name), param, against=f"the block of {name}")
+    if call.output[0].numel() == size and call.params[param].numel() <= BLOCK_LIMIT:
+        one, column = call.subset([0]), mat[:1, :1]
+        block = torch.kron(rule.kron_output(one, column, param), _input_factor(case, param))
+        case.same("kron_output", block, Rule.kron_output(rule, one, column, param), param, against="one sample's block")
+
+
+def congruence(case: Case, wrt: Wrt) -> None:
+    """The mean of `J^T M J`, sample by sample; for a weight, the factor that goes with `kron_input`."""
+    rule, call = case.rule, case.call
+    out = call.output[0].numel()
+    matrix = case.random(out, out)
+    matrix = matrix + matrix.T  # the recursion of KFRA passes symmetric matrices
+    got = case.run("congruence", lambda: rule.congruence(call, matrix, wrt), matrix)
+    if got is None:
+        return
+    name = wrt
+    if isinstance(wrt, str) and rule.kron_input(call, wrt) is not None:
+        same_size = [n for n, p in call.params.items() if p.numel() == got.shape[0] and rule.kron_input(call, n) is None]
+        if not same_size:
+            return
+        name = same_size[0]
+    expected = case.run("congruence (default)", lambda: Rule.congruence(rule, call, matrix, name))
+    if expected is not None and case.same("congruence", got, expected, wrt, against="one sample at a time"):
+        pulled = mean_congruence(case, matrix, name)
+        case.same("congruence", got, pulled, wrt, against="autograd", loosen=4.0)
+
+
+def mean_congruence(case: Case, matrix: Tensor, wrt: Wrt) -> Tensor:
+    """`mean_n J_n^T M J_n` from the dense Jacobian of autograd."""
+    samples, out = case.call.batch_size, case.call.output[0].numel()
+    dense = case.reference.jacobian(wrt)
+    blocks = dense.reshape(samples, out, *dense.shape[1:])
+    total = 0
+    for n in range(samples):
+        rows = (blocks[n][:, n] if isinstance(wrt, int) else blocks[n]).flatten(1)
+        total = total + rows.T @ matrix.to(rows.dtype) @ rows
+    return torch.as_tensor(total) / samples
+
+
+def _input_factor(case: Case, param: str) -> Tensor:
+    factor = case.rule.kron_input(case.call.subset([0]), param)
+    assert factor is not None
+    return factor

@@ -1,0 +1,286 @@
+"""The algebra of rules: a layer made of other layers, with every product by composition.
+
+`Chain(r1, r2, ...)` applies rules one after the other; `Sum` and `Concat` apply several rules (branches) to
+the same inputs and add or concatenate what they return. A parameter belongs to exactly one part, and that
+part's own shortcuts serve it, with the columns carried to the part's output first. Composites nest.
+
+The second derivative of a composition is the sum over parts `T_i^T R_i T_i`, where `R_i` is the residual of
+part `i` (contracted with the gradient of its own output) and `T_i` the Jacobian of everything before it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.linear_map import LinearMap
+from bpk.jacobians.rule import Example, Residual, Rule
+
+Part = tuple[Rule, Callable[[Options], Options]]
+"""A rule, and how its hyperparameters are found in those of the whole layer."""
+
+T = TypeVar("T")
+
+
+def submodule(name: str) -> Callable[[Options], Options]:
+    """The part's hyperparameters are those of the child module `name` (`"0"` in a `Sequential`)."""
+    return partial(nn.Module.get_submodule, target=name)
+
+
+def same(options: Options) -> Options:
+    """The part reads its hyperparameters from the whole layer's."""
+    return options
+
+
+class Composite(Rule):
+    """What chains and branches share: parts, whose parameter is whose, and products for parameters.
+
+    `params` maps the layer's parameter names to `(part index, name within the part)`; left out, they are
+    called `"0.weight"`, `"1.bias"`, … as in a `Sequential`. Parts that draw random numbers cannot be
+    evaluated again and are refused while they do (see `RandomScale.obstacle`).
+    """
+
+    def __init__(
+        self,
+        *parts: Part,
+        modules: Sequence[type[nn.Module]] = (),
+        functions: Sequence[Any] = (),
+        params: Mapping[str, tuple[int, str]] | None = None,
+        examples: Sequence[Example] = (),
+    ) -> None:
+        named = {f"{i}.{name}": (i, name) for i, (rule, _) in enumerate(parts) for name in rule.params}
+        self.owners: dict[str, tuple[int, str]] = named if params is None else dict(params)
+        self.parts = parts
+        super().__init__(*modules, functions=functions, params=tuple(self.owners), examples=examples)
+
+    def obstacle(self, call: Call) -> str | None:
+        reasons = (rule.obstacle(inner) for rule, inner in self._inner(call))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    # ---- the parts -------------------------------------------------------------------------------
+    def _of_part(self, index: int, given: Mapping[Any, T]) -> dict[Wrt, T]:
+        """Entries of a mapping over the layer's parameters that belong to one part, under its own names."""
+        return {name: given[outer] for outer, (i, name) in self.owners.items() if i == index and outer in given}
+
+    def _inner(self, call: Call) -> list[tuple[Rule, Call]]:
+        """Every part with its own call, evaluated once per call."""
+        calls = call.memo((self, "parts"), lambda: self._evaluate(call.options, call.inputs, call.params, call.output))
+        return [(rule, inner) for (rule, _), inner in zip(self.parts, calls, strict=True)]
+
+    def _part_call(
+        self, index: int, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor], output: Tensor | None
+    ) -> Call:
+        rule, part_options = self.parts[index]
+        own_options, own_params = part_options(options), {str(k): p for k, p in self._of_part(index, params).items()}
+        if output is None:
+            output = rule.forward(own_options, inputs, own_params)
+        return Call(own_options, inputs, own_params, output)
+
+    @abstractmethod
+    def _evaluate(
+        self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor], output: Tensor | None
+    ) -> list[Call]:
+        """The call of every part; `output` is the layer's, where it is known already."""
+
+    @abstractmethod
+    def _pull_to(self, call: Call, index: int, mat: Tensor) -> Tensor:
+        """From the layer's output to that of a part: `[V, N, *out] -> [V, N, *out_i]`."""
+
+    @abstractmethod
+    def _push_from(self, call: Call, index: int, mat: Tensor) -> Tensor:
+        """From the output of a part to the layer's: `[V, N, *out_i] -> [V, N, *out]`."""
+
+    # ---- parameters: by the part that owns them ---------------------------------------------------
+    def _owner(self, call: Call, param: str) -> tuple[int, Rule, Call, str]:
+        index, name = self.owners[param]
+        return index, *self._inner(call)[index], name
+
+    def _param_jac_mat_prod(self, call: Call, mat: Tensor, param: str) -> Tensor:
+        index, rule, inner, name = self._owner(call, param)
+        return self._push_from(call, index, rule.jac_mat_prod(inner, mat, name))
+
+    def _param_jac_t_mat_prod(self, call: Call, mat: Tensor, param: str, sum_batch: bool) -> Tensor:
+        index, rule, inner, name = self._owner(call, param)
+        return rule.jac_t_mat_prod(inner, self._pull_to(call, index, mat), name, sum_batch)
+
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        index, rule, inner, name = self._owner(call, param)
+        return rule.squared_sum(inner, self._pull_to(call, index, mat), name, weights, per_sample)
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        index, rule, inner, name = self._owner(call, param)
+        return rule.norm_squared(inner, self._pull_to(call, index, grad_out[None])[0], name)
+
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        _, rule, inner, name = self._owner(call, param)
+        return rule.kron_input(inner, name, approximation)
+
+    def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        index, rule, inner, name = self._owner(call, param)
+        return rule.kron_output(inner, self._pull_to(call, index, mat), name, approximation)
+
+
+class Chain(Composite):
+    """`f = f_k(... f_2(f_1(x)))`: `J = J_k ... J_1`. The first part takes all inputs, later ones one each.
+
+    Example, a padding followed by a convolution without padding::
+
+        Chain((pad, pad_options), (conv, conv_options), params={"weight": (1, "weight"), "bias": (1, "bias")})
+    """
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return self._evaluate(options, inputs, params, None)[-1].output
+
+    def _evaluate(
+        self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor], output: Tensor | None
+    ) -> list[Call]:
+        calls: list[Call] = []
+        for i in range(len(self.parts)):
+            known = output if i == len(self.parts) - 1 else None
+            calls.append(self._part_call(i, options, inputs, params, known))
+            inputs = (calls[-1].output,)
+        return calls
+
+    def _pull_to(self, call: Call, index: int, mat: Tensor) -> Tensor:
+        for rule, inner in reversed(self._inner(call)[index + 1 :]):
+            mat = rule.jac_t_mat_prod(inner, mat)
+        return mat
+
+    def _push_from(self, call: Call, index: int, mat: Tensor) -> Tensor:
+        for rule, inner in self._inner(call)[index + 1 :]:
+            mat = rule.jac_mat_prod(inner, mat)
+        return mat
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        if isinstance(wrt, str):
+            return self._param_jac_mat_prod(call, mat, wrt)
+        rule, inner = self._inner(call)[0]
+        return self._push_from(call, 0, rule.jac_mat_prod(inner, mat, wrt))
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        if isinstance(wrt, str):
+            return self._param_jac_t_mat_prod(call, mat, wrt, sum_batch)
+        rule, inner = self._inner(call)[0]
+        return rule.jac_t_mat_prod(inner, self._pull_to(call, 0, mat), wrt)
+
+    # ---- the second derivative --------------------------------------------------------------------
+    def _wrts_of_parts(self, wrts: Sequence[Wrt]) -> list[tuple[Wrt, ...]]:
+        """For every part, what it must be differentiated by: its input once anything before it moves."""
+        joint = dict.fromkeys(wrts)
+        first = tuple(wrt for wrt in wrts if isinstance(wrt, int))
+        result: list[tuple[Wrt, ...]] = []
+        for i in range(len(self.parts)):
+            moving: tuple[Wrt, ...] = first if i == 0 else ((0,) if any(result) else ())
+            result.append((*moving, *self._of_part(i, joint)))
+        return result
+
+    def _kinds(self, call: Call, wrts: Sequence[Wrt]) -> list[Residual]:
+        pairs = zip(self._inner(call), self._wrts_of_parts(wrts), strict=True)
+        return [rule.residual(inner, own) if own else Residual.ZERO for (rule, inner), own in pairs]
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        first, *later = self._kinds(call, wrts)
+        if any(kind is not Residual.ZERO for kind in later):
+            return Residual.GENERAL  # J_1^T R_2 J_1 is dense unless J_1 is diagonal
+        if first is Residual.DIAGONAL and tuple(wrts) != (0,):
+            return Residual.GENERAL
+        return first
+
+    def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
+        rule, inner = self._inner(call)[0]
+        return rule.residual_diag(inner, self._pull_to(call, 0, grad_out[None])[0])
+
+    def _grads(self, call: Call, grad_out: Tensor) -> list[Tensor]:
+        """The gradient of every part's output."""
+        grads = [grad_out]
+        for rule, inner in reversed(self._inner(call)[1:]):
+            grads.insert(0, rule.jac_t_mat_prod(inner, grads[0][None])[0])
+        return grads
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """Tangents travel forward through the parts; residual products are collected on the way back."""
+        parts, kinds, grads = self._inner(call), self._kinds(call, tuple(mats)), self._grads(call, grad_out)
+        tangents: list[dict[Wrt, Tensor]] = []
+        moving: dict[Wrt, Tensor] = {wrt: mat for wrt, mat in mats.items() if isinstance(wrt, int)}
+        for i, (rule, inner) in enumerate(parts):
+            tangents.append({**moving, **self._of_part(i, mats)})
+            pushed = [rule.jac_mat_prod(inner, mat, wrt) for wrt, mat in tangents[i].items() if i < len(parts) - 1]
+            moving = {0: sum(pushed[1:], pushed[0])} if pushed else {}
+
+        result: dict[Wrt, Tensor] = {}
+        carried: Tensor | None = None  # [V, N, *out_i], what the later parts send back
+        for i in reversed(range(len(parts))):
+            rule, inner = parts[i]
+            own: dict[Wrt, Tensor] = {}
+            if kinds[i] is not Residual.ZERO:
+                own = rule.residual_mat_prod(inner, grads[i], tangents[i])
+            if carried is not None:
+                for wrt in tangents[i]:
+                    pulled = rule.jac_t_mat_prod(inner, carried, wrt)
+                    own[wrt] = own[wrt] + pulled if wrt in own else pulled
+            carried = own.get(0) if i else None
+            result |= self._outer_names(i, own)
+        return {wrt: result[wrt] if wrt in result else torch.zeros_like(mat) for wrt, mat in mats.items()}
+
+    def residual_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """Every part's own columns, pulled back through the parts before it."""
+        parts, grads = self._inner(call), self._grads(call, grad_out)
+        own_wrts, kinds = self._wrts_of_parts(wrts), self._kinds(call, wrts)
+        found: list[tuple[dict[Wrt, Tensor], Tensor]] = []
+        for i, (rule, inner) in enumerate(parts):
+            if kinds[i] is Residual.ZERO:
+                continue
+            columns, signs = rule.residual_columns(inner, grads[i], own_wrts[i])
+            outer = self._outer_names(i, columns)
+            for k in reversed(range(i)):
+                if 0 not in columns:
+                    break
+                before, at = parts[k]
+                columns = {w: before.jac_t_mat_prod(at, columns[0], w, sum_batch=False) for w in own_wrts[k]}
+                outer |= self._outer_names(k, columns)
+            found.append((outer, signs))
+        return join_columns(call, wrts, found)
+
+    def _outer_names(self, index: int, values: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """A part's results under the layer's names; only the first part's inputs are the layer's."""
+        outer: dict[Wrt, Tensor] = {w: x for w, x in values.items() if isinstance(w, int) and index == 0}
+        return outer | {o: values[name] for o, (i, name) in self.owners.items() if i == index and name in values}
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """Part by part; one sample at a time where the Jacobians of several parts vary over samples."""
+        stop, name = (0, wrt) if isinstance(wrt, int) else self.owners[wrt]
+        varying = sum(not isinstance(rule, LinearMap) for rule, _ in self.parts[stop:])
+        calls = [call] if varying <= 1 else [call.subset([n]) for n in range(call.batch_size)]
+        results = [self._congruence_by_parts(one, matrix, stop, name) for one in calls]
+        return sum(results[1:], results[0]) / len(results)
+
+    def _congruence_by_parts(self, call: Call, matrix: Tensor, stop: int, name: Wrt) -> Tensor:
+        parts = self._inner(call)
+        for rule, inner in reversed(parts[stop + 1 :]):
+            matrix = rule.congruence(inner, matrix)
+        rule, inner = parts[stop]
+        return rule.congruence(inner, matrix, name)
+
+
+def join_columns(
+    call: Call, wrts: Sequence[Wrt], found: Sequence[tuple[Mapping[Wrt, Tensor], Tensor]]
+) -> tuple[dict[Wrt, Tensor], Tensor]:
+    """Stack columns of several parts; where a part does not depend on a `wrt`, its columns are zero there."""
+    like, n = call.output, call.batch_size
+    columns: dict[Wrt, Tensor] = {}
+    for wrt in wrts:
+        shape = call.shape_of(wrt)[1:] if isinstance(wrt, int) else call.shape_of(wrt)
+        blocks = [c[wrt] if wrt in c else like.new_zeros(s.shape[0], n, *shape) for c, s in found]
+        columns[wrt] = torch.cat(blocks) if blocks else like.new_zeros(0, n, *shape)
+    signs = [s for _, s in found]
+    return columns, torch.cat(signs) if signs else like.new_zeros(0, n)

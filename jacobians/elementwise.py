@@ -1,0 +1,162 @@
+"""The family of elementwise layers: everything follows from one expression in `x`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.rule import Example, Residual, Rule
+from bpk.jacobians.symbolic import Derivation, derive, hyperparameters
+
+
+class Pointwise(Rule):
+    """A layer whose Jacobian is diagonal, `out_i = f_i(x_i)`: its products scale by the slope `f_i'(x_i)`."""
+
+    @abstractmethod
+    def slope(self, call: Call) -> Tensor:
+        """The diagonal `[N, *in]` of the Jacobian, computed once per call."""
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        return mat * self.slope(call)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        return mat * self.slope(call)
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """`mean_n D_n M D_n = M * (S^T S / N)` with the slopes `S` `[N, D]`: no loop over samples."""
+        slopes = self.slope(call).flatten(1)
+        return matrix * (slopes.T @ slopes / call.batch_size)
+
+
+class Elementwise(Pointwise):
+    r"""A layer `out = f(x)` applied to every entry, given by one expression in `x`.
+
+    Derived from the expression, on first use: the forward, both products `mat * f'(x)`
+    (`[V, N, *in] -> [V, N, *in]`), whether the residual is zero, its diagonal `f''(x) * grad_out`, and
+    LaTeX for the documentation. Names in the expression other than `x` and the functions of
+    `bpk.jacobians.symbolic` are hyperparameters, read from the attribute of the same name of the layer.
+
+    Args:
+        expression: Such as `"x*sigmoid(x)"`. Kinks are written `where(condition, a, b)`. A mapping from
+            the values of a string option to expressions where such an option selects among them.
+        modules: The `torch.nn` classes it serves.
+        functions: The functions and tensor methods it serves.
+        hyper: For a hyperparameter, the attribute it is read from (a string) or its value (a number).
+        choose: The name of the option that selects from a mapping of expressions.
+        examples: Cases for tests and documentation. Default: each class without arguments, on two shapes.
+        from_output: Declares that `f'(f(x)) = f'(x)` for every `x`, so that an in-place layer's output
+            can stand in for the overwritten input.
+        positive: Declares that `f` is defined for `x > 0` only (this concerns the default examples).
+
+    >>> rule = Elementwise("x*sigmoid(x)", nn.SiLU)
+    >>> call = Call.of(nn.SiLU(), torch.zeros(1, 2))
+    >>> rule.jac_t_mat_prod(call, torch.ones(1, 1, 2))
+    tensor([[[0.5000, 0.5000]]])
+    """
+
+    def __init__(
+        self,
+        expression: str | Mapping[str, str],
+        *modules: type[nn.Module],
+        functions: Sequence[Any] = (),
+        hyper: Mapping[str, str | float] | None = None,
+        choose: str = "",
+        examples: Sequence[Example] = (),
+        from_output: bool = False,
+        positive: bool = False,
+    ) -> None:
+        super().__init__(*modules, functions=functions)
+        if isinstance(expression, str) is bool(choose):
+            raise RuleError(
+                explain(
+                    f"{self.name} has {'one expression' if choose else 'several expressions'}.",
+                    "choose= names the option that selects among several expressions, and goes with a mapping.",
+                    "write Elementwise({'none': '...', 'tanh': '...'}, ..., choose='approximate').",
+                )
+            )
+        self.expressions = {"": expression} if isinstance(expression, str) else dict(expression)
+        self.choose = choose
+        self.hyper = dict(hyper or {})
+        self.from_output = from_output
+        used = {name for text in self.expressions.values() for name in hyperparameters(text)}
+        if unused := sorted(set(self.hyper) - used):
+            raise RuleError(
+                explain(f"{self.name} sets {', '.join(unused)}.", "the expression has no such name.", "drop it.")
+            )
+        self.examples = tuple(examples) or self._default_examples(positive)
+
+    def _default_examples(self, positive: bool) -> tuple[Example, ...]:
+        cases: list[tuple[Callable[..., nn.Module], tuple[Any, ...]]] = [(m, ()) for m in self.modules]
+        if not cases:
+            cases = [(FunctionLayer, (f,)) for f in self.functions[:1]]
+        kind = PositiveExample if positive else Example
+        return tuple(kind(layer, (shape,), args) for layer, args in cases for shape in ((3, 4), (2, 3, 4)))
+
+    def derivation(self, options: Options) -> Derivation:
+        """The function and its derivatives that these options select."""
+        if not self.choose:
+            return derive(self.expressions[""])
+        choice = getattr(options, self.choose)
+        if choice not in self.expressions:
+            raise RuleError(
+                explain(
+                    f"{self.name} has no expression for {self.choose}={choice!r}.",
+                    f"known are {', '.join(map(repr, self.expressions))}.",
+                    "add the expression to the rule.",
+                )
+            )
+        return derive(self.expressions[choice])
+
+    def latex(self, order: int = 0, choice: str = "") -> str:
+        """The function or its `order`-th derivative as LaTeX, for the documentation."""
+        return derive(self.expressions[choice]).latex(order)
+
+    def _evaluate(self, options: Options, x: Tensor, order: int) -> Tensor:
+        derived = self.derivation(options)
+        sources = [self.hyper.get(name, name) for name in derived.hyper]
+        values = [getattr(options, s) if isinstance(s, str) else s for s in sources]
+        return derived.compiled[order](x, *map(float, values))
+
+    def _derivative(self, call: Call, order: int) -> Tensor:
+        # what was computed without a graph must not serve a call that differentiates through it
+        key = ("derivative", order, torch.is_grad_enabled())
+        return call.memo(key, lambda: self._evaluate(call.options, call.inputs[0], order))
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return self._evaluate(options, inputs[0], 0)
+
+    def slope(self, call: Call) -> Tensor:
+        return self._derivative(call, 1)
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.ZERO if self.derivation(call.options).linear else Residual.DIAGONAL
+
+    def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
+        """`f''(x) * grad_out`, `[N, *in]`."""
+        return self._derivative(call, 2) * grad_out
+
+
+class FunctionLayer(nn.Module):
+    """A function of one tensor as a module, for the examples of rules that serve no module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@dataclass(frozen=True)
+class PositiveExample(Example):
+    """An example whose inputs are positive, for functions such as the logarithm."""
+
+    def inputs(self, dtype: torch.dtype = torch.float64, batch: int | None = None) -> tuple[Tensor, ...]:
+        return tuple((x.abs() + 0.5).to(dtype) for x in super().inputs(torch.float64, batch))

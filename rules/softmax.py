@@ -1,0 +1,290 @@
+"""Softmax and its relatives, and GLU: each position along the other axes is a small system of its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.rule import Example, Residual, Rule, case
+
+
+class AlongAxis(Rule):
+    """A layer that mixes the entries along one axis `dim` only.
+
+    Its residual is block-diagonal: one block per sample and position along the other axes.
+    """
+
+    def __init__(self, *modules: type[nn.Module], functions: Sequence[Any], examples: Sequence[Example]) -> None:
+        super().__init__(*modules, functions=functions, examples=examples)
+
+    def dim(self, options: Options, dims: int) -> int:
+        """The axis of an input with `dims` axes, counted from the front; `None` is PyTorch's implicit choice."""
+        dim = options.dim
+        if dim is None:
+            return 0 if dims in (0, 1, 3) else 1
+        return dim % dims
+
+    def _dim(self, call: Call) -> int:
+        return self.dim(call.options, call.inputs[0].dim())
+
+    def obstacle(self, call: Call) -> str | None:
+        return "it mixes samples: its dim is the batch axis." if self._dim(call) == 0 else None
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.GENERAL
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        return {0: self._residual_product(call, grad_out, mats[0])}
+
+    @abstractmethod
+    def _residual_product(self, call: Call, grad_out: Tensor, mat: Tensor) -> Tensor:
+        """Multiply `[V, N, *in]` with the residual."""
+
+
+class Normalized(AlongAxis):
+    """A softmax: its residual's columns are the eigenvectors of one small matrix per position."""
+
+    def residual_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """The columns of all blocks: `{0: [C*P, N, *in]}`, for `C` entries along the axis and `P` positions."""
+        dim = self._dim(call)
+        vectors, signs = _signed_roots(self._block_residual(call, grad_out, dim))
+        count, positions, size = signs.shape
+        spread = torch.diag_embed(vectors.permute(3, 0, 2, 1))  # [C (column), N, C (entry), P, P (column)]
+        columns = spread.permute(0, 4, 1, 3, 2).reshape(size * positions, count, positions, size)
+        others = call.inputs[0].movedim(dim, -1).shape[1:-1]
+        columns = columns.reshape(-1, count, *others, size).movedim(-1, dim + 1)
+        return {0: columns}, signs.permute(2, 1, 0).reshape(-1, count)
+
+    @abstractmethod
+    def _block_residual(self, call: Call, grad_out: Tensor, dim: int) -> Tensor:
+        """The residual's blocks `[N, P, C, C]`."""
+
+
+def _blocks(x: Tensor, dim: int) -> Tensor:
+    """`[N, ..., C (at dim), ...]` as `[N, P, C]`."""
+    moved = x.movedim(dim, -1)
+    return moved.reshape(moved.shape[0], -1, moved.shape[-1])
+
+
+def _signed_roots(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvectors `[..., C, C]` scaled by `sqrt|eigenvalue|`, and signs `[..., C]`, of symmetric matrices.
+
+    Blocks that are not finite give NaN, and eigenvalues that are zero up to rounding give zero columns;
+    both without a trace in the gradient of other blocks.
+    """
+    wide = matrices.double()
+    finite = wide.isfinite().all(-1).all(-1)[..., None, None]
+    regular = finite & (wide != 0).any(-1).any(-1)[..., None, None]
+    size = wide.shape[-1]
+    distinct = torch.diag(torch.arange(1, size + 1, dtype=wide.dtype, device=wide.device))
+    values, vectors = torch.linalg.eigh(torch.where(regular, wide, distinct))
+    tiny = torch.finfo(torch.float64).eps * size * values.abs().amax(-1, keepdim=True)
+    kept = regular[..., 0] & (values.abs() > tiny)
+    roots = torch.where(kept, torch.where(kept, values, torch.ones_like(values)).abs().sqrt(), torch.zeros_like(values))
+    columns = torch.where(finite, vectors * roots[..., None, :], torch.full_like(wide, torch.nan))
+    signs = torch.where(kept, values.sign(), (~finite[..., 0]).to(values))
+    return columns.to(matrices.dtype), signs.to(matrices.dtype)
+
+
+class SoftmaxLike(Normalized):
+    """`p = softmax(s x)` along one axis, with `s = 1` (Softmax) or `s = -1` (Softmin).
+
+    Jacobian `s (diag(p) - p p^T)`; residual `diag(a) - a p^T - p a^T` with `a = p (g - <g, p>)`.
+    """
+
+    def __init__(self, *modules: type[nn.Module], sign: int, functions: Sequence[Any], examples: Sequence[Example]):
+        super().__init__(*modules, functions=functions, examples=examples)
+        self.sign = sign
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return (self.sign * inputs[0]).softmax(self.dim(options, inputs[0].dim()))
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        p = self._output(call)
+        return self.sign * _centred(p, mat, self._dim(call) + 1)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        return self.jac_mat_prod(call, mat, wrt)  # the Jacobian is symmetric
+
+    def _output(self, call: Call) -> Tensor:
+        # with a graph, from the input, so that products can be differentiated
+        return self.forward(call.options, call.inputs, {}) if torch.is_grad_enabled() else call.output
+
+    def _residual_product(self, call: Call, grad_out: Tensor, mat: Tensor) -> Tensor:
+        p, dim = self._output(call), self._dim(call)
+        a = _centred(p, grad_out, dim)
+        inner_p, inner_a = (p * mat).sum(dim + 1, keepdim=True), (a * mat).sum(dim + 1, keepdim=True)
+        return a * (mat - inner_p) - p * inner_a
+
+    def _block_residual(self, call: Call, grad_out: Tensor, dim: int) -> Tensor:
+        p = self._output(call)
+        a, p = _blocks(_centred(p, grad_out, dim), dim), _blocks(p, dim)
+        mixed = a[..., :, None] * p[..., None, :]
+        return torch.diag_embed(a) - mixed - mixed.transpose(-1, -2)
+
+
+def _centred(p: Tensor, mat: Tensor, dim: int) -> Tensor:
+    """`(diag(p) - p p^T) mat` along `dim`."""
+    return p * (mat - (p * mat).sum(dim, keepdim=True))
+
+
+class Softmax2d(SoftmaxLike):
+    """Softmax over the channels of `[N, C, H, W]`."""
+
+    def dim(self, options: Options, dims: int) -> int:
+        return dims - 3
+
+
+class LogSoftmax(Normalized):
+    """`out = x - log sum exp x` along one axis.
+
+    With `p = softmax(x)`: Jacobian `I - 1 p^T`; residual `-(sum g) (diag(p) - p p^T)`.
+    """
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return inputs[0].log_softmax(self.dim(options, inputs[0].dim()))
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        return mat - (self._probabilities(call) * mat).sum(self._dim(call) + 1, keepdim=True)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        return mat - self._probabilities(call) * mat.sum(self._dim(call) + 1, keepdim=True)
+
+    def _probabilities(self, call: Call) -> Tensor:
+        key = ("probabilities", torch.is_grad_enabled())
+        return call.memo(key, lambda: call.inputs[0].softmax(self._dim(call)))
+
+    def _residual_product(self, call: Call, grad_out: Tensor, mat: Tensor) -> Tensor:
+        dim = self._dim(call)
+        return -grad_out.sum(dim, keepdim=True) * _centred(self._probabilities(call), mat, dim + 1)
+
+    def _block_residual(self, call: Call, grad_out: Tensor, dim: int) -> Tensor:
+        p = _blocks(self._probabilities(call), dim)
+        scale = -_blocks(grad_out, dim).sum(-1)[..., None, None]
+        return scale * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
+
+
+class GLU(AlongAxis):
+    """`out = a sigmoid(b)` for the two halves `(a, b)` of the input along `dim`.
+
+    Per output entry the residual is the block `[[0, g s'(b)], [g s'(b), g a s''(b)]]`.
+    """
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return F.glu(inputs[0], options.dim)
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        gate, slope, _ = self._factors(call)
+        of_a, of_b = mat.chunk(2, self._dim(call) + 1)
+        return of_a * gate + of_b * slope
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        gate, slope, _ = self._factors(call)
+        return torch.cat([mat * gate, mat * slope], self._dim(call) + 1)
+
+    def _factors(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """`s(b)`, `a s'(b)`, and `s'(b)`."""
+
+        def compute() -> tuple[Tensor, Tensor, Tensor]:
+            a, b = call.inputs[0].chunk(2, self._dim(call))
+            gate = b.sigmoid()
+            gate_slope = gate * (-b).sigmoid()
+            return gate, a * gate_slope, gate_slope
+
+        return call.memo(("factors", torch.is_grad_enabled()), compute)
+
+    def _block_entries(self, call: Call, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+        """The off-diagonal `g s'(b)` and the diagonal `g a s''(b) = g a s'(b) (1 - 2 s(b))`."""
+        gate, slope, gate_slope = self._factors(call)
+        return grad_out * gate_slope, grad_out * slope * (1 - 2 * gate)
+
+    def _residual_product(self, call: Call, grad_out: Tensor, mat: Tensor) -> Tensor:
+        off, diag = self._block_entries(call, grad_out)
+        of_a, of_b = mat.chunk(2, self._dim(call) + 1)
+        return torch.cat([off * of_b, off * of_a + diag * of_b], self._dim(call) + 1)
+
+    def residual_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """Two columns per output entry, from the closed form of a block's eigenvalues: `{0: [2 D, N, *in]}`."""
+        (first, second), signs = self._eigenvectors(*self._block_entries(call, grad_out))
+        halves = [torch.diag_embed(half.flatten(2)).permute(0, 2, 1, 3) for half in (first, second)]  # [2, D, N, D]
+        halves = [half.reshape(-1, *grad_out.shape) for half in halves]
+        return {0: torch.cat(halves, self._dim(call) + 1)}, signs.flatten(2).transpose(1, 2).reshape(-1, len(grad_out))
+
+    @staticmethod
+    def _eigenvectors(off: Tensor, diag: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Scaled eigenvectors of `[[0, off], [off, diag]]`: both components and the signs, `[2, N, *out]` each.
+
+        The eigenvalues are `big = (diag +- hypot(diag, 2 off)) / 2` (sign of `diag`) and `small = -off^2 / big`,
+        with the eigenvectors `(off, big)` and `(big, -off)`.
+        """
+        zero = (off == 0) & (diag == 0)
+        safe = torch.where(zero, torch.ones_like(diag), diag)
+        side = torch.where(safe < 0, -torch.ones_like(safe), torch.ones_like(safe))
+        big = (safe + side * torch.hypot(safe, 2 * off)) / 2
+        length = torch.hypot(off, big)
+        grown = torch.where(zero, torch.zeros_like(big), big.abs().sqrt() / length)
+        shrunk = torch.where(zero, torch.zeros_like(big), off.abs() / big.abs().sqrt() / length)
+        first = torch.stack([off * grown, big * shrunk])
+        second = torch.stack([big * grown, -off * shrunk])
+        signs = torch.stack([torch.where(zero, torch.zeros_like(side), side), torch.where(off == 0, torch.zeros_like(side), -side)])
+        return (first, second), signs.detach()
+
+
+RULES: tuple[Rule, ...] = (
+    SoftmaxLike(
+        nn.Softmax,
+        sign=1,
+        functions=(F.softmax, torch.softmax, torch.Tensor.softmax),
+        examples=(
+            case(nn.Softmax, dim=1, shape=(3, 4)),
+            case(nn.Softmax, dim=-1, shape=(2, 3, 4)),
+            case(nn.Softmax, dim=1, shape=(2, 3, 2, 2)),
+            case(nn.Softmax, shape=(3, 4)),
+        ),
+    ),
+    SoftmaxLike(
+        nn.Softmin,
+        sign=-1,
+        functions=(F.softmin,),
+        examples=(
+            case(nn.Softmin, dim=1, shape=(3, 4)),
+            case(nn.Softmin, dim=-2, shape=(2, 3, 4)),
+            case(nn.Softmin, shape=(2, 3, 2, 2)),
+        ),
+    ),
+    Softmax2d(
+        nn.Softmax2d,
+        sign=1,
+        functions=(),
+        examples=(case(nn.Softmax2d, shape=(2, 3, 2, 2)),),
+    ),
+    LogSoftmax(
+        nn.LogSoftmax,
+        functions=(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax),
+        examples=(
+            case(nn.LogSoftmax, dim=1, shape=(3, 4)),
+            case(nn.LogSoftmax, dim=-1, shape=(2, 3, 4)),
+            case(nn.LogSoftmax, dim=1, shape=(2, 3, 2, 2)),
+            case(nn.LogSoftmax, shape=(3, 4)),
+        ),
+    ),
+    GLU(
+        nn.GLU,
+        functions=(F.glu,),
+        examples=(
+            case(nn.GLU, shape=(3, 4)),
+            case(nn.GLU, dim=1, shape=(2, 4, 3)),
+            case(nn.GLU, dim=-2, shape=(2, 3, 4, 2)),
+        ),
+    ),
+)

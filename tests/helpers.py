@@ -1,0 +1,76 @@
+"""What several test files share: a small problem, one backward pass, all extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.extensions.backprop_extension import BackpropExtension
+
+FIELDS: dict[Callable[[], BackpropExtension], str] = {
+    E.BatchGrad: "grad_batch",
+    E.BatchL2Grad: "batch_l2",
+    E.SumGradSquared: "sum_grad_squared",
+    E.Variance: "variance",
+    E.DiagGGNExact: "diag_ggn_exact",
+    E.DiagGGNMC: "diag_ggn_mc",
+    E.BatchDiagGGNExact: "diag_ggn_exact_batch",
+    E.BatchDiagGGNMC: "diag_ggn_mc_batch",
+    E.DiagHessian: "diag_h",
+    E.BatchDiagHessian: "diag_h_batch",
+    E.SqrtGGNExact: "sqrt_ggn_exact",
+    E.SqrtGGNMC: "sqrt_ggn_mc",
+    E.KFAC: "kfac",
+    E.KFLR: "kflr",
+    E.KFRA: "kfra",
+    E.HMP: "hmp",
+    E.GGNMP: "ggnmp",
+    E.PCHMP: "pchmp",
+}
+"""The 18 quantities: extension class and field."""
+
+FIRST_ORDER = (E.BatchGrad, E.BatchL2Grad, E.SumGradSquared, E.Variance)
+SECOND_ORDER = tuple(e for e in FIELDS if e not in FIRST_ORDER)
+
+
+def mlp(dtype: torch.dtype = torch.float64, act: type[nn.Module] = nn.Sigmoid) -> nn.Sequential:
+    """Two linear layers with a nonlinearity in between."""
+    return nn.Sequential(nn.Linear(4, 3), act(), nn.Linear(3, 3)).to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float64, n: int = 5) -> tuple[Tensor, Tensor]:
+    """Inputs `[n, 4]` and class labels `[n]`."""
+    return torch.randn(n, 4, dtype=dtype), torch.randint(3, (n,))
+
+
+def extended(model: nn.Module | None = None, loss: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
+    """An extended model and loss."""
+    return bpk.extend(mlp() if model is None else model), bpk.extend(nn.CrossEntropyLoss() if loss is None else loss)
+
+
+def backward(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor, *exts: BackpropExtension, **options: Any) -> None:
+    """Forward, then backward under the extensions."""
+    loss = loss_fn(model(x), y)
+    with bpk.backpack(*exts, **options):
+        loss.backward()
+
+
+def saved(model: nn.Module) -> set[str]:
+    """All names of fields that extensions have left on the parameters."""
+    return {f for p in model.parameters() for f in FIELDS.values() if hasattr(p, f)}
+
+
+def values(model: nn.Module, field: str) -> list[Tensor]:
+    """A field of all parameters as tensors (functions are applied to ones)."""
+    found: list[Tensor] = []
+    for p in model.parameters():
+        value = getattr(p, field)
+        if callable(value) and not isinstance(value, Tensor):
+            value = value(torch.ones_like(p)[None])
+        found.extend(value if isinstance(value, list) else [value])
+    return found

@@ -1,0 +1,315 @@
+"""What every quantity is, by its definition and with plain autograd (float64, loops; nothing of `bpk`).
+
+A `Reference` evaluates a copy of the model once. The share of sample `n` is the whole batch's loss where only
+the prediction of sample `n` is attached to the graph: its gradient is exact for every loss and every divisor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LossOf = Callable[[Tensor], Tensor]
+KRONECKER = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+def gradients(output: Tensor, wrt: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:
+    """`torch.autograd.grad` with zeros where nothing depends."""
+    if not output.requires_grad:
+        return [torch.zeros_like(w) for w in wrt]
+    found = torch.autograd.grad(output, wrt, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
+
+
+class Reference:
+    """All quantities of `loss_of(model(*inputs))`, per named parameter."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[Tensor], loss_of: LossOf, seed: int = 0, samples: int | None = None
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.loss_of = loss_of
+        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.seen: dict[str, tuple[nn.Module, tuple[Tensor, ...], Tensor]] = {}
+        hooks = [
+            m.register_forward_hook(self._see(name))
+            for name, m in self.model.named_modules()
+            if isinstance(m, KRONECKER)
+        ]
+        self.seed = seed
+        torch.manual_seed(seed)
+        self.inputs = tuple(x.detach() for x in inputs)
+        self.pred = self.model(*[x.clone() for x in self.inputs])
+        for hook in hooks:
+            hook.remove()
+        self.N = self.inputs[0].shape[0] if samples is None else samples
+        self.D = self.pred.numel() // self.N
+
+    def _see(self, name: str) -> Callable[..., Tensor]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            self.seen[name] = (module, tuple(x.detach() for x in inputs), output)
+            return output.clone()  # a layer that works in place on it leaves `output` as it was
+
+        return hook
+
+    # ---- first order -----------------------------------------------------------------------------
+    def share(self, n: int) -> Tensor:
+        """The loss, attached to the prediction of sample `n` only."""
+        attached = torch.zeros(self.N, self.D, dtype=torch.bool)
+        attached[n] = True
+        return self.loss_of(torch.where(attached.reshape(self.pred.shape), self.pred, self.pred.detach()))
+
+    @cached_property
+    def _grad_batch(self) -> dict[str, Tensor]:
+        rows = [gradients(self.share(n), list(self.params.values())) for n in range(self.N)]
+        return {name: torch.stack([r[i] for r in rows]) for i, name in enumerate(self.params)}
+
+    def grad_batch(self, name: str) -> Tensor:
+        return self._grad_batch[name]
+
+    def grad(self, name: str) -> Tensor:
+        return self._grad_batch[name].sum(0)
+
+    def batch_l2(self, name: str) -> Tensor:
+        return self._grad_batch[name].flatten(1).square().sum(1)
+
+    def sum_grad_squared(self, name: str) -> Tensor:
+        return self._grad_batch[name].square().sum(0)
+
+    def variance(self, name: str) -> Tensor:
+        g = self._grad_batch[name]
+        return g.square().sum(0) / self.N - (g.sum(0) / self.N).square()
+
+    # ---- generalized Gauss-Newton ----------------------------------------------------------------
+    @cached_property
+    def loss_hessian(self) -> Tensor:
+        """`[N, D, D]`: the loss Hessian with respect to each sample's prediction."""
+
+        def flat_loss(flat: Tensor) -> Tensor:
+            return self.loss_of(flat.reshape(self.pred.shape))
+
+        full = torch.autograd.functional.hessian(flat_loss, self.pred.detach().flatten())
+        blocks = full.reshape(self.N, self.D, self.N, self.D)
+        return torch.stack([blocks[n, :, n] for n in range(self.N)])
+
+    @cached_property
+    def _jacobians(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """`[N, D, P]` for parameters, and `[N, D, D_out]` for the outputs of layers with Kronecker factors."""
+        outputs = {name: out for name, (_, _, out) in self.seen.items() if out.requires_grad}
+        wrt = [*self.params.values(), *outputs.values()]
+        rows = [gradients(entry, wrt) for entry in self.pred.reshape(-1)]
+        k = len(self.params)
+        jac_params = {
+            name: torch.stack([r[i] for r in rows]).reshape(self.N, self.D, -1) for i, name in enumerate(self.params)
+        }
+        jac_outputs = {}
+        for i, name in enumerate(outputs):
+            full = torch.stack([r[k + i] for r in rows]).reshape(self.N, self.D, self.N, -1)
+            jac_outputs[name] = torch.stack([full[n, :, n] for n in range(self.N)])
+        return jac_params, jac_outputs
+
+    def ggn_batch(self, name: str) -> Tensor:
+        """`[N, P, P]`: the block of every sample."""
+        jac = self._jacobians[0][name]
+        return jac.transpose(1, 2) @ self.loss_hessian @ jac
+
+    def ggn(self, name: str) -> Tensor:
+        return self.ggn_batch(name).sum(0)
+
+    def diag_ggn_batch(self, name: str) -> Tensor:
+        return self.ggn_batch(name).diagonal(dim1=1, dim2=2).reshape(self.N, *self.params[name].shape)
+
+    def diag_ggn(self, name: str) -> Tensor:
+        return self.diag_ggn_batch(name).sum(0)
+
+    # ---- Hessian ---------------------------------------------------------------------------------
+    @cached_property
+    def _hessian_batch(self) -> dict[str, Tensor]:
+        params = list(self.params.values())
+        blocks: dict[str, list[Tensor]] = {name: [] for name in self.params}
+        for n in range(self.N):
+            grads = gradients(self.share(n), params, create_graph=True)
+            for (name, p), g in zip(self.params.items(), grads, strict=True):
+                rows = [gradients(entry, [p])[0].flatten() for entry in g.flatten()]
+                blocks[name].append(torch.stack(rows))
+        return {name: torch.stack(b) for name, b in blocks.items()}
+
+    def hessian_batch(self, name: str) -> Tensor:
+        """`[N, P, P]`: the block of every sample."""
+        return self._hessian_batch[name]
+
+    def hessian(self, name: str) -> Tensor:
+        return self._hessian_batch[name].sum(0)
+
+    def diag_h_batch(self, name: str) -> Tensor:
+        return self._hessian_batch[name].diagonal(dim1=1, dim2=2).reshape(self.N, *self.params[name].shape)
+
+    def diag_h(self, name: str) -> Tensor:
+        return self.diag_h_batch(name).sum(0)
+
+    # ---- Kronecker factors of the exact GGN ------------------------------------------------------
+    def kflr(self, name: str) -> list[Tensor]:
+        """`[G, A]` for the weight of a linear or convolutional layer, `[G]` for everything else."""
+        owner, _, leaf = name.rpartition(".")
+        if owner not in self.seen:
+            return [self.ggn(name)]
+        module, inputs, output = self.seen[owner]
+        jac = self._jacobians[1][owner]
+        blocks = jac.transpose(1, 2) @ self.loss_hessian @ jac
+        factor = of_bias(module, blocks, output.shape).sum(0)
+        return [factor, input_factor(module, inputs)] if leaf == "weight" else [factor]
+
+    # ---- recursions over a chain of layers -------------------------------------------------------
+    @cached_property
+    def chain(self) -> Chain:
+        """The model layer by layer; only for (nested) `Sequential` models."""
+        return Chain(self)
+
+
+def of_bias(module: nn.Module, blocks: Tensor, out_shape: torch.Size) -> Tensor:
+    """`[..., D_out, D_out] -> [..., C, C]`: what a bias of the layer sees (positions summed on both sides)."""
+    lead = blocks.shape[:-2]
+    channels_last = isinstance(module, nn.Linear | nn.Bilinear)
+    C = out_shape[-1] if channels_last else out_shape[1]
+    positions = out_shape[1:].numel() // C
+    if channels_last:
+        return blocks.reshape(*lead, positions, C, positions, C).sum((-4, -2))
+    return blocks.reshape(*lead, C, positions, C, positions).sum((-3, -1))
+
+
+def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+    """`A = sum a a^T / N` over samples and positions; a row `a` is `d out[n, o, position] / d weight[o]`.
+
+    With groups, the rows of all groups are summed. Transposed convolutions: rows of `weight.transpose(0, 1)`.
+    """
+    weight = module.weight.detach().requires_grad_()
+    out = torch.func.functional_call(module, {"weight": weight}, inputs)
+    channels_last = isinstance(module, nn.Linear | nn.Bilinear)
+    by_channel = out.movedim(-1, 1) if channels_last else out
+    groups = getattr(module, "groups", 1)
+    transposed = bool(getattr(module, "transposed", False))
+    total: Tensor | None = None
+    for group in range(groups):
+        channel = group * (by_channel.shape[1] // groups)
+        for entry in by_channel[:, channel].flatten():
+            grad = gradients(entry, [weight])[0]
+            row = grad[:, 0].flatten() if transposed else grad[channel].flatten()
+            total = torch.outer(row, row) if total is None else total + torch.outer(row, row)
+    assert total is not None
+    return total / inputs[0].shape[0]
+
+
+class Chain:
+    """A `Sequential` model evaluated layer by layer, with each layer's Jacobians and residual as matrices."""
+
+    def __init__(self, ref: Reference) -> None:
+        self.ref = ref
+        self.layers = list(leaves(ref.model, ""))
+        torch.manual_seed(ref.seed)
+        self.points: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        x = ref.inputs[0]
+        for _, layer in self.layers:
+            point = x.detach().requires_grad_()
+            out = layer(point.clone())  # the clone is for layers that work in place
+            self.points.append(point)
+            self.outputs.append(out)
+            x = out
+        assert torch.equal(x, ref.pred)
+
+    def output_grads(self) -> list[Tensor]:
+        """The loss gradient with respect to every layer's output."""
+        pred = self.outputs[-1].detach().requires_grad_()
+        grads = [gradients(self.ref.loss_of(pred), [pred])[0]]
+        for point, out in zip(self.points[:0:-1], self.outputs[:0:-1], strict=True):
+            grads.append(gradients((out * grads[-1]).sum(), [point])[0])
+        return grads[::-1]
+
+    def input_jacobian(self, k: int) -> Tensor:
+        """`[N, D_out, D_in]`; samples do not mix, so one entry of all samples is taken at a time."""
+        flat = self.outputs[k].flatten(1)
+        rows = [gradients(flat[:, d].sum(), [self.points[k]])[0].flatten(1) for d in range(flat.shape[1])]
+        return torch.stack(rows, 1)
+
+    def param_jacobian(self, k: int, param: Tensor) -> Tensor:
+        """`[N, D_out, P]`."""
+        flat = self.outputs[k].flatten(1)
+        rows = [gradients(entry, [param])[0].flatten() for entry in flat.flatten()]
+        return torch.stack(rows).reshape(*flat.shape, -1)
+
+    def residual(self, k: int, grad_out: Tensor) -> Tensor:
+        """`[N, D_in, D_in]`: the layer's second derivative, contracted with the gradient of its output."""
+        point = self.points[k]
+        slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0].flatten(1)
+        rows = [gradients(slope[:, d].sum(), [point])[0].flatten(1) for d in range(slope.shape[1])]
+        return torch.stack(rows, 1)
+
+    def own_params(self, k: int) -> list[tuple[str, str, Tensor]]:
+        """`(full name, own name, parameter)` of a layer."""
+        prefix, layer = self.layers[k]
+        found = [(f"{prefix}.{n}" if prefix else n, n, p) for n, p in layer.named_parameters()]
+        return [f for f in found if f[2].requires_grad]
+
+    def pchmp(self, modify: str) -> dict[str, Tensor]:
+        """`[P, P]` per parameter: residuals clipped to (or replaced by) their positive (absolute) part."""
+        matrices, grads = self.ref.loss_hessian, self.output_grads()
+        blocks = {}
+        for k in reversed(range(len(self.layers))):
+            for full, _, param in self.own_params(k):
+                jac = self.param_jacobian(k, param)
+                blocks[full] = (jac.transpose(1, 2) @ matrices @ jac).sum(0)
+            if k:
+                jac = self.input_jacobian(k)
+                matrices = jac.transpose(1, 2) @ matrices @ jac + positive(self.residual(k, grads[k]), modify)
+        return blocks
+
+    def kfra(self) -> dict[str, list[Tensor]]:
+        """The recursion of averaged GGN blocks: `G <- mean_n J_n^T G J_n`."""
+        matrix = self.ref.loss_hessian.sum(0)
+        factors = {}
+        for k in reversed(range(len(self.layers))):
+            layer = self.layers[k][1]
+            for full, own, param in self.own_params(k):
+                if isinstance(layer, KRONECKER):
+                    factor = of_bias(layer, matrix, self.outputs[k].shape)
+                    inputs = (self.points[k].detach(),)
+                    factors[full] = [factor, input_factor(layer, inputs)] if own == "weight" else [factor]
+                else:
+                    jac = self.param_jacobian(k, param)
+                    factors[full] = [(jac.transpose(1, 2) @ matrix @ jac).mean(0)]
+            if k:
+                jac = self.input_jacobian(k)
+                matrix = (jac.transpose(1, 2) @ matrix @ jac).mean(0)
+        return factors
+
+
+def positive(matrices: Tensor, modify: str) -> Tensor:
+    """Clip the negative eigenvalues of symmetric matrices, or take absolute values."""
+    values, vectors = torch.linalg.eigh((matrices + matrices.transpose(1, 2)) / 2)
+    values = values.clamp(min=0) if modify == "clip" else values.abs()
+    return vectors @ torch.diag_embed(values) @ vectors.transpose(1, 2)
+
+
+def leaves(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """The layers of nested `Sequential` modules with their paths."""
+    if not isinstance(module, nn.Sequential):
+        return [(prefix, module)]
+    return [
+        leaf
+        for name, child in module.named_children()
+        for leaf in leaves(child, f"{prefix}.{name}" if prefix else name)
+    ]

@@ -1,0 +1,392 @@
+"""What bad input gets: an error that says what, why and what to do, and an untouched model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.context import CTX
+from bpk.jacobians.errors import UnsupportedLayer
+from tests.helpers import FIELDS, FIRST_ORDER, SECOND_ORDER, backward, data, extended, mlp, saved
+
+
+@contextmanager
+def refuses(model: nn.Module, kind: type[Exception], *parts: str) -> Iterator[None]:
+    """The block raises `kind`, its message has all `parts`, and the model is left as it was."""
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: set(vars(m)) for name, m in model.named_modules()}
+    with pytest.raises(kind) as caught:
+        yield
+    message = str(caught.value)
+    for part in parts:
+        assert part.lower() in message.lower(), f"{part!r} is missing in:\n{message}"
+    assert saved(model) == set(), "fields were left behind"
+    assert CTX.get_active_exts() == (), "the context was left behind"
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], equal_nan=True)
+    for name, m in model.named_modules():
+        left = {a for a in set(vars(m)) - attributes[name] if not a.startswith(("input", "output"))}
+        assert not left, f"{name} has new attributes: {left}"
+
+
+def works_afterwards(model: nn.Module, loss_fn: nn.Module) -> None:
+    """The same model computes everything after an error."""
+    backward(model, loss_fn, *data(), *[e() for e in FIELDS])
+    assert saved(model) == set(FIELDS.values())
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.shape[0], 5)
+
+
+def ids(extension: type) -> str:
+    return extension.__name__
+
+
+# ---- losses ------------------------------------------------------------------------------------------
+class UnknownLoss(nn.Module):
+    """A loss that no rule knows."""
+
+    def forward(self, pred: Tensor, y: Tensor) -> Tensor:
+        return (pred - y).abs().pow(3).mean()
+
+
+@pytest.mark.parametrize("extension", SECOND_ORDER, ids=ids)
+def test_unknown_loss(extension: type) -> None:
+    model, loss_fn = extended(loss=UnknownLoss())
+    x, _ = data()
+    with refuses(model, NotImplementedError, "UnknownLoss", "Why:", "Do:"):
+        backward(model, loss_fn, x, torch.zeros(5, 3), extension())
+
+
+@pytest.mark.parametrize("extension", FIRST_ORDER, ids=ids)
+def test_unknown_loss_is_fine_for_first_order(extension: type) -> None:
+    model, loss_fn = extended(loss=UnknownLoss())
+    x, _ = data()
+    backward(model, loss_fn, x, torch.zeros(5, 3), extension())
+    assert saved(model) == {FIELDS[extension]}
+
+
+@pytest.mark.parametrize("extension", SECOND_ORDER, ids=ids)
+def test_loss_is_not_scalar(extension: type) -> None:
+    model, loss_fn = extended(loss=nn.CrossEntropyLoss(reduction="none"))
+    x, y = data()
+    with refuses(model, ValueError, "scalar", "Why:", "Do:", "reduction"):
+        loss = loss_fn(model(x), y)
+        with bpk.backpack(extension()):
+            loss.sum().backward()
+
+
+@pytest.mark.parametrize("extension", SECOND_ORDER, ids=ids)
+def test_loss_is_not_extended(extension: type) -> None:
+    model = bpk.extend(mlp())
+    x, y = data()
+    loss = nn.CrossEntropyLoss()(model(x), y)
+    with refuses(model, RuntimeError, "loss", "extend", "Why:", "Do:"), bpk.backpack(extension()):
+        loss.backward()
+    works_afterwards(model, bpk.extend(nn.CrossEntropyLoss()))
+
+
+def test_loss_that_is_not_extended_is_fine_for_first_order() -> None:
+    model = bpk.extend(mlp())
+    x, y = data()
+    with bpk.backpack(*[e() for e in FIRST_ORDER]):
+        nn.CrossEntropyLoss()(model(x), y).backward()
+    assert saved(model) == {FIELDS[e] for e in FIRST_ORDER}
+
+
+# ---- forward passes that were not recorded -----------------------------------------------------------
+@pytest.mark.parametrize("extension", FIELDS, ids=ids)
+def test_forward_before_extend(extension: type) -> None:
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    loss = loss_fn(model(x), y)
+    extended(model, loss_fn)
+    with refuses(model, RuntimeError, "extend", "forward", "Why:", "Do:"), bpk.backpack(extension()):
+        loss.backward()
+
+
+@pytest.mark.parametrize("extension", FIELDS, ids=ids)
+def test_forward_under_disable(extension: type) -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    with bpk.disable():
+        loss = loss_fn(model(x), y)
+    with refuses(model, RuntimeError, "disable", "Why:", "Do:"), bpk.backpack(extension()):
+        loss.backward()
+    works_afterwards(model, loss_fn)
+
+
+def test_forward_under_disable_without_extensions() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    with bpk.disable():
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_only_the_model_ran_under_disable() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    with bpk.disable():
+        pred = model(x)
+    with refuses(model, RuntimeError, "disable"), bpk.backpack(E.BatchGrad()):
+        loss_fn(pred, y).backward()
+
+
+def test_second_backward_without_retaining() -> None:
+    """`loss.backward(retain_graph=True)` outside, then under an extension."""
+    model, loss_fn = extended()
+    x, y = data()
+    loss = loss_fn(model(x), y)
+    loss.backward(retain_graph=True)
+    with bpk.backpack(E.BatchGrad(), E.DiagHessian()):
+        loss.backward()
+    assert saved(model) == {"grad_batch", "diag_h"}
+    with pytest.raises(RuntimeError), bpk.backpack(E.BatchGrad()):
+        loss.backward()
+
+
+def test_input_changed_in_place_after_the_forward_pass() -> None:
+    """A stored tensor that was overwritten is never computed with."""
+    model = bpk.extend(nn.Sequential(nn.Linear(4, 3)).double())
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    x, y = data()
+    loss = loss_fn(model(x), y)
+    x.mul_(2)
+    with pytest.raises(RuntimeError), bpk.backpack(E.BatchGrad()):
+        loss.backward()
+
+
+# ---- arguments ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bad", [[5], [0, 17], [-6]], ids=str)
+@pytest.mark.parametrize("extension", FIELDS, ids=ids)
+def test_sample_index_out_of_range(extension: type, bad: list[int]) -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    with refuses(model, ValueError, "subsampling", str(bad[-1]), "5"):
+        backward(model, loss_fn, x, y, extension(subsampling=bad))
+    works_afterwards(model, loss_fn)
+
+
+@pytest.mark.parametrize("bad", ["01", 1.5, [0.5], [True, "a"]], ids=str)
+def test_subsampling_is_not_indices(bad: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="subsampling"):
+        E.BatchGrad(subsampling=bad)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "2", None], ids=str)
+@pytest.mark.parametrize("extension", [E.DiagGGNMC, E.BatchDiagGGNMC, E.SqrtGGNMC, E.KFAC], ids=ids)
+def test_mc_samples_is_not_positive(extension: type, bad: Any) -> None:
+    with pytest.raises(ValueError, match="mc_samples"):
+        extension(mc_samples=bad)
+
+
+@pytest.mark.parametrize("bad", ["Clip", "absolute", "", None], ids=str)
+def test_pchmp_modify(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)modify.*clip.*abs|clip.*abs.*modify"):
+        E.PCHMP(modify=bad)
+
+
+@pytest.mark.parametrize("bad", ["exact", "", 3], ids=str)
+def test_kfac_approximation(bad: Any) -> None:
+    with pytest.raises(ValueError, match="approximation"):
+        E.KFAC(approximation=bad)
+
+
+@pytest.mark.parametrize("bad", [nn.Linear, "model", None, torch.zeros(1)], ids=["class", "str", "None", "tensor"])
+def test_extend_takes_modules(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)module.*Do:"):
+        bpk.extend(bad)
+
+
+@pytest.mark.parametrize("field", ["hmp", "ggnmp", "pchmp"])
+def test_vector_of_the_wrong_shape(field: str) -> None:
+    model, loss_fn = extended()
+    backward(model, loss_fn, *data(), E.HMP(), E.GGNMP(), E.PCHMP())
+    product: Callable[[Tensor], Tensor] = getattr(model[0].weight, field)
+    for shape in ((3, 4), (2, 4, 3), (12,), (2, 3, 5)):
+        with pytest.raises(ValueError, match="shape"):
+            product(torch.zeros(shape, dtype=torch.float64))
+
+
+# ---- data --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_stays_with_its_sample(bad: float) -> None:
+    """A NaN in sample 1 shows in that sample's values and in sums over samples, and nowhere else."""
+    model, loss_fn = extended()
+    x, y = data()
+    clean = copy.deepcopy(model)
+    exts = (E.BatchGrad, E.BatchL2Grad, E.BatchDiagGGNExact, E.BatchDiagHessian, E.SqrtGGNExact)
+    backward(clean, bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in exts])
+    x[1, 2] = bad
+    backward(model, loss_fn, x, y, *[e() for e in exts])
+    rest = [0, 2, 3, 4]
+    for (name, p), q in zip(model.named_parameters(), clean.parameters(), strict=True):
+        for extension in exts:
+            found, expected = getattr(p, FIELDS[extension]), getattr(q, FIELDS[extension])
+            axis = 1 if extension is E.SqrtGGNExact else 0
+            index = torch.tensor(rest)
+            torch.testing.assert_close(
+                found.index_select(axis, index), expected.index_select(axis, index), msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert model[0].weight.grad_batch[1].isnan().any()
+
+
+def test_nan_in_one_layer_stays_there() -> None:
+    """A NaN weight in the first layer leaves the first layer's quantities NaN, not those of another model."""
+    model, loss_fn = extended()
+    with torch.no_grad():
+        model[0].bias.fill_(torch.nan)
+    x, y = data()
+    backward(model, loss_fn, x, y, *[e() for e in FIELDS])
+    other, loss_fn = extended()
+    works_afterwards(other, loss_fn)
+    assert all(torch.isfinite(p.diag_h).all() for p in other.parameters())
+
+
+@pytest.mark.parametrize("extension", FIELDS, ids=ids)
+def test_empty_batch(extension: type) -> None:
+    model, loss_fn = extended(loss=nn.CrossEntropyLoss(reduction="sum"))
+    x, y = data(n=0)
+    with refuses(model, ValueError, "empty", "batch"):
+        backward(model, loss_fn, x, y, extension())
+    works_afterwards(model, loss_fn)
+
+
+class IntegerScale(nn.Module):
+    """A layer whose parameter is an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_integer_parameter_gets_no_field() -> None:
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 3), IntegerScale()).double())
+    x, y = data()
+    backward(model, loss_fn, x, y, E.BatchGrad())
+    assert not hasattr(model[1].weight, "grad_batch")
+    torch.testing.assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
+
+
+class Magnitude(nn.Module):
+    """From complex numbers to real ones, so that a real loss can follow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+@pytest.mark.parametrize("extension", FIELDS, ids=ids)
+@pytest.mark.filterwarnings("ignore")
+def test_complex_parameter(extension: type) -> None:
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 3, dtype=torch.complex128), Magnitude()))
+    x, y = data()
+    with refuses(model, NotImplementedError, "complex", "Why:", "Do:"):
+        backward(model, loss_fn, x.to(torch.complex128), y, extension())
+
+
+# ---- layers ------------------------------------------------------------------------------------------
+class Unknown(nn.Module):
+    """A layer with a parameter that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class UnknownWithout(nn.Module):
+    """A layer without parameters that no rule knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(1, dims=1)
+
+
+def with_unknown(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Tanh(), layer), nn.Linear(3, 3)).double()
+
+
+@pytest.mark.parametrize("extension", SECOND_ORDER, ids=ids)
+def test_unknown_layer_in_second_order(extension: type) -> None:
+    model, loss_fn = extended(with_unknown(Unknown()))
+    x, y = data()
+    with refuses(model, NotImplementedError, "1.1", "Unknown", extension.__name__, "Why:", "Do:"):
+        backward(model, loss_fn, x, y, extension())
+    assert issubclass(UnsupportedLayer, NotImplementedError)
+
+
+@pytest.mark.parametrize("extension", FIRST_ORDER, ids=ids)
+def test_unknown_layer_with_parameters_warns_in_first_order(extension: type) -> None:
+    model, loss_fn = extended(with_unknown(Unknown()))
+    x, y = data()
+    with pytest.warns(UserWarning, match=r"(?s)1\.1.*Unknown"):
+        backward(model, loss_fn, x, y, extension())
+    assert hasattr(model[0].weight, FIELDS[extension])
+
+
+@pytest.mark.parametrize("extension", FIRST_ORDER, ids=ids)
+def test_unknown_layer_without_parameters_is_silent_in_first_order(
+    extension: type, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, loss_fn = extended(with_unknown(UnknownWithout()))
+    x, y = data()
+    backward(model, loss_fn, x, y, extension())
+    assert not [w for w in recwarn if issubclass(w.category, UserWarning)]
+    for p in model.parameters():
+        assert hasattr(p, FIELDS[extension])
+
+
+# ---- exceptions in the middle of backward ------------------------------------------------------------
+@pytest.mark.parametrize("extension", FIELDS, ids=ids)
+def test_exception_in_the_hook_leaves_nothing(extension: type) -> None:
+    model, loss_fn = extended()
+    x, y = data()
+
+    def fail(module: nn.Module) -> None:
+        if module is model[1]:
+            raise KeyError("from the hook")
+
+    with refuses(model, KeyError, "from the hook"):
+        backward(model, loss_fn, x, y, extension(), extension_hook=fail)
+    works_afterwards(model, loss_fn)
+
+
+def test_exception_in_the_hook_keeps_the_fields_of_earlier_passes() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, E.DiagGGNExact())
+    before = model[2].weight.diag_ggn_exact.clone()
+
+    def fail(module: nn.Module) -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        backward(model, loss_fn, x, y, E.BatchGrad(), extension_hook=fail)
+    assert torch.equal(model[2].weight.diag_ggn_exact, before)
+    assert not hasattr(model[2].weight, "grad_batch")
+
+
+def test_messages_are_laid_out() -> None:
+    """What, why, what to do: each on its own line."""
+    model, loss_fn = extended(with_unknown(Unknown()))
+    x, y = data()
+    with pytest.raises(UnsupportedLayer) as caught:
+        backward(model, loss_fn, x, y, E.DiagGGNExact())
+    first, *rest = str(caught.value).splitlines()
+    assert first.endswith(".") and "DiagGGNExact" in first
+    assert any(line.startswith("  Why: ") for line in rest)
+    assert any(line.startswith("  Do:  ") for line in rest)

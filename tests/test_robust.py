@@ -1,0 +1,556 @@
+"""Section 6 of the contract, for feed-forward and convolutional layers: right where it used to go wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bpk
+from bpk import extensions as E
+from tests.helpers import FIELDS, FIRST_ORDER, backward, data, extended, mlp, saved, values
+from tests.reference import Reference
+
+ALL = tuple(FIELDS)
+ON_ANY_GRAPH = tuple(e for e in ALL if e not in (E.KFRA, E.PCHMP))
+
+
+def agrees(model: nn.Module, ref: Reference, **tolerance: float) -> None:
+    """Every exact quantity on the parameters is that of the reference."""
+    close: dict[str, Any] = {"rtol": 1e-7, "atol": 1e-9} | tolerance
+    for name, p in model.named_parameters():
+        exact = {
+            "grad_batch": ref.grad_batch,
+            "batch_l2": ref.batch_l2,
+            "sum_grad_squared": ref.sum_grad_squared,
+            "variance": ref.variance,
+            "diag_ggn_exact": ref.diag_ggn,
+            "diag_ggn_exact_batch": ref.diag_ggn_batch,
+            "diag_h": ref.diag_h,
+            "diag_h_batch": ref.diag_h_batch,
+        }
+        for field, of in exact.items():
+            torch.testing.assert_close(
+                getattr(p, field), of(name), msg=lambda m, f=field, n=name: f"{n}.{f}: {m}", **close
+            )
+        rows = p.sqrt_ggn_exact.flatten(2)
+        torch.testing.assert_close(torch.einsum("cnp,cnq->npq", rows, rows), ref.ggn_batch(name), **close)
+        v = torch.randn(2, *p.shape, dtype=p.dtype)
+        torch.testing.assert_close(p.hmp(v).flatten(1), v.flatten(1) @ ref.hessian(name), **close)
+        torch.testing.assert_close(p.ggnmp(v).flatten(1), v.flatten(1) @ ref.ggn(name), **close)
+        mc = p.sqrt_ggn_mc
+        torch.testing.assert_close(p.diag_ggn_mc, mc.square().sum((0, 1)), **close)
+
+
+def check(model: nn.Module, x: Tensor, loss_fn: nn.Module | None = None, target: Tensor | None = None) -> None:
+    """All quantities of a model on any graph, against the reference."""
+    loss_fn = nn.CrossEntropyLoss() if loss_fn is None else loss_fn
+    y = torch.randint(3, (x.shape[0],)) if target is None else target
+    model = model.double()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    backward(model, loss_fn, x, y, *[e() for e in ON_ANY_GRAPH])
+    agrees(model, ref)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# ---- in-place operations -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "act",
+    [
+        nn.ReLU(inplace=True),
+        nn.ELU(inplace=True),
+        nn.SiLU(inplace=True),
+        nn.Mish(inplace=True),
+        nn.Hardswish(inplace=True),
+        nn.LeakyReLU(0.1, inplace=True),
+        nn.Hardsigmoid(inplace=True),
+        nn.CELU(inplace=True),
+        nn.SELU(inplace=True),
+        nn.ReLU6(inplace=True),
+        nn.Threshold(0.1, -0.2, inplace=True),
+        nn.Hardtanh(inplace=True),
+        nn.Dropout(0.5, inplace=True).eval(),
+    ],
+    ids=lambda a: type(a).__name__,
+)
+def test_in_place_activation(act: nn.Module) -> None:
+    check(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), act, nn.Linear(4, 3)), rand(3, 4))
+
+
+class Assembled(nn.Module):
+    """Layers, and a function of them that is their forward pass."""
+
+    def __init__(self, forward: Any, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def add_in_place(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    z = m.two(torch.tanh(h))
+    z += h
+    return m.three(z)
+
+
+def activate_in_place(m: Any, x: Tensor) -> Tensor:
+    return m.three(m.two(m.one(x).sigmoid_()).relu_())
+
+
+def output_used_twice_then_in_place(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    z = m.two(h.clone().relu_()) + h
+    return m.three(z)
+
+
+def skip(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    return m.three(h + m.two(F.silu(h)))
+
+
+def gated(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    return m.three(h * torch.sigmoid(m.two(h)))
+
+
+def concatenated(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    return m.three(torch.cat([h, m.two(h)], dim=1)[:, 2:6])
+
+
+def normalised(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    return m.three(m.two(h / h.norm(dim=1, keepdim=True)))
+
+
+def softmax_between(m: Any, x: Tensor) -> Tensor:
+    return m.three(torch.softmax(m.two(torch.softmax(m.one(x), dim=1)), dim=1))
+
+
+def output_is_scaled(m: Any, x: Tensor) -> Tensor:
+    return 2 * m.three(m.two(m.one(x))) - 1
+
+
+def output_is_nonlinear(m: Any, x: Tensor) -> Tensor:
+    return torch.tanh(m.three(m.two(torch.tanh(m.one(x)))))
+
+
+def reshaped(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x).reshape(-1, 2, 2).transpose(1, 2).flatten(1)
+    return m.three(m.two(h))
+
+
+def called_in_a_loop(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    for _ in range(3):
+        h = torch.tanh(m.two(h))
+    return m.three(h)
+
+
+def linear_in_a_loop(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    for _ in range(3):
+        h = m.two(h)
+    return m.three(h)
+
+
+def called_in_parallel(m: Any, x: Tensor) -> Tensor:
+    return m.three(torch.tanh(m.two(m.one(x))) + m.two(torch.sigmoid(m.one(2 * x))))
+
+
+def one_branch_unused(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    m.two(h)
+    return m.three(h) + 0 * m.two(h.detach()).sum()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        add_in_place,
+        activate_in_place,
+        output_used_twice_then_in_place,
+        skip,
+        gated,
+        concatenated,
+        normalised,
+        softmax_between,
+        output_is_scaled,
+        output_is_nonlinear,
+        reshaped,
+        called_in_a_loop,
+        linear_in_a_loop,
+        called_in_parallel,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_any_forward(forward: Any) -> None:
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
+    check(Assembled(forward, **layers), rand(3, 3))
+
+
+@pytest.mark.parametrize("exts", [FIRST_ORDER, (E.DiagGGNExact,), (E.DiagHessian,), (E.HMP,)], ids=str)
+@pytest.mark.parametrize("forward", [add_in_place, skip, gated, called_in_a_loop], ids=lambda f: f.__name__)
+def test_any_forward_one_order_at_a_time(forward: Any, exts: tuple[type, ...]) -> None:
+    """The same numbers whether extensions are active alone or together."""
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
+    model, loss_fn = extended(Assembled(forward, **layers).double())
+    x, y = rand(3, 3), torch.tensor([0, 1, 2])
+    backward(model, loss_fn, x, y, *[e() for e in exts])
+    alone = {e: values(model, FIELDS[e]) for e in exts}
+    backward(model, loss_fn, x, y, *[e() for e in ON_ANY_GRAPH])
+    for e in exts:
+        for a, b in zip(alone[e], values(model, FIELDS[e]), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class Tied(nn.Module):
+    """One weight in two layers, with a bias each, and once by hand in a functional."""
+
+    def __init__(self, functional: bool = False) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x)))
+
+
+class TiedConvolutions(nn.Module):
+    """One kernel in two convolutions of different stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(2, 2, 2, padding="same"), nn.Conv1d(2, 2, 2, stride=2)
+        self.second.weight = self.first.weight
+        self.act, self.flat, self.last = nn.Sigmoid(), nn.Flatten(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.flat(self.second(self.act(self.first(x)))))
+
+
+def test_tied_weight() -> None:
+    check(Tied(), rand(3, 3))
+
+
+def test_tied_kernel() -> None:
+    check(TiedConvolutions(), rand(3, 2, 4))
+
+
+def test_layer_called_twice_in_a_sequential() -> None:
+    layer, act = nn.Linear(3, 3), nn.Sigmoid()
+    check(nn.Sequential(layer, act, layer, act, layer), rand(3, 3))
+
+
+# ---- convolutions, cross-entropy ---------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": 2},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": 1, "padding_mode": "reflect"},
+        {"padding": 1, "padding_mode": "replicate"},
+        {"padding": "same"},
+        {"padding": "same", "dilation": 2, "padding_mode": "reflect"},
+        {"stride": 2, "padding": 1, "dilation": 2},
+    ],
+    ids=str,
+)
+def test_convolution_options(options: dict[str, Any]) -> None:
+    x = rand(3, 2, 5)
+    conv = nn.Conv1d(2, 2, 2, **options).double()
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Tanh(), conv, nn.Sigmoid(), nn.Flatten(), nn.Linear(2 * conv(x).shape[2], 3))
+    check(model, x)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stride": 2, "output_padding": 1}, {"groups": 2, "padding": 1}, {"stride": 3, "dilation": 2}], ids=str
+)
+def test_transposed_convolution_options(options: dict[str, Any]) -> None:
+    x = rand(3, 2, 4)
+    conv = nn.ConvTranspose1d(2, 2, 2, **options).double()
+    check(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Tanh(), conv, nn.Flatten(), nn.Linear(2 * conv(x).shape[2], 3)), x)
+
+
+def test_cross_entropy_with_weights_and_ignored_targets() -> None:
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64), ignore_index=1)
+    check(mlp(), rand(4, 4), loss_fn, torch.tensor([0, 1, 2, 0]))
+
+
+def test_cross_entropy_with_ignored_targets_at_positions() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Unflatten(1, (3, 2)))
+    check(model, rand(3, 4), nn.CrossEntropyLoss(ignore_index=-100), torch.tensor([[0, -100], [1, 2], [-100, -100]]))
+
+
+def test_batch_axis_merged_with_another() -> None:
+    """`[N, T, C]` flattened to `[N * T, C]` for the loss: rows are not samples."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.Flatten(0, 1)).double()
+    loss_fn, x, y = nn.CrossEntropyLoss(), rand(3, 2, 2), torch.randint(3, (6,))
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y), samples=3)
+    model, loss_fn = extended(model, loss_fn)
+    try:
+        backward(model, loss_fn, x, y, E.BatchGrad(), E.BatchDiagGGNExact(), E.BatchDiagHessian())
+    except NotImplementedError as error:
+        assert "batch" in str(error)
+        return
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_batch, ref.grad_batch(name))
+        torch.testing.assert_close(p.diag_ggn_exact_batch, ref.diag_ggn_batch(name))
+        torch.testing.assert_close(p.diag_h_batch, ref.diag_h_batch(name))
+
+
+def test_subclass_of_a_supported_layer() -> None:
+    class MyLinear(nn.Linear):
+        """Not another forward pass."""
+
+    check(nn.Sequential(MyLinear(4, 3), nn.Tanh(), nn.Linear(3, 3)), rand(3, 4))
+
+
+def test_kfra_through_dropout_in_training_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3)).double().train()
+    x, y = rand(5, 4), torch.randint(3, (5,))
+    loss_fn = nn.CrossEntropyLoss()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y), seed=5)
+    model, loss_fn = extended(model, loss_fn)
+    torch.manual_seed(5)
+    backward(model, loss_fn, x, y, E.KFRA())
+    expected = ref.chain.kfra()
+    for name, p in model.named_parameters():
+        for found, e in zip(p.kfra, expected[name], strict=True):
+            torch.testing.assert_close(found, e)
+
+
+# ---- dtypes ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_dtypes(dtype: torch.dtype, tol: float) -> None:
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    low = copy.deepcopy(model).to(dtype)
+    ref = Reference(copy.deepcopy(low).double(), (x.to(dtype).double(),), lambda pred: loss_fn(pred, y))
+    low, loss_fn = extended(low, loss_fn)
+    backward(low, loss_fn, x.to(dtype), y, *[e() for e in ALL])
+    for name, p in low.named_parameters():
+        for field, of in {"grad_batch": ref.grad_batch, "diag_ggn_exact": ref.diag_ggn, "diag_h": ref.diag_h}.items():
+            found, expected = getattr(p, field), of(name)
+            assert found.dtype == dtype, field
+            assert (found.double() - expected).norm() <= tol * expected.norm() + tol**3, f"{name}.{field}"
+        for field in FIELDS.values():
+            for value in values(low, field):
+                assert value.dtype == dtype and torch.isfinite(value).all(), field
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["loss outside", "loss inside"])
+def test_autocast(outside: bool) -> None:
+    model, loss_fn = mlp(torch.float32, nn.GELU), nn.CrossEntropyLoss()
+    x, y = data(torch.float32)
+    ref = Reference(copy.deepcopy(model).double(), (x.double(),), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pred = model(x)
+        loss = loss_fn(pred, y)
+    if outside:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pred = model(x)
+        loss = loss_fn(pred.float(), y)
+    with bpk.backpack(*[e() for e in ALL]):
+        loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad_batch.dtype == torch.float32
+        for field, of in {"grad_batch": ref.grad_batch, "diag_ggn_exact": ref.diag_ggn, "diag_h": ref.diag_h}.items():
+            found, expected = getattr(p, field).double(), of(name)
+            assert (found - expected).norm() <= 0.05 * expected.norm() + 1e-4, f"{name}.{field}"
+
+
+def test_float16_gradients_do_not_break() -> None:
+    """Individual gradients follow the parameter's dtype, whatever the default dtype is."""
+    torch.set_default_dtype(torch.float64)
+    model, loss_fn = extended(mlp(torch.float32))
+    x, y = data(torch.float32)
+    backward(model, loss_fn, x, y, *[e() for e in ALL])
+    assert all(v.dtype == torch.float32 for f in FIELDS.values() for v in values(model, f))
+
+
+# ---- copies ------------------------------------------------------------------------------------------
+def test_deepcopy_after_forward_and_backward() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, E.BatchGrad())
+    loss = loss_fn(model(x), y)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[0].weight.mul_(2)
+    backward(twin, copy.deepcopy(loss_fn), x, y, *[e() for e in ALL])
+    assert saved(twin) == set(FIELDS.values())
+    torch.testing.assert_close(twin[0].weight.grad_batch.sum(0), twin[0].weight.grad)
+    assert not hasattr(model[0].weight, "diag_h"), "the copy's results belong to the copy"
+    with bpk.backpack(E.DiagHessian()):
+        loss.backward()
+    assert hasattr(model[0].weight, "diag_h")
+
+
+def test_pickle_after_forward() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    out = model(x)
+    twin = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(twin(x), out)
+    backward(twin, loss_fn, x, y, *[e() for e in ALL])
+    assert saved(twin) == set(FIELDS.values())
+
+
+def test_torch_save_after_backward() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, *[e() for e in FIRST_ORDER])
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twin = torch.load(buffer, weights_only=False)
+    torch.testing.assert_close(twin(x), model(x))
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    assert list(model.state_dict()) == list(mlp().state_dict())
+
+
+# ---- differentiating the quantities ------------------------------------------------------------------
+def test_create_graph_variance() -> None:
+    """The gradient of the summed variance, against plain autograd."""
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    params = list(model.parameters())
+    rows = []
+    for n in range(5):
+        attached = torch.zeros(5, 1, dtype=torch.bool)
+        attached[n] = True
+        pred = model(x)
+        share = loss_fn(torch.where(attached, pred, pred.detach()), y)
+        rows.append(torch.autograd.grad(share, params, create_graph=True))
+    total = torch.zeros((), dtype=torch.float64)
+    for g in (torch.stack(r) for r in zip(*rows, strict=True)):
+        total = total + (g.square().sum(0) / 5 - (g.sum(0) / 5).square()).sum()
+    expected = torch.autograd.grad(total, params)
+
+    model, loss_fn = extended(model, loss_fn)
+    with bpk.backpack(E.Variance(), E.BatchGrad(), E.SumGradSquared(), E.BatchL2Grad()):
+        loss_fn(model(x), y).backward(create_graph=True)
+    found = torch.autograd.grad(sum(p.variance.sum() for p in params), params)
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e)
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.BatchL2Grad, E.SumGradSquared, E.DiagGGNExact, E.DiagHessian, E.SqrtGGNExact], ids=lambda e: e.__name__)
+def test_create_graph_by_finite_differences(extension: type) -> None:
+    """The derivative of a quantity along a direction in weight space."""
+    model, loss_fn = extended()
+    x, y = data()
+    params = list(model.parameters())
+    direction = [torch.randn_like(p) for p in params]
+    torch.manual_seed(1)
+    weights = None
+
+    def total(create_graph: bool) -> Tensor:
+        nonlocal weights
+        with bpk.backpack(extension()):
+            loss_fn(model(x), y).backward(create_graph=create_graph)
+        fields = [getattr(p, FIELDS[extension]) for p in params]
+        if extension is E.SqrtGGNExact:  # columns are determined up to rotation: take the squares
+            fields = [f.square().sum((0, 1)) for f in fields]
+        if weights is None:
+            weights = [torch.randn_like(f) for f in fields]
+        return sum((f * w).sum() for f, w in zip(fields, weights, strict=True))
+
+    grads = torch.autograd.grad(total(True), params)
+    found = sum((g * d).sum() for g, d in zip(grads, direction, strict=True))
+    eps, shifted = 1e-5, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, d in zip(params, direction, strict=True):
+                p.add_(d, alpha=sign * eps)
+        shifted.append(total(False).detach())
+        with torch.no_grad():
+            for p, d in zip(params, direction, strict=True):
+                p.sub_(d, alpha=sign * eps)
+    torch.testing.assert_close(found, (shifted[0] - shifted[1]) / (2 * eps), rtol=1e-5, atol=1e-8)
+
+
+def test_without_create_graph_nothing_is_attached() -> None:
+    model, loss_fn = extended()
+    backward(model, loss_fn, *data(), *[e() for e in ALL])
+    assert not any(v.requires_grad for f in FIELDS.values() for v in values(model, f))
+
+
+def test_products_can_be_used_after_other_steps() -> None:
+    """`hmp` belongs to its backward pass: later passes and updates of another model change nothing."""
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    backward(model, loss_fn, x, y, E.HMP(), E.GGNMP())
+    held = {n: p.hmp for n, p in model.named_parameters()}
+    backward(model, loss_fn, *data(), E.BatchGrad())
+    for name, p in model.named_parameters():
+        v = torch.randn(1, *p.shape, dtype=p.dtype)
+        torch.testing.assert_close(held[name](v).flatten(1), v.flatten(1) @ ref.hessian(name))
+
+
+def test_autograd_grad_in_the_context() -> None:
+    """`torch.autograd.grad` is a backward pass, too."""
+    model, loss_fn = extended()
+    x, y = data()
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        grads = torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()))
+    for g, p in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad_batch.sum(0), g)
+
+
+def test_forward_between_forward_and_backward() -> None:
+    """An evaluation (with or without gradients) between the two changes nothing."""
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    loss = loss_fn(model(x), y)
+    loss_fn(model(torch.randn(2, 4, dtype=torch.float64)), y[:2])
+    with torch.no_grad():
+        model(torch.randn(7, 4, dtype=torch.float64))
+    with bpk.backpack(*[e() for e in ON_ANY_GRAPH]):
+        loss.backward()
+    agrees(model, ref)
+
+
+def test_two_forward_passes_one_backward() -> None:
+    """Two batches through one model: the model's parameters are reused; curvature adds up."""
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    both = (
+        Reference(model, (x[:3],), lambda pred: loss_fn(pred, y[:3])),
+        Reference(model, (x[2:],), lambda pred: loss_fn(pred, y[2:])),
+    )
+    model, loss_fn = extended(model, loss_fn)
+    loss = loss_fn(model(x[:3]), y[:3]) + loss_fn(model(x[2:]), y[2:])
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian()):
+        loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_batch, both[0].grad_batch(name) + both[1].grad_batch(name))
+        torch.testing.assert_close(p.diag_h, _sum_of_joint(both, name, "hessian_batch"))
+        torch.testing.assert_close(p.diag_ggn_exact, _sum_of_joint(both, name, "ggn_batch"))
+
+
+def _sum_of_joint(refs: tuple[Reference, Reference], name: str, blocks: str) -> Tensor:
+    """Both losses are summed, so are their Hessians."""
+    total = sum(getattr(r, blocks)(name).sum(0).diagonal() for r in refs)
+    return total.reshape(refs[0].params[name].shape)
