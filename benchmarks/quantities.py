@@ -123,4 +123,5 @@ IMPORT_SECONDS = 0.3
 
 def target(problem: str, quantity: str) -> float | None:
     """The ratio that a row must not exceed, or `None` where only the peers count."""
-    return TARGETS.get(problem, {}).get(quantity, EVERYWHERE.get(quantity))
+    known = TARGETS.get(problem)
+    return None if known is None else known.get(quantity, EVERYWHERE.get(quantity))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk import engine
-from bpk.context import backpack
+from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, parameter_edges, trace, upstream
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
@@ -76,7 +76,7 @@ class Backward:
         device = grad.device.type
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         try:
-            with plain:
+            with plain, CTX.quietly():
                 self._visit(record, grad)
         except BaseException:
             self.abort()
@@ -209,7 +209,8 @@ class Backward:
         here, edge = (engine.current_node(), record.out_nr), record.edges[0]
 
         def pull(vector: Tensor) -> Tensor:
-            return torch.autograd.grad((gradient_edge(here),), (gradient_edge(edge),), (vector,), retain_graph=True)[0]
+            with CTX.quietly(record):
+                return torch.autograd.grad((gradient_edge(here),), (gradient_edge(edge),), (vector,), retain_graph=True)[0]
 
         return pull
 
@@ -327,7 +328,8 @@ class Backward:
         if not edges:
             return (None,) * len(record.edges)
         here = gradient_edge((engine.current_node(), record.out_nr))
-        found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))
+        with CTX.quietly(record):
+            found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))
         return tuple(next(found) if edge[0] is not None else None for edge in record.edges)
 
 

@@ -118,6 +118,8 @@ class Context:
     def __init__(self) -> None:
         self.stack: list[backpack] = []
         self.disabled = False
+        self.quiet = False
+        self.passing: Record | None = None
         self.handles: list[Any] = []
 
     def get_active_exts(self) -> tuple[BackpropExtension, ...]:
@@ -148,8 +150,21 @@ class Context:
 
     def complain_if_active(self, message: str) -> None:
         """Raise where extensions wait for something that was not recorded."""
-        if self.get_active_exts():
+        if self.get_active_exts() and not self.quiet:
             raise RuntimeError(message)
+
+    @contextmanager
+    def quietly(self, passing: Record | None = None) -> Iterator[None]:
+        """Let `bpk` itself differentiate a part of the graph, or evaluate a layer.
+
+        Nothing is recorded, and recorded calls are where that part ends, except for the one in `passing`.
+        """
+        before = self.quiet, self.passing
+        self.quiet, self.passing = True, passing
+        try:
+            yield
+        finally:
+            self.quiet, self.passing = before
 
     def visit(self, record: Record, grad: Tensor | None) -> None:
         """A backward pass has reached a recorded call: let the active context work on it."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from bpk.context import CTX
 from bpk.jacobians.autodiff import factor
 from bpk.recorder import OWNER, Edge, Record
 
@@ -30,29 +31,25 @@ class Source:
         """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch."""
         if self.stretch is None:
             return [(record, mat) for record, _ in self.targets]
-        grads = torch.autograd.grad(
-            (gradient_edge(self.stretch),),
-            tuple(gradient_edge(edge) for _, edge in self.targets),
-            (mat,),
-            is_grads_batched=True,
-            retain_graph=True,
-            allow_unused=True,
-            create_graph=torch.is_grad_enabled(),
-        )
+        ends = [gradient_edge(self.stretch)]
+        with CTX.quietly():
+            grads = torch.autograd.grad(
+                ends,
+                self.target_edges(),
+                (mat,),
+                is_grads_batched=True,
+                retain_graph=True,
+                allow_unused=True,
+                create_graph=torch.is_grad_enabled(),
+            )
         return [(r, g) for (r, _), g in zip(self.targets, grads, strict=True) if g is not None]
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """The gradient at the targets as a differentiable function of them (stretches only)."""
+        """The gradient at the targets as a differentiable function of them, and of `grad` (stretches only)."""
         assert self.stretch is not None
-        with torch.enable_grad():
-            return torch.autograd.grad(
-                (gradient_edge(self.stretch),),
-                tuple(gradient_edge(edge) for _, edge in self.targets),
-                (grad,),
-                retain_graph=True,
-                create_graph=True,
-            )
-
+        ends = [gradient_edge(self.stretch)]
+        with torch.enable_grad(), CTX.quietly():
+            return torch.autograd.grad(ends, self.target_edges(), (grad,), retain_graph=True, create_graph=True)
 
     def target_edges(self) -> list[GradientEdge]:
         """The outputs of the calls that feed the stretch."""
@@ -63,30 +60,34 @@ class Source:
 
         Returns columns `[K, N, *target]` per target and signs `[K, N]`, or `None` where the stretch is linear.
         """
-        gradients = [g for g in self.gradients(grad.detach()) if g.requires_grad]
-        if not gradients:
+        gradients = self.gradients(grad.detach())
+        if not any(g.requires_grad for g in gradients):
             return None
-        edges = self.target_edges()
-        shapes = [record.output.shape for record, _ in self.targets]
+        shapes = [g.shape for g in gradients]
         sizes = [shape[1:].numel() for shape in shapes]
-        n = shapes[0][0]
-        rows = []
-        for k, (size, shape) in enumerate(zip(sizes, shapes, strict=True)):
-            unit = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:])
-            at_k = self.gradients(grad.detach())[k]
-            if not at_k.requires_grad:
-                rows.append(grad.new_zeros(size, n, sum(sizes)))
-                continue
-            pulled = torch.autograd.grad(
-                (at_k,), edges, (unit.expand(size, *shape),), is_grads_batched=True, retain_graph=True, allow_unused=True
-            )
-            full = [
-                p if p is not None else grad.new_zeros(size, *s) for p, s in zip(pulled, shapes, strict=True)
-            ]
-            rows.append(torch.cat([f.flatten(2) for f in full], 2))
-        vectors, signs = factor(torch.cat(rows, 0).transpose(0, 1))
+        rows = torch.cat([self._dense_rows(g, shapes) for g in gradients])
+        vectors, signs = factor(rows.transpose(0, 1))
         parts = vectors.split(sizes, 2)
-        return [part.reshape(-1, n, *shape[1:]) for part, shape in zip(parts, shapes, strict=True)], signs
+        return [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)], signs
+
+    def _dense_rows(self, gradient: Tensor, shapes: list[torch.Size]) -> Tensor:
+        """Derivatives `[D, N, D_all]` of every entry of one target's gradient."""
+        size, batch = gradient.shape[1:].numel(), gradient.shape[0]
+        if not gradient.requires_grad:
+            return gradient.new_zeros(size, batch, sum(s[1:].numel() for s in shapes))
+        unit = torch.eye(size, dtype=gradient.dtype, device=gradient.device)
+        columns = unit.reshape(size, 1, *gradient.shape[1:]).expand(size, *gradient.shape)
+        with CTX.quietly():
+            pulled = torch.autograd.grad(
+                (gradient,),
+                self.target_edges(),
+                (columns,),
+                is_grads_batched=True,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        full = [gradient.new_zeros(size, *s) if p is None else p for p, s in zip(pulled, shapes, strict=True)]
+        return torch.cat([f.flatten(2) for f in full], 2)
 
 
 def gradient_edge(edge: Edge) -> GradientEdge:

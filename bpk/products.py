@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bpk.context import CTX
 from bpk.extensions.curvature import Curvature
 from bpk.graph import Source
 from bpk.jacobians.call import Call, Wrt
@@ -151,7 +152,7 @@ class BlockProduct:
             )
         for frame in self.frames:
             frame.verify()
-        with torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
+        with CTX.quietly(), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
             return self.multiply(mat)
 
     def multiply(self, mat: Tensor) -> Tensor:

@@ -145,8 +145,13 @@ class Visit:
     def __init__(self, record: Record) -> None:
         self.record = record
 
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        if CTX.passing is self.record:  # a product with this very call
+            return None
+        if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
+            return tuple(None if g is None else torch.zeros_like(g) for g in grads)
         CTX.visit(self.record, grads[self.record.out_nr])
+        return None
 
 
 def forget(module: nn.Module) -> None:
@@ -159,7 +164,7 @@ def forget(module: nn.Module) -> None:
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
     stashed = module.__dict__.pop("_bpk_stash", None)
-    if engine.is_transformed():
+    if CTX.quiet or engine.is_transformed():
         return None
     outs = [output] if isinstance(output, Tensor) else [t for t in output if isinstance(t, Tensor)]
     live = [t for t in outs if t.requires_grad]
@@ -195,7 +200,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of layers that may work in place: keep the input that they will overwrite."""
-    if not module.inplace or CTX.disabled or engine.is_transformed() or not args or not args[0].requires_grad:
+    if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed() or not args or not args[0].requires_grad:
         return
     x = args[0]
     kept, edge = keep(x)

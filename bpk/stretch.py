@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bpk.context import CTX
+
 if TYPE_CHECKING:
     from bpk.graph import Source
 
@@ -27,13 +29,24 @@ class Stretch:
 
     def __init__(self, source: Source, at_input: Tensor, share: Tensor, samples: tuple[int, ...] | None) -> None:
         self.samples = samples
-        with torch.enable_grad():
-            self.cotangent = torch.zeros_like(at_input, requires_grad=True)
-            self.pulled = source.gradients(self.cotangent)
+        self.cotangent = torch.zeros_like(at_input, requires_grad=True)
+        self.pulled = source.gradients(self.cotangent)
+        with torch.enable_grad(), CTX.quietly():
             self.tangents = [torch.zeros_like(p, requires_grad=True) for p in self.pulled]
             self.pushed = torch.autograd.grad(self.pulled, self.cotangent, self.tangents, create_graph=True)[0]
-            self.targets = source.target_edges()
-            self.bent = source.gradients(share.detach())
+            self.probes, self.bent = self.bend(source, share)
+
+    def bend(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The residual `R w` as a function of probes `w`, one per target (empty where the stretch is linear)."""
+        gradients = source.gradients(share.detach())
+        if not any(g.requires_grad for g in gradients):
+            return [], []
+        probes = [torch.zeros_like(g, requires_grad=True) for g in gradients]
+        curved = [(g, w) for g, w in zip(gradients, probes, strict=True) if g.requires_grad]
+        bent = torch.autograd.grad(
+            [g for g, _ in curved], source.target_edges(), [w for _, w in curved], create_graph=True, allow_unused=True
+        )
+        return probes, list(bent)
 
     def push(self, tangents: Sequence[Tensor | None]) -> Tensor:
         """`J t`: from tangents at the producers' outputs to the tangent at the input."""
@@ -43,26 +56,16 @@ class Stretch:
             for t, p in zip(tangents, self.pulled, strict=True)
         ]
         parts = [p for p in zip(self.pulled, full, strict=True) if p[0].requires_grad]
-        out = torch.autograd.grad(
-            [p for p, _ in parts], self.cotangent, [t for _, t in parts], is_grads_batched=True, retain_graph=True
-        )[0]
+        out = derivative([p for p, _ in parts], [self.cotangent], [t for _, t in parts])[0]
+        assert out is not None
         return self.narrow(out)
 
     def pull(self, adjoint: Tensor, tangents: Sequence[Tensor | None], curved: bool) -> list[Tensor | None]:
         """`J^T a`, and where `curved` the stretch's own residual times the tangents on top."""
-        full = self.widen(adjoint)
-        pulled: list[Tensor | None] = list(
-            torch.autograd.grad(
-                self.pushed, self.tangents, full, is_grads_batched=True, retain_graph=True, allow_unused=True
-            )
-        )
-        if curved:
-            for gradient, t in zip(self.bent, tangents, strict=True):
-                if t is None or not gradient.requires_grad:
-                    continue
-                extra = torch.autograd.grad(
-                    (gradient,), self.targets, (self.widen(t),), is_grads_batched=True, retain_graph=True, allow_unused=True
-                )
+        pulled = derivative((self.pushed,), self.tangents, (self.widen(adjoint),))
+        for bent, t in zip(self.bent, tangents, strict=True) if curved and self.bent else ():
+            if bent is not None and bent.requires_grad and t is not None:
+                extra = derivative((bent,), self.probes, (self.widen(t),))
                 pulled = [add(p, e) for p, e in zip(pulled, extra, strict=True)]
         return [None if p is None else self.narrow(p) for p in pulled]
 
@@ -78,6 +81,17 @@ class Stretch:
         if self.samples is None:
             return mat
         return mat.index_select(1, torch.as_tensor(self.samples, device=mat.device))
+
+
+def derivative(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Transposed-Jacobian products of a recorded function, for columns `[V, ...]`."""
+    with CTX.quietly():
+        found = torch.autograd.grad(
+            outputs, inputs, columns, is_grads_batched=True, retain_graph=True, allow_unused=True
+        )
+    return list(found)
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -28,14 +28,14 @@ class Digits:
         return self.train_x.shape[-1]
 
 
-def load_digits(root: Path, held_out: int = 297) -> Digits:
-    """MNIST at 14 x 14 where `root` holds it, otherwise the 1797 digits of 8 x 8 that ship with scikit-learn.
+def load_digits(root: Path, download: bool = False, held_out: int = 297) -> Digits:
+    """MNIST at 14 x 14 where `root` holds it (or it is asked for), otherwise the 1797 digits of 8 x 8 that ship with scikit-learn.
 
     The latter are the test part of the UCI "Optical Recognition of Handwritten Digits" set: written by 13
     people, scanned, and counted in blocks of 4 x 4 pixels.
     """
-    if (root / "MNIST" / "raw").is_dir():
-        name, x, y = _mnist(root)
+    if download or (root / "MNIST" / "raw").is_dir():
+        name, x, y = _mnist(root, download)
     else:
         name, x, y = _scikit_learn()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -43,11 +43,11 @@ def load_digits(root: Path, held_out: int = 297) -> Digits:
     return Digits(name, x[:-held_out], y[:-held_out], x[-held_out:], y[-held_out:])
 
 
-def _mnist(root: Path) -> tuple[str, Tensor, Tensor]:
+def _mnist(root: Path, download: bool) -> tuple[str, Tensor, Tensor]:
     import_torchvision()
     from torchvision.datasets import MNIST
 
-    data = MNIST(str(root), train=True, download=False)
+    data = MNIST(str(root), train=True, download=download)
     x = avg_pool2d(data.data[:, None].float() / 255, 2)
     return f"MNIST from {root}, 14 x 14", x, data.targets
 

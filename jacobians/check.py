@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians import check_overrides, check_products
+from bpk.jacobians import check_conventions, check_overrides, check_products
 from bpk.jacobians.check_case import Case, Report, evaluate
 from bpk.jacobians.check_loss import loss_hessian
 from bpk.jacobians.check_reference import Reference
@@ -89,10 +89,11 @@ def _check_example(rule: Rule, example: Example, dtype: torch.dtype, seed: int, 
     reference = Reference(module, call, dtype if draws else torch.float64, seed, live)
     case = Case(rule, module, call, reference, about, report)
     torch.manual_seed(seed + 1)
-    case.run("capture", lambda: rule.capture(call))
+    case.run("capture", rule.capture, call)
     obstacle = rule.obstacle(call)
     if isinstance(rule, Loss):
         if obstacle is None:
+            check_products.forward(case)
             loss_hessian(case, rule)
     else:
         _check_layer(case, obstacle)
@@ -106,9 +107,9 @@ def _check_layer(case: Case, obstacle: str | None) -> None:
         check_products.second_order(case)
     check_overrides.shortcuts(case)
     if case.exact:
-        check_products.conventions(case)
+        check_conventions.conventions(case)
         if not case.draws:
-            check_products.differentiable(case)
+            check_conventions.differentiable(case)
 
 
 def _draws_random_numbers(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
@@ -121,6 +122,7 @@ def _draws_random_numbers(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
 
 def _message(report: Report) -> str:
     found = report.failures
-    head = f"check_rule found {len(found)} error{'s' * (len(found) > 1)} in {report.rule}; {report.checks} checks passed."
+    errors = "1 error" if len(found) == 1 else f"{len(found)} errors"
+    head = f"check_rule found {errors} in {report.rule}; {report.checks} checks passed."
     more = [f"... and {len(found) - SHOWN} more."] if len(found) > SHOWN else []
     return "\n\n".join([head, *found[:SHOWN], *more])

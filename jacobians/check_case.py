@@ -105,13 +105,13 @@ class Case:
         """Columns `[V, N, *in]` or `[V, *p]`."""
         return self.random(columns, *self.call.shape_of(wrt))
 
-    def run(self, product: str, compute: Callable[[], Any], *mats: Tensor) -> Any:
-        """The result of `compute`, or `None` where it raised or wrote to what it was given."""
-        watched = [*self._watched, *mats]
+    def run(self, product: str, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, or `None` where it raised or wrote to what it was given."""
+        watched = [*self._watched, *_tensors(args)]
         before = [(x.clone(), x._version) for x in watched]
         try:
             with torch.no_grad():
-                result = compute()
+                result = function(*args)
         except Exception as error:  # any error of a rule is a finding, whatever its class
             self.fail(product, f"it raised {type(error).__name__}: {error}", "let the product accept this call.")
             return None
@@ -136,11 +136,20 @@ class Case:
         return result
 
     def same(
-        self, product: str, got: Tensor | None, expected: Tensor, wrt: Wrt | None = None, axes: Sequence[str] = (),
-        against: str = "autograd", loosen: float = 1.0,
+        self,
+        product: str,
+        got: Tensor | None,
+        expected: Tensor | None,
+        wrt: Wrt | None = None,
+        axes: Sequence[str] = (),
+        against: str = "autograd",
+        loosen: float = 1.0,
     ) -> bool:
-        """Compare a result with its reference and record the outcome; `axes` name the leading axes."""
-        if got is None:
+        """Compare a result with its reference and record the outcome; `axes` name the leading axes.
+
+        `None` stands for a result that was not to be had, which has been reported already.
+        """
+        if got is None or expected is None:
             return False
         to = "" if wrt is None else f" with respect to {wrt_name(wrt)}"
         if got.shape != expected.shape:
@@ -209,7 +218,7 @@ def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, Mapping):
-        return [x for x in result.values() if isinstance(x, Tensor)]
+        return _tensors(tuple(result.values()))
     return [x for part in result for x in _tensors(part)] if isinstance(result, tuple) else []
 
 

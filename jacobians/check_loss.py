@@ -19,22 +19,23 @@ def loss_hessian(case: Case, rule: Loss) -> None:
         return
     call, shape = case.call, case.call.inputs[0].shape
     mat = case.tangent(3, 0)
-    expected = torch.einsum("nij,vnj->vni", hessian, mat.double().flatten(2) if mat.dim() > 2 else mat.double()[..., None])
-    expected = expected.reshape(mat.shape)
-    product = case.run("hessian_mat_prod", lambda: rule.hessian_mat_prod(call, mat), mat)
+    rows = mat.double().reshape(*mat.shape[:2], -1)
+    expected = torch.einsum("nij,vnj->vni", hessian, rows).reshape(mat.shape)
+    product = case.run("hessian_mat_prod", rule.hessian_mat_prod, call, mat)
     case.same("hessian_mat_prod", product, expected, 0, ("column", "sample"), loosen=4.0)
 
-    found = case.run("hessian_columns", lambda: rule.hessian_columns(call))
+    found = case.run("hessian_columns", rule.hessian_columns, call)
     if found is not None:
-        _columns(case, "hessian_columns", *found, hessian)
-    total = case.run("sum_hessian", lambda: rule.sum_hessian(call))
+        columns, signs = found
+        _columns(case, "hessian_columns", columns, signs, hessian)
+    total = case.run("sum_hessian", rule.sum_hessian, call)
     case.same("sum_hessian", total, hessian.sum(0), 0, (), loosen=4.0)
 
     definite = torch.linalg.eigvalsh(hessian).amin(1) >= -1e-9 * hessian.abs().max()
-    root = case.run("sqrt_hessian", lambda: rule.sqrt_hessian(call))
+    root = case.run("sqrt_hessian", rule.sqrt_hessian, call)
     if root is not None:
         _columns(case, "sqrt_hessian", root, root.new_ones(root.shape[:2]), hessian, definite)
-    sampled = case.run("sqrt_hessian_sampled", lambda: rule.sqrt_hessian_sampled(call, 2))
+    sampled = case.run("sqrt_hessian_sampled", rule.sqrt_hessian_sampled, call, 2)
     if sampled is not None:
         _shape_and_dtype(case, sampled, torch.Size((2, *shape)))
     if case.exact:
@@ -98,7 +99,7 @@ def _shape_and_dtype(case: Case, sampled: Tensor, expected: torch.Size) -> None:
 
 def _expectation(case: Case, rule: Loss, hessian: Tensor, definite: Tensor) -> None:
     """The mean of many draws' outer products lies within six standard errors of the Hessian."""
-    sampled = case.run("sqrt_hessian_sampled", lambda: rule.sqrt_hessian_sampled(case.call, DRAWS))
+    sampled = case.run("sqrt_hessian_sampled", rule.sqrt_hessian_sampled, case.call, DRAWS)
     if sampled is None or sampled.shape[1:] != case.call.inputs[0].shape or not definite.any():
         return
     flat = sampled.reshape(DRAWS, case.call.batch_size, -1)[:, definite]
@@ -121,17 +122,17 @@ def _expectation(case: Case, rule: Loss, hessian: Tensor, definite: Tensor) -> N
 def _residual(case: Case, rule: Loss, mat: Tensor, expected: Tensor) -> None:
     """As a layer: the residual is the Hessian times the (scalar) gradient of the output."""
     grad_out = torch.full_like(case.call.output, -1.5)
-    product = case.run("residual_mat_prod", lambda: rule.residual_mat_prod(case.call, grad_out, {0: mat})[0], mat)
-    case.same("residual_mat_prod", product, -1.5 * expected, 0, ("column", "sample"))
-    factored = case.run("residual_columns", lambda: rule.residual_columns(case.call, grad_out))
+    product = case.run("residual_mat_prod", rule.residual_mat_prod, case.call, grad_out, {0: mat})
+    if product is not None:
+        case.same("residual_mat_prod", product.get(0), -1.5 * expected, 0, ("column", "sample"))
+    factored = case.run("residual_columns", rule.residual_columns, case.call, grad_out)
     if factored is not None:
         columns, signs = factored
-        inner = (columns[0][:, None] * mat).flatten(3).sum(3) if mat.dim() > 2 else columns[0][:, None] * mat
-        weights = (signs[:, None] * inner).reshape(*inner.shape, *(1,) * (mat.dim() - 2))
-        got = (weights * columns[0][:, None]).sum(0)
+        flat, right = (x.reshape(*x.shape[:2], -1) for x in (columns[0], mat))
+        got = torch.einsum("kni,kn,knj,vnj->vni", flat, signs, flat, right).reshape(mat.shape)
         case.same("residual_columns", got, -1.5 * expected, 0, ("column", "sample"))
     for vector in (case.random(1), case.random(3)):
-        pulled = case.run("jac_t_mat_prod", lambda vector=vector: rule.jac_t_mat_prod(case.call, vector))
+        pulled = case.run("jac_t_mat_prod", rule.jac_t_mat_prod, case.call, vector)
         case.same("jac_t_mat_prod", pulled, case.reference.jac_t(vector, 0), 0, ("column", "sample"))
 
 
@@ -142,8 +143,8 @@ def _isolation(case: Case, rule: Loss, mat: Tensor) -> None:
     call = case.recall([spoiled, *case.call.inputs[1:]])
     if call is None:
         return
-    clean = case.run("hessian_mat_prod", lambda: rule.hessian_mat_prod(case.call, mat))
-    got = case.run("hessian_mat_prod", lambda: rule.hessian_mat_prod(call, mat))
+    clean = case.run("hessian_mat_prod", rule.hessian_mat_prod, case.call, mat)
+    got = case.run("hessian_mat_prod", rule.hessian_mat_prod, call, mat)
     if got is not None and clean is not None and got.shape == clean.shape:
         against = "a batch without NaN in sample 0"
         case.same("hessian_mat_prod", got[:, 1:], clean[:, 1:], 0, ("column",), against=against)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -37,10 +35,8 @@ def squared_sum(case: Case, param: str) -> None:
     for mat, weights in variants:
         for per_sample in (False, True) if case.exact else (False,):
             arguments = (call, mat, param, weights, per_sample)
-            expected = case.run("squared_sum (default)", partial(Rule.squared_sum, rule, *arguments))
-            if expected is None:
-                return
-            got = case.run("squared_sum", partial(rule.squared_sum, *arguments), mat)
+            expected = case.run("squared_sum (default)", Rule.squared_sum, rule, *arguments)
+            got = case.run("squared_sum", rule.squared_sum, *arguments)
             axes, shown = (("sample",) if per_sample else ()), "the individual gradients"
             case.same("squared_sum", got, expected, param, axes, shown, loosen=4.0)
 
@@ -49,10 +45,9 @@ def norm_squared(case: Case, param: str) -> None:
     """Norms of the individual gradients."""
     grad_out = case.cotangent(1)[0]
     arguments = (case.call, grad_out, param)
-    expected = case.run("norm_squared (default)", partial(Rule.norm_squared, case.rule, *arguments))
-    got = case.run("norm_squared", partial(case.rule.norm_squared, *arguments), grad_out)
-    if expected is not None:
-        case.same("norm_squared", got, expected, param, ("sample",), "the individual gradients", loosen=4.0)
+    expected = case.run("norm_squared (default)", Rule.norm_squared, case.rule, *arguments)
+    got = case.run("norm_squared", case.rule.norm_squared, *arguments)
+    case.same("norm_squared", got, expected, param, ("sample",), "the individual gradients", loosen=4.0)
 
 
 def kronecker(case: Case, param: str) -> None:
@@ -64,13 +59,13 @@ def kronecker(case: Case, param: str) -> None:
     """
     rule, call = case.rule, case.call
     mat = case.cotangent(2)
-    factor = case.run("kron_input", lambda: rule.kron_input(call, param))
-    got = case.run("kron_output", lambda: rule.kron_output(call, mat, param), mat)
-    expected = case.run("kron_output (default)", lambda: Rule.kron_output(rule, call, mat, param))
-    if got is None or expected is None:
+    factor = case.run("kron_input", rule.kron_input, call, param)
+    got = case.run("kron_output", rule.kron_output, call, mat, param)
+    if got is None:
         return
     if factor is None:
         if call.params[param].numel() <= BLOCK_LIMIT:
+            expected = case.run("kron_output (default)", Rule.kron_output, rule, call, mat, param)
             case.same("kron_output", got, expected, param, against="its definition")
         return
     size = got.shape[0]
@@ -83,13 +78,18 @@ def kronecker(case: Case, param: str) -> None:
         )
         return
     case.same("kron_input", factor, factor.T, param, against="its transpose")
-    for name, p in call.params.items():
-        if name != param and p.numel() == size and rule.kron_input(call, name) is None:
-            case.same("kron_output", got, Rule.kron_output(rule, call, mat, name), param, against=f"the block of {name}")
+    for name in _added(case, size):
+        expected = case.run("kron_output (default)", Rule.kron_output, rule, call, mat, name)
+        case.same("kron_output", got, expected, param, against=f"the block of parameter '{name}'")
     if call.output[0].numel() == size and call.params[param].numel() <= BLOCK_LIMIT:
         one, column = call.subset([0]), mat[:1, :1]
-        block = torch.kron(rule.kron_output(one, column, param), _input_factor(case, param))
-        case.same("kron_output", block, Rule.kron_output(rule, one, column, param), param, against="one sample's block")
+        left, right = (
+            case.run("kron_output", rule.kron_output, one, column, param),
+            case.run("kron_input", rule.kron_input, one, param),
+        )
+        if left is not None and right is not None:
+            expected = case.run("kron_output (default)", Rule.kron_output, rule, one, column, param)
+            case.same("kron_output", torch.kron(left, right), expected, param, against="the block of one sample")
 
 
 def congruence(case: Case, wrt: Wrt) -> None:
@@ -98,17 +98,17 @@ def congruence(case: Case, wrt: Wrt) -> None:
     out = call.output[0].numel()
     matrix = case.random(out, out)
     matrix = matrix + matrix.T  # the recursion of KFRA passes symmetric matrices
-    got = case.run("congruence", lambda: rule.congruence(call, matrix, wrt), matrix)
+    got = case.run("congruence", rule.congruence, call, matrix, wrt)
     if got is None:
         return
     name = wrt
     if isinstance(wrt, str) and rule.kron_input(call, wrt) is not None:
-        same_size = [n for n, p in call.params.items() if p.numel() == got.shape[0] and rule.kron_input(call, n) is None]
-        if not same_size:
+        added = _added(case, got.shape[0])
+        if not added:
             return
-        name = same_size[0]
-    expected = case.run("congruence (default)", lambda: Rule.congruence(rule, call, matrix, name))
-    if expected is not None and case.same("congruence", got, expected, wrt, against="one sample at a time"):
+        name = added[0]
+    expected = case.run("congruence (default)", Rule.congruence, rule, call, matrix, name)
+    if case.same("congruence", got, expected, wrt, against="one sample at a time"):
         pulled = mean_congruence(case, matrix, name)
         case.same("congruence", got, pulled, wrt, against="autograd", loosen=4.0)
 
@@ -118,14 +118,14 @@ def mean_congruence(case: Case, matrix: Tensor, wrt: Wrt) -> Tensor:
     samples, out = case.call.batch_size, case.call.output[0].numel()
     dense = case.reference.jacobian(wrt)
     blocks = dense.reshape(samples, out, *dense.shape[1:])
-    total = 0
+    parts = []
     for n in range(samples):
         rows = (blocks[n][:, n] if isinstance(wrt, int) else blocks[n]).flatten(1)
-        total = total + rows.T @ matrix.to(rows.dtype) @ rows
-    return torch.as_tensor(total) / samples
+        parts.append(rows.T @ matrix.to(rows.dtype) @ rows)
+    return torch.stack(parts).mean(0)
 
 
-def _input_factor(case: Case, param: str) -> Tensor:
-    factor = case.rule.kron_input(case.call.subset([0]), param)
-    assert factor is not None
-    return factor
+def _added(case: Case, size: int) -> list[str]:
+    """Parameters of this size without an input factor: those that are added to the output."""
+    rule, call = case.rule, case.call
+    return [name for name, p in call.params.items() if p.numel() == size and rule.kron_input(call, name) is None]

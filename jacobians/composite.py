@@ -1,7 +1,7 @@
 """The algebra of rules: a layer made of other layers, with every product by composition.
 
-`Chain(r1, r2, ...)` applies rules one after the other; `Sum` and `Concat` apply several rules (branches) to
-the same inputs and add or concatenate what they return. A parameter belongs to exactly one part, and that
+`Chain(r1, r2, ...)` applies rules one after the other; `Sum` and `Concat` (in `branches.py`) apply several
+to the same inputs and add or concatenate what they return. A parameter belongs to exactly one part, and that
 part's own shortcuts serve it, with the columns carried to the part's output first. Composites nest.
 
 The second derivative of a composition is the sum over parts `T_i^T R_i T_i`, where `R_i` is the residual of
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.linear_map import LinearMap
+from bpk.jacobians.elementwise import Pointwise
+from bpk.jacobians.linear_map import LinearMap, RandomScale
 from bpk.jacobians.rule import Example, Residual, Rule
 
 Part = tuple[Rule, Callable[[Options], Options]]
@@ -43,7 +44,7 @@ class Composite(Rule):
 
     `params` maps the layer's parameter names to `(part index, name within the part)`; left out, they are
     called `"0.weight"`, `"1.bias"`, … as in a `Sequential`. Parts that draw random numbers cannot be
-    evaluated again and are refused while they do (see `RandomScale.obstacle`).
+    evaluated again and are refused while they do.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class Composite(Rule):
         super().__init__(*modules, functions=functions, params=tuple(self.owners), examples=examples)
 
     def obstacle(self, call: Call) -> str | None:
+        for rule, part_options in self.parts:
+            if isinstance(rule, RandomScale) and rule.is_random(part_options(call.options)):
+                return f"{rule.name} in it draws random numbers, which a composed layer cannot draw again"
         reasons = (rule.obstacle(inner) for rule, inner in self._inner(call))
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -68,13 +72,23 @@ class Composite(Rule):
         """Entries of a mapping over the layer's parameters that belong to one part, under its own names."""
         return {name: given[outer] for outer, (i, name) in self.owners.items() if i == index and outer in given}
 
+    def _outer_names(self, index: int, values: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """Results of a part (by input and its own parameter names) under the layer's names."""
+        outer: dict[Wrt, Tensor] = {wrt: x for wrt, x in values.items() if isinstance(wrt, int)}
+        return outer | {o: values[name] for o, (i, name) in self.owners.items() if i == index and name in values}
+
     def _inner(self, call: Call) -> list[tuple[Rule, Call]]:
         """Every part with its own call, evaluated once per call."""
         calls = call.memo((self, "parts"), lambda: self._evaluate(call.options, call.inputs, call.params, call.output))
         return [(rule, inner) for (rule, _), inner in zip(self.parts, calls, strict=True)]
 
     def _part_call(
-        self, index: int, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor], output: Tensor | None
+        self,
+        index: int,
+        options: Options,
+        inputs: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        output: Tensor | None,
     ) -> Call:
         rule, part_options = self.parts[index]
         own_options, own_params = part_options(options), {str(k): p for k, p in self._of_part(index, params).items()}
@@ -187,16 +201,23 @@ class Chain(Composite):
         return [rule.residual(inner, own) if own else Residual.ZERO for (rule, inner), own in pairs]
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        first, *later = self._kinds(call, wrts)
-        if any(kind is not Residual.ZERO for kind in later):
-            return Residual.GENERAL  # J_1^T R_2 J_1 is dense unless J_1 is diagonal
-        if first is Residual.DIAGONAL and tuple(wrts) != (0,):
-            return Residual.GENERAL
-        return first
+        kinds = self._kinds(call, wrts)
+        curved = [i for i, kind in enumerate(kinds) if kind is not Residual.ZERO]
+        if not curved:
+            return Residual.ZERO
+        ahead = [rule for rule, _ in self.parts[: curved[-1]]]  # J^T R J stays diagonal if their J is
+        diagonal = all(kinds[i] is Residual.DIAGONAL for i in curved) and all(isinstance(r, Pointwise) for r in ahead)
+        return Residual.DIAGONAL if diagonal and tuple(wrts) == (0,) else Residual.GENERAL
 
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
-        rule, inner = self._inner(call)[0]
-        return rule.residual_diag(inner, self._pull_to(call, 0, grad_out[None])[0])
+        grads, kinds = self._grads(call, grad_out), self._kinds(call, (0,))
+        total, slope = torch.zeros_like(call.inputs[0]), torch.ones_like(call.inputs[0])[None]
+        last = max(i for i, kind in enumerate(kinds) if kind is not Residual.ZERO)
+        for i, (rule, inner) in enumerate(self._inner(call)[: last + 1]):
+            if kinds[i] is not Residual.ZERO:
+                total = total + slope[0].square() * rule.residual_diag(inner, grads[i])
+            slope = rule.jac_mat_prod(inner, slope) if i < last else slope
+        return total
 
     def _grads(self, call: Call, grad_out: Tensor) -> list[Tensor]:
         """The gradient of every part's output."""
@@ -252,9 +273,9 @@ class Chain(Composite):
         return join_columns(call, wrts, found)
 
     def _outer_names(self, index: int, values: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        """A part's results under the layer's names; only the first part's inputs are the layer's."""
-        outer: dict[Wrt, Tensor] = {w: x for w, x in values.items() if isinstance(w, int) and index == 0}
-        return outer | {o: values[name] for o, (i, name) in self.owners.items() if i == index and name in values}
+        """Only the first part's inputs are the layer's."""
+        own: dict[Wrt, Tensor] = {wrt: x for wrt, x in values.items() if isinstance(wrt, str) or index == 0}
+        return super()._outer_names(index, own)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """Part by part; one sample at a time where the Jacobians of several parts vary over samples."""

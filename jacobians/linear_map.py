@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.elementwise import Pointwise
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.rule import Example, Residual, Rule
 
@@ -176,7 +177,7 @@ class Selection(Rule):
         return total / call.batch_size
 
 
-class RandomScale(Rule):
+class RandomScale(Pointwise):
     """`y = s * x + const` elementwise, with `s` drawn in the forward pass and the identity in evaluation mode.
 
     What was drawn is read off autograd's own graph during the backward pass: `s = J^T 1`.
@@ -219,8 +220,4 @@ class RandomScale(Rule):
         return self.jac_mat_prod(call, mat)  # a diagonal matrix is its own transpose
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
-        """`M * mean_n s_n s_n^T`."""
-        if not self.is_random(call.options):
-            return matrix
-        slope = self.slope(call).flatten(1)
-        return matrix * (slope.T @ slope) / call.batch_size
+        return super().congruence(call, matrix) if self.is_random(call.options) else matrix

@@ -153,9 +153,9 @@ def standard_normal(call: Call, mc_samples: int) -> Tensor:
     return torch.randn(mc_samples, *x.shape, dtype=x.dtype, device=x.device)
 
 
-def no_weight(call: Call) -> None:
+def unit_weight(call: Call) -> float:
     """All entries count alike."""
-    return None
+    return 1.0
 
 
 class PointwiseLoss(Loss):
@@ -189,7 +189,7 @@ class PointwiseLoss(Loss):
         expression: str | Mapping[Any, str],
         *modules: type[nn.Module],
         choose: str = "",
-        weight: Callable[[Call], Tensor | float | None] = no_weight,
+        weight: Callable[[Call], Tensor | float | None] = unit_weight,
         draw: Callable[[Call, int], Tensor] = standard_normal,
         examples: Sequence[Example] = (),
     ) -> None:

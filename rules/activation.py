@@ -116,8 +116,7 @@ class ParametricReLU(Rule):
     def _sum_to_weight(self, call: Call, entries: Tensor, sum_batch: bool) -> Tensor:
         """Sum `[V, N, C, ...]` over what shares a weight: `[V, C]`, or `[V, N, C]`."""
         shared = call.params["weight"].numel() == 1
-        rows = entries.reshape(*entries.shape[:2], 1, -1) if shared else entries.flatten(3)
-        rows = rows if rows.dim() == 3 else rows.sum(3)
+        rows = entries.reshape(*entries.shape[:2], 1 if shared else entries.shape[2], -1).sum(3)
         return rows.sum(1) if sum_batch else rows
 
 

@@ -178,7 +178,14 @@ RULES = (
         weight=own_weight,
         examples=[
             case(nn.BCELoss, shape=(3, 2), target=labels, domain=torch.sigmoid),
-            case(nn.BCELoss, weights(0.5, 2.0), reduction="sum", shape=(3, 2), target=fractions, domain=torch.sigmoid),
+            case(
+                nn.BCELoss,
+                weight=weights(0.5, 2.0),
+                reduction="sum",
+                shape=(3, 2),
+                target=fractions,
+                domain=torch.sigmoid,
+            ),
         ],
     ),
     PointwiseLoss(
@@ -195,7 +202,7 @@ RULES = (
         examples=[
             *both(nn.PoissonNLLLoss, (3, 2), numbers_of_events),
             *both(nn.PoissonNLLLoss, (3, 2), numbers_of_events, full=True),
-            case(nn.PoissonNLLLoss, False, eps=0.1, shape=(3, 2), target=numbers_of_events, domain=torch.exp),
+            case(nn.PoissonNLLLoss, log_input=False, eps=0.1, shape=(3, 2), target=numbers_of_events, domain=torch.exp),
         ],
     ),
     PointwiseLoss(
@@ -233,8 +240,8 @@ RULES = (
         ],
     ),
     ZeroCurvature(
-        "KLDivLoss is linear in its input: its Hessian, and with it every GGN quantity, is zero. Remove LogSoftmax from "
-        "the end of the model and use CrossEntropyLoss with probability targets on the logits.",
+        "KLDivLoss is linear in its input: its Hessian, and with it every GGN quantity, is zero. Remove LogSoftmax "
+        "from the end of the model and use CrossEntropyLoss with probability targets on the logits.",
         nn.KLDivLoss,
         examples=[
             case(nn.KLDivLoss, reduction="batchmean", shape=(3, 2), target=class_probabilities),

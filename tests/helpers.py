@@ -53,7 +53,9 @@ def extended(model: nn.Module | None = None, loss: nn.Module | None = None) -> t
     return bpk.extend(mlp() if model is None else model), bpk.extend(nn.CrossEntropyLoss() if loss is None else loss)
 
 
-def backward(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor, *exts: BackpropExtension, **options: Any) -> None:
+def backward(
+    model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor, *exts: BackpropExtension, **options: Any
+) -> None:
     """Forward, then backward under the extensions."""
     loss = loss_fn(model(x), y)
     with bpk.backpack(*exts, **options):

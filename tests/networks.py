@@ -69,6 +69,28 @@ class ManyInputs(nn.Module):
         return self.head(self.layer(*inputs))
 
 
+class TakeFirst(nn.Module):
+    """The first output of a layer that has several."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class Squeeze(nn.Module):
+    """A prediction `[N]` instead of `[N, 1]`."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).squeeze(1)
+
+
 def is_loss(example: Example) -> bool:
     """Whether an example is one of a loss module."""
     return example.target is not None or isinstance(example.build(), nn.modules.loss._Loss)
@@ -88,16 +110,22 @@ def make_layer_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, 
     inputs = example.inputs(torch.float64, batch=N)
     shapes = [tuple(x.shape) for x in inputs]
     target = torch.randint(CLASSES, (N,))
+    before, after = [], []
     out = layer.double()(*[x.clone() for x in inputs])
-    out = out if isinstance(out, Tensor) else out[0]
-    head = nn.Sequential(nn.Flatten(), frozen_head(out[0].numel()))
+    if not isinstance(out, Tensor):
+        out, layer = out[0], TakeFirst(layer)
+    if out.isnan().any():  # a logarithm or a root
+        before.append(nn.Softplus())
+    if out.isinf().any():  # padding with infinity
+        after.append(nn.Hardtanh(-5, 5))
+    head = nn.Sequential(*after, nn.Flatten(), frozen_head(out[0].numel()))
     if len(inputs) > 1:
         model: nn.Module = ManyInputs(layer, shapes, head)
         x = torch.randn(N, 4, dtype=torch.float64)
     else:
         x = inputs[0]
         feed = [nn.Linear(shapes[0][-1], shapes[0][-1])] if x.is_floating_point() and x.dim() > 1 else []
-        model = nn.Sequential(*feed, layer, *head)
+        model = nn.Sequential(*feed, *before, layer, *head)
     return model.double(), nn.CrossEntropyLoss(), x, (target,)
 
 
@@ -108,16 +136,20 @@ def make_loss_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, t
     layers: list[nn.Module] = [nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, pred[0].numel())]
     if getattr(lossfunc, "log_input", True) is False:
         layers.append(nn.Softplus())  # a rate has to be positive
-    if pred.dim() != 2:
+    if pred.dim() > 2:
         layers.append(nn.Unflatten(1, pred.shape[1:]))
-    return nn.Sequential(*layers).double(), lossfunc, torch.randn(N, 2, dtype=torch.float64), tuple(targets)
+    model: nn.Module = nn.Sequential(*layers)
+    if pred.dim() == 1:
+        model = Squeeze(model)
+    return model.double(), lossfunc, torch.randn(N, 2, dtype=torch.float64), tuple(targets)
 
 
 def rule_networks(rule: Rule) -> Iterator[Network]:
     """One network per example of a rule."""
     for example in rule.examples:
         if is_loss(example):
-            yield Network(str(example), _bind(make_loss_network, example))
+            chain = len(example.shapes[0]) > 1
+            yield Network(str(example), _bind(make_loss_network, example), sequential=chain)
         else:
             yield Network(str(example), _bind(make_layer_network, example), sequential=len(example.shapes) == 1)
 

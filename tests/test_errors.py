@@ -166,20 +166,21 @@ def test_input_changed_in_place_after_the_forward_pass() -> None:
 
 
 # ---- arguments ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("bad", [[5], [0, 17], [-6]], ids=str)
+@pytest.mark.parametrize("bad", [[5], [0, 17]], ids=str)
 @pytest.mark.parametrize("extension", FIELDS, ids=ids)
 def test_sample_index_out_of_range(extension: type, bad: list[int]) -> None:
     model, loss_fn = extended()
     x, y = data()
-    with refuses(model, ValueError, "subsampling", str(bad[-1]), "5"):
+    with refuses(model, ValueError, "sample index", str(bad[-1]), "5", "Why:", "Do:"):
         backward(model, loss_fn, x, y, extension(subsampling=bad))
     works_afterwards(model, loss_fn)
 
 
-@pytest.mark.parametrize("bad", ["01", 1.5, [0.5], [True, "a"]], ids=str)
-def test_subsampling_is_not_indices(bad: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="subsampling"):
-        E.BatchGrad(subsampling=bad)
+@pytest.mark.parametrize("bad", ["01", 1.5, [0.5], [True, "a"], [-1], [1, 1]], ids=str)
+@pytest.mark.parametrize("extension", FIELDS, ids=ids)
+def test_subsampling_is_not_indices(extension: type, bad: Any) -> None:
+    with pytest.raises(ValueError, match="subsampling"):
+        extension(subsampling=bad)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "2", None], ids=str)
@@ -281,20 +282,10 @@ def test_integer_parameter_gets_no_field() -> None:
     torch.testing.assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
 
 
-class Magnitude(nn.Module):
-    """From complex numbers to real ones, so that a real loss can follow."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.abs()
-
-
-@pytest.mark.parametrize("extension", FIELDS, ids=ids)
-@pytest.mark.filterwarnings("ignore")
-def test_complex_parameter(extension: type) -> None:
-    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 3, dtype=torch.complex128), Magnitude()))
-    x, y = data()
-    with refuses(model, NotImplementedError, "complex", "Why:", "Do:"):
-        backward(model, loss_fn, x.to(torch.complex128), y, extension())
+def test_complex_parameter() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3, dtype=torch.complex128))
+    with refuses(model, ValueError, "complex", "1.weight", "Why:", "Do:"):
+        bpk.extend(model)
 
 
 # ---- layers ------------------------------------------------------------------------------------------

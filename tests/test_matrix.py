@@ -18,7 +18,10 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer
+from bpk.rules import REGISTRY
+from bpk.support import Kind
 from tests.networks import Network, all_networks
 from tests.reference import Reference
 
@@ -161,25 +164,22 @@ ROWS = (
 
 def refusals(net: Network, extension: BackpropExtension) -> list[str]:
     """The reasons for which `bpk.support` refuses this cell, one per call of the network."""
-    from bpk.support import support
-
     model, lossfunc, x, targets = net.build()
     reasons: list[str] = []
 
     def ask(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        from bpk.jacobians.call import Call
-        from bpk.rules import REGISTRY
-
-        tensors = [t for t in inputs if isinstance(t, Tensor)]
-        call = Call(module, tensors, dict(module.named_parameters(recurse=False)), output)
-        verdict = support(extension, REGISTRY.find(module), call)
-        reason = getattr(verdict, "reason", "")
-        if reason:
-            reasons.append(reason)
+        rule = REGISTRY.find(module)
+        if rule is not None or not list(module.children()):
+            tensors = [t for t in inputs if isinstance(t, Tensor)]
+            first = output if isinstance(output, Tensor) else output[0]
+            call = Call(module, tensors, dict(module.named_parameters(recurse=False)), first)
+            answer = bpk.support(extension, rule, call)
+            if answer.kind is Kind.REFUSED:
+                reasons.append(answer.reason)
 
     for module in [*model.modules(), lossfunc]:
-        if not list(module.children()):
-            module.register_forward_hook(ask)
+        module.register_forward_hook(ask)
+    torch.manual_seed(SEED)
     net.loss_of(lossfunc, targets)(model(x))
     return reasons
 

@@ -1,0 +1,79 @@
+"""The benchmarks measure what they say: every alternative is compared with the reference. No timing is asserted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import report
+from benchmarks.memory import measure
+from benchmarks.problems import PROBLEMS, TEST_PROBLEMS
+from benchmarks.quantities import QUANTITIES, RELATIVE, TARGETS
+from benchmarks.reference import Reference, check
+from benchmarks.row import ALTERNATIVES, Cell, Row, judge, measure_row
+
+REFERENCES = {name: Reference(problem) for name, problem in TEST_PROBLEMS.items()}
+CASES = [
+    (problem, quantity, alternative)
+    for problem in TEST_PROBLEMS
+    for quantity in TEST_PROBLEMS[problem].quantities
+    for alternative in ("bpk", "torch.func", "loop")
+    if ALTERNATIVES[alternative].reason(TEST_PROBLEMS[problem], QUANTITIES[quantity]) is None
+]
+
+
+@pytest.mark.parametrize("problem, quantity, alternative", CASES)
+def test_alternative_equals_reference(problem: str, quantity: str, alternative: str) -> None:
+    setup = TEST_PROBLEMS[problem].check_setup()
+    assert check(ALTERNATIVES[alternative].prepare(setup, QUANTITIES[quantity]), REFERENCES[problem]) is None
+
+
+def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = type(ALTERNATIVES["loop"].prepare(TEST_PROBLEMS["tiny"].setup(), QUANTITIES["BatchGrad"]))
+    right = job.first_order
+    monkeypatch.setattr(job, "first_order", lambda self, name: [2 * v for v in right(self, name)])
+    reference = Reference(TEST_PROBLEMS["tiny_mlp"])
+    reference.gradients = [g / 2 for g in reference.gradients]  # computed by the loop that was changed
+    row = measure_row(TEST_PROBLEMS["tiny_mlp"], "BatchGrad", [ALTERNATIVES["loop"]], reference, 1, 1.0)
+    assert row.cells["loop"].status == "wrong" and row.cells["loop"].ratio is None
+    assert "off by 1.0e+00" in row.cells["loop"].reason
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExactWithKFLR"])
+def test_row_is_reported(quantity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    problem = TEST_PROBLEMS["tiny_mlp"]
+    chosen = [ALTERNATIVES[name] for name in ("bpk", "torch.func")]
+    row = measure_row(problem, quantity, chosen, REFERENCES["tiny_mlp"], rounds=1, budget=1.0)
+    assert row.cells["plain"].ratio == 1.0
+    assert row.cells["bpk"].status == "ok" and row.cells["bpk"].ratio is not None
+    assert set(row.parts) == set(RELATIVE.get(quantity, ((),))[0])
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    path = report.write_json([row], "one", 0.1)
+    assert report.read_json(path) == ([row], 0.1)
+    assert quantity in report.screen([row], 0.1) and f"| {quantity} |" in report.markdown([row], 0.1)
+    assert torch.get_num_threads() == threads
+
+
+def test_verdict_names_every_fault() -> None:
+    cells = {"bpk": Cell("ok", ratio=3.0, megabytes=9.0), "loop": Cell("ok", ratio=2.0, megabytes=8.0)}
+    row = Row("3c3d", "BatchGrad", 64, 1.9, cells)
+    assert judge(row) == "over target 1.9; slower than loop; more memory than loop"
+    cells["bpk"] = Cell("ok", ratio=1.5, megabytes=8.0)
+    assert judge(row) == "reached"
+
+
+def test_memory_of_written_rows() -> None:
+    threads = torch.get_num_threads()
+    try:
+        found = measure(ALTERNATIVES["write"], "logreg", "BatchGrad")
+    finally:
+        torch.set_num_threads(threads)
+    assert found > 0.8 * 512 * 7850 * 4 / 2**20  # [N, p] in float32 is among what it takes
+
+
+def test_targets_name_measured_rows() -> None:
+    for problem, goals in TARGETS.items():
+        assert set(goals) <= set(PROBLEMS[problem].quantities)
