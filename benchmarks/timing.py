@@ -1,11 +1,15 @@
-"""Interleaved timing: in every round each job runs once, in an order that rotates from round to round."""
+"""Interleaved timing: in every round each job runs once, right after the plain one it is compared with.
+
+What is counted are the processor's seconds spent on this process. On one thread this is the time on the clock
+where nothing else runs, and it does not count the time in which another process had the core.
+"""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.alternative import Job
@@ -13,74 +17,70 @@ from benchmarks.alternative import Job
 SHORTEST = 0.02
 """Seconds that one measurement lasts at least; shorter jobs run several times in it."""
 
+MOST_CALLS = 200
+
 
 @dataclass
 class Series:
-    """Measurements of one job."""
+    """Measurements of one job, each with that of the plain job just before it."""
 
     job: Job
     calls: int = 1
-    seconds: dict[int, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds.values())
+        """Seconds of one run."""
+        return statistics.median(self.seconds)
 
     @property
-    def total(self) -> float:
-        return sum(self.seconds.values()) * self.calls
+    def ratio(self) -> float:
+        """Median over rounds of the ratio to the plain job in the same round."""
+        return statistics.median(s / p for s, p in zip(self.seconds, self.plain, strict=True))
 
     def measure(self) -> float:
         """Mean seconds of `calls` runs; what they leave behind is freed between them, untimed."""
         total = 0.0
         for _ in range(self.calls):
-            start = time.perf_counter()
+            start = time.process_time()
             result = self.job.run()
-            total += time.perf_counter() - start
+            total += time.process_time() - start
             del result
             self.job.clear()
         return total / self.calls
 
+    def warm_up(self) -> float:
+        """Run once, and choose how many runs make a measurement."""
+        once = self.measure()
+        self.calls = max(1, min(MOST_CALLS, round(SHORTEST / max(once, 1e-6))))
+        return once
 
-def interleave(
-    jobs: Mapping[str, Job],
-    rounds: int,
-    budget: float,
-    on_round: Callable[[int], None] | None = None,
-) -> dict[str, Series]:
-    """Measure all jobs for `rounds` rounds; a job that has used up its share of `budget` seconds leaves.
 
-    A job too slow for three rounds within its share keeps fewer measurements, but at least one.
+def interleave(jobs: Mapping[str, Job], plain: str, rounds: int, budget: float) -> dict[str, Series]:
+    """Measure all jobs for `rounds` rounds, in an order that rotates from round to round.
+
+    A job that has used up its share of `budget` seconds leaves after three rounds; one that takes more
+    than its share in a single run leaves after one.
     """
     series = {name: Series(job) for name, job in jobs.items()}
-    for one in series.values():  # warm up, and see how long a run takes
-        once = one.measure()
-        one.calls = max(1, min(200, round(SHORTEST / max(once, 1e-6))))
-        if once > budget / 2:
-            one.seconds[-1] = once
-    share = budget / max(1, len(series))
+    first = {name: one.warm_up() for name, one in series.items()}
+    share = budget / len(series)
     order = list(series)
     gc.collect()
     gc.disable()
     try:
         for r in range(rounds):
-            for name in order[r % len(order) :] + order[: r % len(order)]:
+            start = r % len(order)
+            for name in order[start:] + order[:start]:
                 one = series[name]
-                spent = one.total
-                if -1 in one.seconds or (len(one.seconds) >= 3 and spent > share and name != "plain"):
+                least = 1 if first[name] > share else 3
+                if r >= least and sum(one.seconds) * one.calls > share:
                     continue
-                one.seconds[r] = one.measure()
-            gc.collect()
-            if on_round is not None:
-                on_round(r)
+                base = series[plain].measure()
+                one.seconds.append(base if name == plain else one.measure())
+                one.plain.append(base)
+                gc.collect()
     finally:
         gc.enable()
     return series
-
-
-def ratio(one: Series, plain: Series) -> float:
-    """Median over median, of the rounds in which both took part."""
-    common = sorted(set(one.seconds) & set(plain.seconds))
-    if not common:
-        return one.median / plain.median
-    return statistics.median(one.seconds[r] for r in common) / statistics.median(plain.seconds[r] for r in common)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -120,7 +120,7 @@ class Context:
         self.disabled = False
         self.quiet = False
         self.passing: Record | None = None
-        self.handles: list[Any] = []
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def get_active_exts(self) -> tuple[BackpropExtension, ...]:
         """The active extensions (of the innermost context)."""
@@ -138,15 +138,13 @@ class Context:
         """Whether the active context keeps what the forward pass stored."""
         return bool(self.stack) and self.stack[-1].retain_graph
 
-    def add_hook_handle(self, handle: Any) -> None:
-        """Remember a hook on a module, for `remove_hooks`."""
-        self.handles.append(handle)
-
     def remove_hooks(self) -> None:
         """Remove the hooks of every extended module; `extend` works again afterwards."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        from bpk.extending import detach
+
+        for module in tuple(self.modules):
+            detach(module)
+        self.modules.clear()
 
     def complain_if_active(self, message: str) -> None:
         """Raise where extensions wait for something that was not recorded."""
@@ -205,9 +203,3 @@ def disable() -> Iterator[None]:
     finally:
         CTX.disabled = before
 
-
-def warn_once(message: str, seen: set[str]) -> None:
-    """Warn, but only the first time for each `seen`."""
-    if message not in seen:
-        seen.add(message)
-        warnings.warn(message, UserWarning, stacklevel=4)

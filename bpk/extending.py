@@ -52,7 +52,7 @@ def check_module(module: object) -> None:
     if isinstance(module, type) and issubclass(module, nn.Module):
         raise ValueError(
             explain(
-                f"extend(...) got the class {module.__name__} instead of an instance.",
+                f"extend(...) got the module class {module.__name__} instead of an instance.",
                 "only an instance has parameters and a forward pass.",
                 f"write bpk.extend({module.__name__}(...)).",
             )
@@ -60,7 +60,7 @@ def check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(
             explain(
-                f"extend(...) got {type(module).__name__}, which is not an nn.Module.",
+                f"extend(...) got {type(module).__name__}, which is no module (nn.Module).",
                 "forward hooks exist on modules only.",
                 "wrap a function into an nn.Module; for a loss function use its class, such as nn.CrossEntropyLoss().",
             )
@@ -81,7 +81,7 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
     rule = REGISTRY.find(module)
     children = dict(module.named_children())
     own = any(p is not None for p in module.parameters(recurse=False))
-    extended = module.__dict__.get("_backpack_extend", False)
+    extended = record in module._forward_hooks.values()
     if (rule is not None or not children or own) and not extended:
         hook(module, path)
         fields = module.__dict__
@@ -91,15 +91,26 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
     if rule is None:
         for name, child in children.items():
             attach(child, (*containers, module), f"{path}.{name}" if path else name, debug)
+    CTX.modules.add(module)
     module._backpack_extend = True  # type: ignore[assignment]
 
 
 def hook(module: nn.Module, path: str) -> None:
     """Register the forward hooks of one layer."""
     module.__dict__["_bpk_path"] = path
-    CTX.add_hook_handle(module.register_forward_hook(record, with_kwargs=True))
+    module.register_forward_hook(record, with_kwargs=True)
     if isinstance(module.__dict__.get("inplace"), bool):
-        CTX.add_hook_handle(module.register_forward_pre_hook(stash))
+        module.register_forward_pre_hook(stash)
+
+
+def detach(module: nn.Module) -> None:
+    """Take the forward hooks of one module away again."""
+    for hooks, ours in ((module._forward_hooks, record), (module._forward_pre_hooks, stash)):
+        for key in [key for key, function in hooks.items() if function is ours]:
+            del hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
+    forget(module)
+    module._backpack_extend = False  # type: ignore[assignment]
 
 
 class WeakModules:

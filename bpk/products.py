@@ -24,7 +24,7 @@ from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual, Rule
 from bpk.statistics import Uses
 from bpk.stretch import Stretch
-from bpk.sweeps import Step, Sweep
+from bpk.sweeps import Step, Sweep, matched
 
 Clip = Literal["clip", "abs"]
 
@@ -40,6 +40,7 @@ class Frame:
     feeds: dict[int, Feed]
     path: str
     samples: tuple[int, ...] | None
+    names: dict[str, int]
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -106,11 +107,11 @@ class Tape(Sweep):
         for index, source in step.sources.items():
             producers = tuple(self.number(id(record)) for record, _ in source.targets)
             feeds[index] = Feed(producers, self.linearise(step, index, source))
-        kept = Call(call.options, call.inputs, call.params, call.output)
-        kept.share_memo(call)
+        kept = call if torch.is_grad_enabled() else call.detached()  # a live graph would lead back to the parameter
         grad = step.grad if isinstance(step.rule, Loss) else self.rows(step.grad)
         number = self.number(id(step.record))
-        self.frames.append(Frame(number, step.rule, kept, grad, feeds, step.record.path, self.samples))
+        names = {name: id(p) for name, p in step.record.params.items()}
+        self.frames.append(Frame(number, step.rule, kept, grad, feeds, step.record.path, self.samples, names))
 
     def number(self, identity: int) -> int:
         """A number for a call (its `id` may be used again once it is gone)."""
@@ -164,6 +165,7 @@ class BlockProduct:
             own = self.names(frame)
             if not inner and not own:
                 continue
+            inner = {i: matched(t, frame.call) for i, t in inner.items()}
             ins[frame.number] = inner
             if isinstance(frame.rule, Loss):
                 continue
@@ -184,7 +186,7 @@ class BlockProduct:
             if isinstance(frame.rule, Loss):
                 sends[0] = loss_hessian(frame, inner[0])
             elif frame.number in adjoints:
-                adjoint = adjoints.pop(frame.number)
+                adjoint = matched(adjoints.pop(frame.number), frame.call)
                 sends = {i: frame.rule.jac_t_mat_prod(frame.call, adjoint, i) for i in inner}
                 for name in self.names(frame):
                     result = result + frame.rule.jac_t_mat_prod(frame.call, adjoint, name, sum_batch=True)
@@ -202,7 +204,7 @@ class BlockProduct:
 
     def names(self, frame: Frame) -> list[str]:
         """Under which names a call uses this parameter."""
-        return [name for name, p in frame.call.params.items() if p is self.param]
+        return [name for name, identity in frame.names.items() if identity == id(self.param)]
 
     def residual(self, frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         """The residual of one call times the tangents, made positive where that is asked for."""

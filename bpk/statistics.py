@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.call import Call
-from bpk.jacobians.rule import Rule
+from bpk.jacobians.rule import Rule, add_up
 
 T = TypeVar("T")
 
@@ -169,14 +169,6 @@ class Uses:
         outputs = add_up([use.rule.congruence(use.call, use.arrived, use.name) for use in self.uses])
         inputs = self.input_factor()
         return [outputs] if inputs is None else [outputs, inputs]
-
-
-def add_up(parts: list[Tensor]) -> Tensor:
-    """The sum of at least one tensor."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:

@@ -87,6 +87,7 @@ def derivative(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Transposed-Jacobian products of a recorded function, for columns `[V, ...]`."""
+    columns = [column.to(out.dtype) for out, column in zip(outputs, columns, strict=True)]
     with CTX.quietly():
         found = torch.autograd.grad(
             outputs, inputs, columns, is_grads_batched=True, retain_graph=True, allow_unused=True

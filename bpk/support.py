@@ -120,8 +120,6 @@ def refusal(extension: BackpropExtension, record: Record, answer: Support) -> st
 
 def rule_file(rule: Rule | None) -> str:
     """In which file a rule's family lives, for messages."""
-    if extension.sweep() is None:
-        return Support(Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND)
     if rule is None:
         return ""
     return "/".join(Path(inspect.getfile(type(rule))).parts[-2:])

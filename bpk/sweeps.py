@@ -18,7 +18,7 @@ from bpk.graph import Source
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
-from bpk.jacobians.rule import Residual, Rule
+from bpk.jacobians.rule import Residual, Rule, add_up
 from bpk.recorder import Record
 
 
@@ -164,6 +164,7 @@ class SquareRoot(Sweep):
     def visit(self, step: Step) -> Columns:
         columns: Columns = self.arrived(step)
         for key, mat in columns.blocks.items():
+            mat = columns.blocks[key] = matched(mat, step.full)
             for index, source in step.sources.items():
                 self.send(source, key, step.rule.jac_t_mat_prod(step.call, mat, index), columns.signs[key])
         return columns
@@ -212,6 +213,7 @@ class SignedHessian(SquareRoot):
         raise self.no_module_extension(record)
 
     def start(self, step: Step, loss: Loss) -> None:
+        self.bend(step, 0, step.sources[0])
         root, signs = loss.hessian_columns(step.full)
         scale = step.grad
         mat = self.rows(root, 1) * scale.abs().sqrt()
@@ -220,8 +222,7 @@ class SignedHessian(SquareRoot):
     def visit(self, step: Step) -> Columns:
         columns = super().visit(step)
         for index, source in step.sources.items():
-            if source.stretch is not None:
-                self.bend(step, index, source)
+            self.bend(step, index, source)
         wrts: tuple[Wrt, ...] = tuple(step.sources)
         joint = wrts + step.reused
         if not joint or step.rule.residual(step.call, joint) is Residual.ZERO:
@@ -237,6 +238,8 @@ class SignedHessian(SquareRoot):
 
     def bend(self, step: Step, index: int, source: Source) -> None:
         """Add the residual of the plain autograd that lies between this call's input and its producers."""
+        if source.stretch is None:
+            return
         share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
         factored = source.residual_columns(share)
         if factored is None:
@@ -245,6 +248,11 @@ class SignedHessian(SquareRoot):
         for (record, _), part in zip(source.targets, parts, strict=True):
             key = ("stretch", id(step.record), index)
             self.waiting.setdefault(id(record), Columns()).add(key, self.rows(part, 1), self.rows(signs, 1))
+
+
+def matched(mat: Tensor, call: Call) -> Tensor:
+    """Bring what has arrived to the precision of the call, if that is higher (autocast)."""
+    return mat.to(torch.promote_types(mat.dtype, call.output.dtype))
 
 
 def positive_scale(step: Step) -> Tensor:
@@ -283,25 +291,37 @@ class Averaged(Sweep):
             matrix = flat.T @ flat
         else:
             matrix = loss.sum_hessian(step.full)
-        self.send(step, step.sources[0], matrix * scale)
+        self.send(step, step.sources[0], id(step.record), matrix * scale)
 
     def hand_over(self, record: Record) -> Tensor:
-        matrix: Tensor = self.waiting[id(record)]
-        return matrix
+        return add_up(list(self.waiting[id(record)].values()))
 
     def visit(self, step: Step) -> Tensor:
-        matrix: Tensor = self.arrived(step)
+        matrices: dict[int, Tensor] = self.arrived(step)
         if len(step.sources) > 1:
             raise branching(step)
-        for index, source in step.sources.items():
-            self.send(step, source, step.rule.congruence(step.call, matrix, index))
-        return matrix
+        for birth, matrix in matrices.items():
+            matrix = matrices[birth] = matched(matrix, step.full)
+            for index, source in step.sources.items():
+                self.send(step, source, birth, step.rule.congruence(step.call, matrix, index))
+        return add_up(list(matrices.values()))
 
-    def send(self, step: Step, source: Source, matrix: Tensor) -> None:
-        """Hand the matrix to the call that produced the input."""
-        if source.stretch is not None or id(source.targets[0][0]) in self.waiting:
+    def send(self, step: Step, source: Source, birth: int, matrix: Tensor) -> None:
+        """Hand the matrix to the call that produced the input; those of several losses add up."""
+        record = source.targets[0][0]
+        arrived: dict[int, Tensor] = self.waiting.setdefault(id(record), {})
+        if len(source.targets) > 1 or birth in arrived:
             raise branching(step)
-        self.waiting[id(source.targets[0][0])] = matrix
+        if source.stretch is not None:
+            matrix = self.through_stretch(source, step.full.inputs[0].shape, matrix)
+        arrived[birth] = matrix
+
+    def through_stretch(self, source: Source, shape: torch.Size, matrix: Tensor) -> Tensor:
+        """`mean_n J_n^T M J_n` for plain autograd between two calls, multiplying from both sides."""
+        columns = matrix.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
+        half = source.pull(columns)[0][1].flatten(2)  # [D, N, D_target]
+        both = source.pull(half.permute(2, 1, 0).reshape(-1, *shape))[0][1].flatten(2)
+        return self.rows(both, 1).mean(1)
 
 
 def branching(step: Step) -> UnsupportedLayer:

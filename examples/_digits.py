@@ -29,10 +29,10 @@ class Digits:
 
 
 def load_digits(root: Path, download: bool = False, held_out: int = 297) -> Digits:
-    """MNIST at 14 x 14 where `root` holds it (or it is asked for), otherwise the 1797 digits of 8 x 8 that ship with scikit-learn.
+    """MNIST at 14 x 14 where `root` holds it, otherwise the 1797 digits of 8 x 8 that ship with scikit-learn.
 
-    The latter are the test part of the UCI "Optical Recognition of Handwritten Digits" set: written by 13
-    people, scanned, and counted in blocks of 4 x 4 pixels.
+    `download` lets torchvision fetch MNIST into `root`. The digits of scikit-learn are the test part of the UCI
+    "Optical Recognition of Handwritten Digits" set: written by 13 people, counted in blocks of 4 x 4 pixels.
     """
     if download or (root / "MNIST" / "raw").is_dir():
         name, x, y = _mnist(root, download)

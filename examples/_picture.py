@@ -21,7 +21,7 @@ LAYERS = {"0.weight": ("conv 1", "#edae49"), "3.weight": ("conv 2", "#30638e"), 
 
 def draw(model: nn.Sequential, x: Tensor, y: Tensor, data: str, out: Path) -> None:
     """Read `batch_l2`, `variance`, `diag_ggn_exact`, `diag_h` and `kflr` off the parameters and draw them."""
-    params = {name: p for name, p in model.named_parameters()}
+    params = dict(model.named_parameters())
     style = {
         "font.size": 9,
         "axes.titlesize": 10,
@@ -160,7 +160,9 @@ def _curvature(axis: Axes, params: dict[str, nn.Parameter]) -> None:
     top = torch.cat(values).quantile(0.995).item() * 1.2
     axis.plot([0, top], [0, top], color=INK, linewidth=1, linestyle="--")
     axis.axhline(0, color=PALE, linewidth=0.8)
-    axis.set(xlim=(0, top), ylim=(-0.35 * top, top), xlabel="diagonal of the GGN", ylabel="diagonal of the Hessian")
+    axis.set(
+        xlim=(0, top), ylim=(-0.18 * top, 1.1 * top), xlabel="diagonal of the GGN", ylabel="diagonal of the Hessian"
+    )
     axis.ticklabel_format(style="sci", scilimits=(-2, 2))
     axis.set_title("Curvature of every weight (DiagHessian)")
     axis.legend(frameon=False, markerscale=2.5, loc="upper left")

@@ -5,7 +5,7 @@ One function a quantity: it receives a `Net` and names a parameter or a layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -21,6 +21,7 @@ class Net:
     model: nn.Sequential
     x: Tensor
     y: Tensor
+    kfra: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def params(self) -> dict[str, Tensor]:
@@ -161,9 +162,7 @@ def kfac_output(net: Net, layer: int, labels: Tensor) -> Tensor:
 
 def kfra_output(net: Net, layer: int) -> Tensor:
     """`G` by KFRA's recursion: `M <- mean_n Jₙᵀ M Jₙ` from the loss down to the layer's bias."""
-    matrix = net.loss_hessian.sum(0)
-    for position in range(len(net.model) - 1, layer, -1):
-        matrix = _congruence(net.model[position], net.activation(position), matrix)
+    matrix = _kfra(net, layer)
 
     def of_bias(bias: Tensor) -> Tensor:
         return functional_call(net.model[layer], {"bias": bias}, (net.activation(layer)[:1],)).flatten()
@@ -172,12 +171,27 @@ def kfra_output(net: Net, layer: int) -> Tensor:
     return jac.T @ matrix @ jac
 
 
+def _kfra(net: Net, layer: int) -> Tensor:
+    """The averaged GGN with respect to the output of a layer."""
+    if layer == len(net.model) - 1:
+        return net.loss_hessian.sum(0)
+    if layer not in net.kfra:
+        net.kfra[layer] = _congruence(net.model[layer + 1], net.activation(layer + 1).detach(), _kfra(net, layer + 1))
+    return net.kfra[layer]
+
+
 def _congruence(module: nn.Module, inputs: Tensor, matrix: Tensor) -> Tensor:
+    """`mean_n Jₙᵀ M Jₙ`; for an activation, whose Jacobian is diagonal, `M * mean_n sₙ sₙᵀ` with its slopes."""
+    if isinstance(module, nn.ReLU | nn.Tanh):
+        x = inputs.clone().requires_grad_()
+        slopes = torch.autograd.grad(module(x).sum(), x)[0].flatten(1)
+        return matrix * (slopes.T @ slopes / len(inputs))
+
     def of_one_sample(a: Tensor) -> Tensor:
         return module(a[None]).flatten()
 
-    total = torch.zeros(())
-    for a in inputs.detach():
+    total = torch.zeros((), dtype=inputs.dtype)
+    for a in inputs:
         jac = jacrev(of_one_sample)(a).flatten(1)
         total = total + jac.T @ matrix @ jac
     return total / len(inputs)

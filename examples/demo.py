@@ -29,7 +29,7 @@ from _quantities import QUANTITIES, Audit, Pairs, Quantity
 from _reference import Net
 
 TOLERANCE = 1e-3  # float32 against float64
-WIDTH = 106  # columns that the table needs
+WIDTH = 112  # columns that the table needs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +71,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive, default=150, help="training steps (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=64, help="samples in a batch (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=several, default=64, help="samples in a batch, at least 2 (default: %(default)s)"
+    )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of weights, batches and checks (default: %(default)s)"
     )
@@ -89,6 +91,13 @@ def positive(text: str) -> int:
     """A whole number of at least one."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def several(text: str) -> int:
+    """A whole number of at least two: a single sample has no variance."""
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError("the variance over a batch needs at least 2 samples")
     return int(text)
 
 
@@ -182,9 +191,9 @@ def show(console: Console, model: nn.Module, audit: Audit, alone: dict[str, floa
     console.print(
         "¹ forward and backward with this quantity alone; products: and one product with it\n"
         f"² entries drawn at random{'' if every else ' from all six parameters'}\n"
-        "³ largest deviation from plain autograd in float64, relative to the largest entry. Products: for random vectors.\n"
-        "  Sampled quantities: which labels were drawn is read off sqrt_ggn_mc; every column of it must be the gradient\n"
-        "  for one of the ten labels, and the others must follow from the same labels.\n",
+        "³ largest deviation from plain autograd in float64, relative to the largest entry; products: random vectors.\n"
+        "  The labels that sampling drew are read off sqrt_ggn_mc, every column of which must be the gradient for one\n"
+        "  of the ten labels; the other sampled quantities must follow from the same labels.\n",
         style="dim",
     )
     return worst
@@ -216,9 +225,9 @@ def dims(x: Tensor) -> str:
 
 
 def norm_of(value: Any, p: Tensor) -> float:
-    """The norm of a saved value; of a Kronecker product that of the whole matrix, of a product that of `H 1`."""
+    """The norm of a saved value: of the whole Kronecker product, and of a product with one random vector."""
     if callable(value):
-        return value(torch.ones_like(p)[None]).norm().item()
+        return value(torch.randn(p.shape, generator=torch.Generator().manual_seed(0))[None]).norm().item()
     if isinstance(value, list | tuple):
         return math.prod(factor.norm().item() for factor in value)
     return value.norm().item()

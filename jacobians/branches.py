@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.composite import Composite, Part, join_columns
+from bpk.jacobians.parts import Composite, Part, join_columns
 from bpk.jacobians.rule import Example, Residual, Rule
 
 

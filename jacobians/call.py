@@ -50,9 +50,16 @@ class Call:
             self._memo[key] = compute()
         return self._memo[key]
 
-    def share_memo(self, other: Call) -> None:
-        """Take over what another view of the same call has already computed."""
-        self._memo = other._memo
+    def detached(self) -> Call:
+        """The same call without its graph; it shares memory, versions, and what was computed already."""
+        call = Call(
+            self.options,
+            [x.detach() for x in self.inputs],
+            {name: p.detach() for name, p in self.params.items()},
+            self.output.detach(),
+        )
+        call._memo = self._memo
+        return call
 
     def shape_of(self, wrt: Wrt) -> torch.Size:
         """The shape of an input (`[N, *in]`) or of a parameter (`[*p]`)."""
@@ -105,5 +112,5 @@ class Call:
         def pull(vector: Tensor) -> Tensor:
             return torch.autograd.grad(output, live[0], vector, retain_graph=True)[0]
 
-        own = {n: p for n in params if (p := dict(module.named_parameters(recurse=False)).get(n)) is not None}
+        own = {n: p for n in params if (p := dict(module.named_parameters()).get(n)) is not None}
         return cls(module, [x.detach() for x in live], own, output.detach(), pull)

@@ -49,7 +49,7 @@ def check_rule(
 
     >>> from bpk.jacobians.autodiff import Autodiff
     >>> from bpk.jacobians.rule import case
-    >>> check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=(3, 2))]).checks > 50
+    >>> check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=(3, 2))]).checks > 30
     True
     """
     chosen = tuple(rule.examples if examples is None else examples)

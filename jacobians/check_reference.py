@@ -19,9 +19,7 @@ class Reference:
     the inputs to differentiate with respect to.
     """
 
-    def __init__(
-        self, module: nn.Module, call: Call, dtype: torch.dtype, seed: int, live: Collection[int]
-    ) -> None:
+    def __init__(self, module: nn.Module, call: Call, dtype: torch.dtype, seed: int, live: Collection[int]) -> None:
         self.module = copy.deepcopy(module).to(dtype)
         self.inputs = [_leaf(x, dtype, i in live) for i, x in enumerate(call.inputs)]
         self.params = {name: _leaf(p, dtype) for name, p in call.params.items()}

@@ -14,12 +14,16 @@ from torch import Tensor
 
 Patches = Callable[[slice], Tensor]
 CACHE = 1 << 18
-"""How many numbers a buffer holds that should stay in cache."""
+"""How many numbers a buffer holds that should stay in cache (on a processor)."""
+MEMORY = 1 << 26
+"""How many numbers a buffer holds elsewhere."""
+LARGE = 1 << 18
+"""From how many multiplications on one matrix product is worth a call of its own."""
 
 
-def chunks(total: int, size: int) -> Iterator[slice]:
-    """Slices of samples, as many at a time as `CACHE` holds with `size` numbers each."""
-    step = max(1, CACHE // max(1, size))
+def chunks(total: int, size: int, device: torch.device) -> Iterator[slice]:
+    """Slices of samples, as many at a time as a buffer holds with `size` numbers each."""
+    step = max(1, (CACHE if device.type == "cpu" else MEMORY) // max(1, size))
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
@@ -29,18 +33,53 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x weight^T` `[..., K], [M, K] -> [..., M]`.
+
+    Large products in float32 go to oneDNN, which torch uses for convolutions alone: it is twice as
+    fast as the default library on processors where that library does not use the widest vectors.
+    """
+    if (
+        torch.is_grad_enabled()
+        or x.dtype is not torch.float32
+        or weight.dtype is not torch.float32
+        or x.device.type != "cpu"
+        or not torch.backends.mkldnn.is_available()
+        or x.numel() * weight.shape[0] < LARGE
+        or torch._C._functorch.maybe_current_level() is not None
+    ):
+        return torch.nn.functional.linear(x, weight)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+def one_by_one(m: Tensor, width: int) -> bool:
+    """Whether the products of single samples are large enough to be computed one after the other."""
+    v, _, g, o, t = m.shape
+    return g == 1 and m.device.type == "cpu" and v * o * width * t >= LARGE
+
+
+def rows_of(m: Tensor, n: int) -> Tensor:
+    """The columns of sample `n`, one below the other: `[V O, T]` (one group)."""
+    v, _, _, o, t = m.shape
+    return wide(m[:, n, 0]).reshape(v * o, t)
+
+
 def per_sample(patches: Patches, m: Tensor, width: int) -> Tensor:
     """`sum_t m a^T` for every sample: `[V, N, G, O, I]`."""
     v, n, g, o, t = m.shape
     if torch.is_grad_enabled():
         return torch.matmul(m, patches(slice(0, n)).transpose(-1, -2))
+    out = torch.empty((v, n, g, o, width), dtype=m.dtype, device=m.device)
     if t == 1:
-        return m * patches(slice(0, n)).transpose(-1, -2)
-    out = m.new_empty(v, n, g, o, width)
-    for part in chunks(n, g * width * t):
-        a = patches(part).transpose(-1, -2)
-        for k in range(v):
-            torch.matmul(m[k, part], a, out=out[k, part])
+        return torch.mul(m, patches(slice(0, n)).transpose(-1, -2), out=out)
+    if one_by_one(m, width):
+        for k in range(n):
+            a = wide(patches(slice(k, k + 1))[0, 0])
+            out[:, k, 0] = linear(rows_of(m, k), a).view(v, o, width)
+        return out
+    for part in chunks(n, g * (width * t + v * o * width), m.device):
+        out[:, part] = torch.matmul(m[:, part], patches(part).transpose(-1, -2))
     return out
 
 
@@ -50,17 +89,24 @@ def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None,
     if t == 1:
         return _squared_outer(patches(slice(0, n)), m, weights, keep)
     total = torch.zeros((n if keep else 1, g, o, width), dtype=wide(m).dtype, device=m.device)
-    for part in chunks(n, g * (o * width + width * t)):
-        a = wide(patches(part)).transpose(-1, -2)
-        buffer = None
-        for k in range(v):
-            buffer = torch.matmul(wide(m[k, part]), a, out=buffer) if buffer is not None else wide(m[k, part]) @ a
-            second = buffer if weights is None else buffer * weights[k, part, None, None, None]
-            if keep:
-                total[part].addcmul_(buffer, second)
-            else:
-                for row, other in zip(buffer, second):
-                    total[0].addcmul_(row, other)
+    if one_by_one(m, width):
+        scale = None if weights is None else weights.tolist()
+        step = max(1, CACHE // (o * width))
+        for k in range(n):
+            a, goal, rows = wide(patches(slice(k, k + 1))[0, 0]), total[k if keep else 0, 0], rows_of(m, k)
+            for first in range(0, v, step):
+                buffer = linear(rows[first * o : (first + step) * o], a).view(-1, o, width)
+                for j, row in enumerate(buffer, start=first):
+                    goal.addcmul_(row, row, value=1.0 if scale is None else scale[j][k])
+        return (total if keep else total[0]).to(m.dtype)
+    for part in chunks(n, g * (v * o * width + width * t), m.device):
+        buffer = torch.matmul(wide(m[:, part]), wide(patches(part)).transpose(-1, -2)).square_()
+        if weights is not None:
+            buffer *= weights[:, part, None, None, None]
+        if keep:
+            total[part] = buffer.sum(0)
+        else:
+            total[0] += buffer.sum((0, 1))
     return (total if keep else total[0]).to(m.dtype)
 
 
@@ -72,6 +118,8 @@ def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool) -> 
     left, right = squares.sum(0), wide(a)[..., 0].square()  # [N, G, O], [N, G, I]
     if keep:
         return (left[..., None] * right[..., None, :]).to(m.dtype)
+    if left.shape[1] == 1:
+        return linear(left[:, 0].T, right[:, 0].T)[None].to(m.dtype)
     return torch.einsum("ngo,ngi->goi", left, right).to(m.dtype)
 
 
@@ -82,7 +130,13 @@ def norm_squared(patches: Patches, m: Tensor, width: int) -> Tensor:
         return (wide(m).square().sum((2, 3)) * wide(patches(slice(0, n))).square().sum((2, 3))).sum(1).to(m.dtype)
     gram = t * (o + width) < o * width
     parts = []
-    for part in chunks(n, g * (width * t + (2 * t * t if gram else o * width))):
+    if one_by_one(m[None], min(width, t)) and not torch.is_grad_enabled():
+        for k in range(n):
+            a, rows = wide(patches(slice(k, k + 1))[0, 0]), wide(m[k, 0])
+            left, right = (linear(a.T, a.T), linear(rows.T, rows.T)) if gram else (linear(rows, a),) * 2
+            parts.append(torch.dot(left.view(-1), right.view(-1)))
+        return torch.stack(parts).to(m.dtype)
+    for part in chunks(n, g * (width * t + (2 * t * t if gram else o * width)), m.device):
         a, rows = wide(patches(part)), wide(m[part])
         if gram:
             product = (a.transpose(-1, -2) @ a) * (rows.transpose(-1, -2) @ rows)
@@ -95,9 +149,15 @@ def norm_squared(patches: Patches, m: Tensor, width: int) -> Tensor:
 def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Tensor, average: bool) -> Tensor:
     """`sum_n sum_t a a^T`, averaged over groups: `[I, I]`; positions are averaged first where `average`."""
     total = torch.zeros(width, width, dtype=wide(like).dtype, device=like.device)
-    for part in chunks(n, g * width * t):
+    for part in chunks(n, g * width * t // 8, like.device):
         a = wide(patches(part))
-        rows = a.mean(-1) if average else a.movedim(2, -1)  # [B, G, (T,) I]
-        rows = rows.reshape(-1, width)
-        total = total + rows.T @ rows
+        if average:
+            rows = a.mean(-1).reshape(-1, width)
+            total = total + rows.T @ rows
+        elif g == 1:
+            for sample in a[:, 0] if t > 64 else (a[:, 0].transpose(0, 1).reshape(width, -1),):
+                total = total + linear(sample, sample)
+        else:
+            rows = a.transpose(2, 3).reshape(-1, width)
+            total = total + rows.T @ rows
     return (total / g).to(like.dtype)

@@ -49,6 +49,8 @@ class LinearMap(Rule):
     tensor([[[1., 1., 2., 2.]]])
     """
 
+    reads_values = False
+
     def __init__(
         self,
         *modules: type[nn.Module],
@@ -77,7 +79,7 @@ class LinearMap(Rule):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         shape, rows = call.inputs[0].shape[1:], mat.flatten(0, 1)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and mat.requires_grad:
             return self._adjoint(call.options, shape)(rows).unflatten(0, mat.shape[:2])
         result = rows.new_empty(rows.shape[0], *shape)
         block = max(1, BLOCK // max(1, prod(shape))) if rows.device.type == "cpu" else rows.shape[0]
@@ -96,7 +98,7 @@ class LinearMap(Rule):
                     zeros = rows.new_zeros(rows.shape[0], *shape).requires_grad_()
                     evaluated[rows.shape[0]] = zeros, self.linear(options, zeros)
             zeros, out = evaluated[rows.shape[0]]
-            again = torch.is_grad_enabled()
+            again = torch.is_grad_enabled() and rows.requires_grad
             return torch.autograd.grad(out, zeros, rows, retain_graph=True, create_graph=again)[0]
 
         return adjoint
@@ -182,6 +184,9 @@ class RandomScale(Pointwise):
 
     What was drawn is read off autograd's own graph during the backward pass: `s = J^T 1`.
     """
+
+    from_output = True
+    reads_values = False
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         return layer_itself(options, inputs[0])

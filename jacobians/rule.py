@@ -21,6 +21,14 @@ from torch import Tensor, nn
 from bpk.jacobians.call import Call, Options, Wrt
 
 
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
 class Residual(Enum):
     """Structure of a layer's second derivative, contracted with the gradient of its output."""
 
@@ -93,6 +101,9 @@ class Rule(ABC):
 
     from_output: bool = False
     """Whether the products are right when `call.inputs[0]` holds the output (layers that work in place)."""
+
+    reads_values: bool = True
+    """Whether the products depend on the values of the inputs, and not on their shapes alone."""
 
     def __init__(
         self,
@@ -174,7 +185,9 @@ class Rule(ABC):
         if self.residual(call, wrts) is Residual.DIAGONAL and tuple(wrts) == (0,):
             diag = self.residual_diag(call, grad_out)
             flat = diag.flatten(1)
-            columns = torch.diag_embed(flat.abs().sqrt()).transpose(0, 1)
+            zero = flat == 0  # the square root has no derivative there
+            root = torch.where(zero, 0.0, torch.where(zero, 1.0, flat).abs().sqrt())
+            columns = torch.diag_embed(root).transpose(0, 1)
             return {0: columns.reshape(-1, *diag.shape)}, flat.sign().transpose(0, 1)
         return autodiff.residual_columns(self, call, grad_out, wrts)
 

@@ -10,20 +10,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def unfold(
+def windows(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Patches `[N, C * prod(kernel), T]` of `x` `[N, C, *s]`, for one, two or three axes `s`."""
-    if len(kernel) == 2:
-        return F.unfold(x, kernel, dilation, padding, stride)
-    if len(kernel) == 1:
-        return F.unfold(x[:, :, None], (1, *kernel), (1, *dilation), (0, *padding), (1, *stride))
-    x = F.pad(x, [p for p in reversed(padding) for _ in range(2)])
+    """The windows of `x` `[N, C, *s]` as a view of its padded copy: `[N, C, *kernel, *positions]`."""
+    if any(padding):
+        x = F.pad(x, [p for p in reversed(padding) for _ in range(2)])
     d = len(kernel)
     for axis, (k, s, gap) in enumerate(zip(kernel, stride, dilation), start=2):
         x = x.unfold(axis, gap * (k - 1) + 1, s)[..., ::gap]
-    order = (0, 1, *range(2 + d, 2 + 2 * d), *range(2, 2 + d))  # [N, C, *t, *k] -> [N, C, *k, *t]
-    return x.permute(order).reshape(x.shape[0], x.shape[1] * prod(kernel), -1)
+    return x.permute(0, 1, *range(2 + d, 2 + 2 * d), *range(2, 2 + d))
+
+
+def unfold(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Patches `[N, C * prod(kernel), T]` of `x` `[N, C, *s]`, for one, two or three axes `s`.
+
+    A strided copy, which is several times faster than `F.unfold`.
+    """
+    seen = windows(x, kernel, stride, padding, dilation)
+    return seen.reshape(x.shape[0], x.shape[1] * prod(kernel), prod(seen.shape[2 + len(kernel) :]))
 
 
 def unfold_transposed(
@@ -49,9 +56,8 @@ def unfold_transposed(
         before = gap * (k - 1) - p
         margins = [before, wanted + gap * (k - 1) - before - length, *margins]
     ones, none = (1,) * len(kernel), (0,) * len(kernel)
-    patches = unfold(F.pad(spread, margins), kernel, ones, none, dilation)
-    mirrored = patches.reshape(n, c, *kernel, -1).flip(tuple(range(2, 2 + len(kernel))))
-    return mirrored.reshape(patches.shape)
+    seen = windows(F.pad(spread, margins), kernel, ones, none, dilation)
+    return seen.flip(tuple(range(2, 2 + len(kernel)))).reshape(n, c * prod(kernel), prod(size))
 
 
 def pad_adjoint(g: Tensor, margins: Sequence[int], mode: str, shape: Sequence[int]) -> Tensor:
@@ -61,6 +67,11 @@ def pad_adjoint(g: Tensor, margins: Sequence[int], mode: str, shape: Sequence[in
         for axis, before in enumerate(margins[::2], start=1):
             index[-axis] = slice(before, before + shape[-axis])
         return g[tuple(index)]
+
+    def pad(x: Tensor) -> Tensor:
+        return F.pad(x, list(margins), mode)
+
     point = torch.zeros(*g.shape[:2], *shape, dtype=g.dtype, device=g.device)
-    _, pull = torch.func.vjp(lambda x: F.pad(x, list(margins), mode), point)
-    return pull(g)[0]
+    _, pull = torch.func.vjp(pad, point)
+    back: Tensor = pull(g)[0]
+    return back

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.elementwise import Elementwise, Pointwise
-from bpk.jacobians.rule import Residual, Rule, case
+from bpk.jacobians.rule import Example, Residual, Rule, case
 
 
 class RandomizedLeakyReLU(Pointwise):
@@ -129,7 +130,7 @@ HARDTANH = "where(x <= min_val, min_val, where(x >= max_val, max_val, x))"
 T = torch.Tensor
 
 
-def _cases(layer: type[nn.Module], *arguments: dict[str, object]) -> tuple:
+def _cases(layer: type[nn.Module], *arguments: dict[str, Any]) -> tuple[Example, ...]:
     """The layer without arguments, and with each of the given ones, on two shapes."""
     return (case(layer, shape=(2, 3, 4)), *(case(layer, shape=(3, 4), **kwargs) for kwargs in ({}, *arguments)))
 

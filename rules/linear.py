@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bpk.jacobians import gemm
 from bpk.jacobians.affine import Affine
 from bpk.jacobians.call import Call
 from bpk.jacobians.rule import case
@@ -44,10 +45,10 @@ class LinearRule(FeaturesLast):
         return x.reshape(x.shape[0], -1, x.shape[-1]).transpose(1, 2)[:, None]
 
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        return F.linear(mat, call.params["weight"])
+        return gemm.linear(mat, call.params["weight"])
 
     def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        return F.linear(mat, call.params["weight"].T)
+        return gemm.linear(mat, call.params["weight"].T)
 
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         x = call.inputs[0].reshape(-1, call.inputs[0].shape[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,91 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bpk.jacobians.along_axis import AlongAxis, BlockResidual, as_blocks
 from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.rule import Example, Residual, Rule, case
+from bpk.jacobians.rule import Example, Rule, case
 
 
-class AlongAxis(Rule):
-    """A layer that mixes the entries along one axis `dim` only.
-
-    Its residual is block-diagonal: one block per sample and position along the other axes.
-    """
-
-    def __init__(self, *modules: type[nn.Module], functions: Sequence[Any], examples: Sequence[Example]) -> None:
-        super().__init__(*modules, functions=functions, examples=examples)
-
-    def dim(self, options: Options, dims: int) -> int:
-        """The axis of an input with `dims` axes, counted from the front; `None` is PyTorch's implicit choice."""
-        dim = options.dim
-        if dim is None:
-            return 0 if dims in (0, 1, 3) else 1
-        return dim % dims
-
-    def _dim(self, call: Call) -> int:
-        return self.dim(call.options, call.inputs[0].dim())
-
-    def obstacle(self, call: Call) -> str | None:
-        return "it mixes samples: its dim is the batch axis." if self._dim(call) == 0 else None
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.GENERAL
-
-    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        return {0: self._residual_product(call, grad_out, mats[0])}
-
-    @abstractmethod
-    def _residual_product(self, call: Call, grad_out: Tensor, mat: Tensor) -> Tensor:
-        """Multiply `[V, N, *in]` with the residual."""
-
-
-class Normalized(AlongAxis):
-    """A softmax: its residual's columns are the eigenvectors of one small matrix per position."""
-
-    def residual_columns(
-        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
-    ) -> tuple[dict[Wrt, Tensor], Tensor]:
-        """The columns of all blocks: `{0: [C*P, N, *in]}`, for `C` entries along the axis and `P` positions."""
-        dim = self._dim(call)
-        vectors, signs = _signed_roots(self._block_residual(call, grad_out, dim))
-        count, positions, size = signs.shape
-        spread = torch.diag_embed(vectors.permute(3, 0, 2, 1))  # [C (column), N, C (entry), P, P (column)]
-        columns = spread.permute(0, 4, 1, 3, 2).reshape(size * positions, count, positions, size)
-        others = call.inputs[0].movedim(dim, -1).shape[1:-1]
-        columns = columns.reshape(-1, count, *others, size).movedim(-1, dim + 1)
-        return {0: columns}, signs.permute(2, 1, 0).reshape(-1, count)
-
-    @abstractmethod
-    def _block_residual(self, call: Call, grad_out: Tensor, dim: int) -> Tensor:
-        """The residual's blocks `[N, P, C, C]`."""
-
-
-def _blocks(x: Tensor, dim: int) -> Tensor:
-    """`[N, ..., C (at dim), ...]` as `[N, P, C]`."""
-    moved = x.movedim(dim, -1)
-    return moved.reshape(moved.shape[0], -1, moved.shape[-1])
-
-
-def _signed_roots(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvectors `[..., C, C]` scaled by `sqrt|eigenvalue|`, and signs `[..., C]`, of symmetric matrices.
-
-    Blocks that are not finite give NaN, and eigenvalues that are zero up to rounding give zero columns;
-    both without a trace in the gradient of other blocks.
-    """
-    wide = matrices.double()
-    finite = wide.isfinite().all(-1).all(-1)[..., None, None]
-    regular = finite & (wide != 0).any(-1).any(-1)[..., None, None]
-    size = wide.shape[-1]
-    distinct = torch.diag(torch.arange(1, size + 1, dtype=wide.dtype, device=wide.device))
-    values, vectors = torch.linalg.eigh(torch.where(regular, wide, distinct))
-    tiny = torch.finfo(torch.float64).eps * size * values.abs().amax(-1, keepdim=True)
-    kept = regular[..., 0] & (values.abs() > tiny)
-    roots = torch.where(kept, torch.where(kept, values, torch.ones_like(values)).abs().sqrt(), torch.zeros_like(values))
-    columns = torch.where(finite, vectors * roots[..., None, :], torch.full_like(wide, torch.nan))
-    signs = torch.where(kept, values.sign(), (~finite[..., 0]).to(values))
-    return columns.to(matrices.dtype), signs.to(matrices.dtype)
-
-
-class SoftmaxLike(Normalized):
+class SoftmaxLike(BlockResidual):
     """`p = softmax(s x)` along one axis, with `s = 1` (Softmax) or `s = -1` (Softmin).
 
     Jacobian `s (diag(p) - p p^T)`; residual `diag(a) - a p^T - p a^T` with `a = p (g - <g, p>)`.
@@ -126,7 +46,7 @@ class SoftmaxLike(Normalized):
 
     def _block_residual(self, call: Call, grad_out: Tensor, dim: int) -> Tensor:
         p = self._output(call)
-        a, p = _blocks(_centred(p, grad_out, dim), dim), _blocks(p, dim)
+        a, p = as_blocks(_centred(p, grad_out, dim), dim), as_blocks(p, dim)
         mixed = a[..., :, None] * p[..., None, :]
         return torch.diag_embed(a) - mixed - mixed.transpose(-1, -2)
 
@@ -143,7 +63,7 @@ class Softmax2d(SoftmaxLike):
         return dims - 3
 
 
-class LogSoftmax(Normalized):
+class LogSoftmax(BlockResidual):
     """`out = x - log sum exp x` along one axis.
 
     With `p = softmax(x)`: Jacobian `I - 1 p^T`; residual `-(sum g) (diag(p) - p p^T)`.
@@ -167,8 +87,8 @@ class LogSoftmax(Normalized):
         return -grad_out.sum(dim, keepdim=True) * _centred(self._probabilities(call), mat, dim + 1)
 
     def _block_residual(self, call: Call, grad_out: Tensor, dim: int) -> Tensor:
-        p = _blocks(self._probabilities(call), dim)
-        scale = -_blocks(grad_out, dim).sum(-1)[..., None, None]
+        p = as_blocks(self._probabilities(call), dim)
+        scale = -as_blocks(grad_out, dim).sum(-1)[..., None, None]
         return scale * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
 
 
@@ -236,7 +156,8 @@ class GLU(AlongAxis):
         shrunk = torch.where(zero, torch.zeros_like(big), off.abs() / big.abs().sqrt() / length)
         first = torch.stack([off * grown, big * shrunk])
         second = torch.stack([big * grown, -off * shrunk])
-        signs = torch.stack([torch.where(zero, torch.zeros_like(side), side), torch.where(off == 0, torch.zeros_like(side), -side)])
+        none = torch.zeros_like(side)
+        signs = torch.stack([torch.where(zero, none, side), torch.where(off == 0, none, -side)])
         return (first, second), signs.detach()
 
 

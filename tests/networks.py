@@ -7,6 +7,7 @@ small network before it. Hand-made networks add depth, extra axes, branches, and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,18 @@ class ManyInputs(nn.Module):
         return self.head(self.layer(*inputs))
 
 
+class Function(nn.Module):
+    """A function whose rule serves no module: in a model it is plain autograd between two layers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.function = layer.forward
+        self.nothing = nn.Identity()  # a module with children is a container, not a layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 class TakeFirst(nn.Module):
     """The first output of a layer that has several."""
 
@@ -106,26 +119,29 @@ def frozen_head(features: int) -> nn.Linear:
 
 def make_layer_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, tuple[Tensor, ...]]:
     """`Linear, layer, Flatten, frozen Linear`, then cross-entropy."""
-    layer = example.build()
+    layer = example.build().double()
     inputs = example.inputs(torch.float64, batch=N)
     shapes = [tuple(x.shape) for x in inputs]
     target = torch.randint(CLASSES, (N,))
-    before, after = [], []
-    out = layer.double()(*[x.clone() for x in inputs])
+    out = layer(*[x.clone() for x in inputs])
     if not isinstance(out, Tensor):
         out, layer = out[0], TakeFirst(layer)
-    if out.isnan().any():  # a logarithm or a root
-        before.append(nn.Softplus())
-    if out.isinf().any():  # padding with infinity
-        after.append(nn.Hardtanh(-5, 5))
+    elif REGISTRY.find(layer) is None:
+        layer = Function(layer)
+    after = [nn.Hardtanh(-5, 5)] if out.isinf().any() else []  # padding with infinity
     head = nn.Sequential(*after, nn.Flatten(), frozen_head(out[0].numel()))
     if len(inputs) > 1:
         model: nn.Module = ManyInputs(layer, shapes, head)
         x = torch.randn(N, 4, dtype=torch.float64)
-    else:
-        x = inputs[0]
-        feed = [nn.Linear(shapes[0][-1], shapes[0][-1])] if x.is_floating_point() and x.dim() > 1 else []
-        model = nn.Sequential(*feed, *before, layer, *head)
+        return model.double(), nn.CrossEntropyLoss(), x, (target,)
+    x = inputs[0]
+    before: list[nn.Module] = []
+    if x.is_floating_point() and x.dim() > 1:
+        before = [nn.Linear(shapes[0][-1], shapes[0][-1]).double()]
+        shifted = layer(before[0](x))
+        if shifted.isnan().any():  # a logarithm or a root
+            before.append(nn.Softplus())
+    model = nn.Sequential(*before, layer, *head)
     return model.double(), nn.CrossEntropyLoss(), x, (target,)
 
 
@@ -149,9 +165,15 @@ def rule_networks(rule: Rule) -> Iterator[Network]:
     for example in rule.examples:
         if is_loss(example):
             chain = len(example.shapes[0]) > 1
-            yield Network(str(example), _bind(make_loss_network, example), sequential=chain)
+            yield Network(label(example), _bind(make_loss_network, example), sequential=chain)
         else:
-            yield Network(str(example), _bind(make_layer_network, example), sequential=len(example.shapes) == 1)
+            chain = len(example.shapes) == 1 and REGISTRY.find(example.build()) is not None
+            yield Network(label(example), _bind(make_layer_network, example), sequential=chain)
+
+
+def label(example: Example) -> str:
+    """The example's name without memory addresses (test names have to be the same in every process)."""
+    return re.sub(r"<[^<>]*?(\w+) (of type object )?at 0x[0-9a-f]+>", r"\1", str(example))
 
 
 def _bind(make: Callable[[Example], Any], example: Example) -> Callable[[], Any]:

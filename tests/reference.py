@@ -57,6 +57,7 @@ class Reference:
         self.loss_of = loss_of
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.seen: dict[str, tuple[nn.Module, tuple[Tensor, ...], Tensor]] = {}
+        self.calls: dict[str, int] = {}
         hooks = [
             m.register_forward_hook(self._see(name))
             for name, m in self.model.named_modules()
@@ -73,6 +74,7 @@ class Reference:
 
     def _see(self, name: str) -> Callable[..., Tensor]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            self.calls[name] = self.calls.get(name, 0) + 1
             self.seen[name] = (module, tuple(x.detach() for x in inputs), output)
             return output.clone()  # a layer that works in place on it leaves `output` as it was
 
@@ -175,15 +177,28 @@ class Reference:
 
     # ---- Kronecker factors of the exact GGN ------------------------------------------------------
     def kflr(self, name: str) -> list[Tensor]:
-        """`[G, A]` for the weight of a linear or convolutional layer, `[G]` for everything else."""
+        """`[G, A]` for the weight of a linear or convolutional layer that is used once.
+
+        `[G]` for everything else: the whole block.
+        """
         owner, _, leaf = name.rpartition(".")
-        if owner not in self.seen:
+        if owner not in self.seen or self.uses(name) > 1:
             return [self.ggn(name)]
         module, inputs, output = self.seen[owner]
         jac = self._jacobians[1][owner]
         blocks = jac.transpose(1, 2) @ self.loss_hessian @ jac
         factor = of_bias(module, blocks, output.shape).sum(0)
         return [factor, input_factor(module, inputs)] if leaf == "weight" else [factor]
+
+    def uses(self, name: str) -> int:
+        """How often a parameter is used by layers with Kronecker factors."""
+        param = self.params[name]
+        return sum(
+            self.calls.get(path, 0)
+            for path, module in self.model.named_modules()
+            for p in module.parameters(recurse=False)
+            if p is param
+        )
 
     # ---- recursions over a chain of layers -------------------------------------------------------
     @cached_property
@@ -206,7 +221,8 @@ def of_bias(module: nn.Module, blocks: Tensor, out_shape: torch.Size) -> Tensor:
 def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     """`A = sum a a^T / N` over samples and positions; a row `a` is `d out[n, o, position] / d weight[o]`.
 
-    With groups, the rows of all groups are summed. Transposed convolutions: rows of `weight.transpose(0, 1)`.
+    With groups, this is the mean over groups. Transposed convolutions: rows of the weight with its first two
+    axes exchanged (within each group).
     """
     weight = module.weight.detach().requires_grad_()
     out = torch.func.functional_call(module, {"weight": weight}, inputs)
@@ -214,15 +230,14 @@ def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     by_channel = out.movedim(-1, 1) if channels_last else out
     groups = getattr(module, "groups", 1)
     transposed = bool(getattr(module, "transposed", False))
-    total: Tensor | None = None
+    rows = []
     for group in range(groups):
         channel = group * (by_channel.shape[1] // groups)
         for entry in by_channel[:, channel].flatten():
             grad = gradients(entry, [weight])[0]
-            row = grad[:, 0].flatten() if transposed else grad[channel].flatten()
-            total = torch.outer(row, row) if total is None else total + torch.outer(row, row)
-    assert total is not None
-    return total / inputs[0].shape[0]
+            rows.append(grad.chunk(groups)[group][:, 0].flatten() if transposed else grad[channel].flatten())
+    stacked = torch.stack(rows)
+    return stacked.T @ stacked / (groups * inputs[0].shape[0])
 
 
 class Chain:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.jacobians.errors import explain
 from bpk.statistics import Uses
@@ -101,16 +102,18 @@ def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None
     """Sample indices as a tuple; refuses negative, repeated and non-integer ones."""
     if subsampling is None:
         return None
-    indices = tuple(int(i) for i in subsampling)
-    if len(set(indices)) < len(indices) or any(i < 0 for i in indices) or list(indices) != list(subsampling):
+    given = subsampling.tolist() if isinstance(subsampling, Tensor) else subsampling
+    indices = tuple(given) if isinstance(given, Iterable) else (given,)
+    whole = all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in indices)
+    if not isinstance(given, Iterable) or not whole or len(set(indices)) < len(indices):
         raise ValueError(
             explain(
-                f"subsampling={list(subsampling)!r} is not a list of distinct sample indices.",
+                f"subsampling={subsampling!r} is not a list of distinct sample indices.",
                 "each index names one sample of the batch, from 0 to N - 1.",
                 "pass for example subsampling=[0, 2, 5].",
             )
         )
-    return indices
+    return tuple(int(i) for i in indices)
 
 
 def positive(name: str, number: int) -> int:

@@ -86,8 +86,12 @@ class HBP(SecondOrderBackpropExtension):
         self.mc_samples = positive("mc_samples", mc_samples)
         self.approximation = approximation
 
+    def get_num_mc_samples(self) -> int | None:
+        """The number of Monte-Carlo samples (`None`: exact)."""
+        return self.mc_samples if self.loss_hessian_strategy is LossHessianStrategy.SAMPLING else None
+
     def sweep(self) -> Sweep:
-        drawn = self.mc_samples if self.loss_hessian_strategy is LossHessianStrategy.SAMPLING else None
+        drawn = self.get_num_mc_samples()
         if self.backprop_strategy is BackpropStrategy.SQRT:
             return SquareRoot(drawn, self.subsampling)
         return Averaged(drawn, self.subsampling)

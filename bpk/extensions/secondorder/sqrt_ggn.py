@@ -21,6 +21,10 @@ class SqrtGGN(SecondOrderBackpropExtension):
         super().__init__(savefield, subsampling=subsampling)
         self.mc_samples = mc_samples
 
+    def get_num_mc_samples(self) -> int | None:
+        """The number of Monte-Carlo samples (`None`: exact)."""
+        return self.mc_samples
+
     def sweep(self) -> Sweep:
         return SquareRoot(self.mc_samples, self.subsampling)
 
