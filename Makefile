@@ -13,7 +13,7 @@ INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constrain
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 demo: $(VENV)/.has-demo
 	$(PY) examples/demo.py $(ARGS)

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--alternative", action="append", choices=list(ALTERNATIVES), help="default: all")
     p.add_argument("--rounds", type=int, default=25, help="rounds in which every alternative is timed once")
     p.add_argument("--budget", type=float, default=120.0, help="seconds of timing for one row")
-    p.add_argument("--quick", action="store_true", help="5 rounds and 10 seconds for one row")
+    p.add_argument("--quick", action="store_true", help="5 rounds and 6 seconds for one row")
     p.add_argument("--no-peers", action="store_true", help="leave BackPACK and Opacus out")
     p.add_argument("--memory", action="store_true", help="peak memory too, each in a process of its own")
     p.add_argument("--name", default="latest", help="write results/NAME.json")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> tuple[list[Row], float | None]:
     """Measure the rows that were asked for, with one line of progress each."""
-    rounds, budget = (5, 10.0) if args.quick else (args.rounds, args.budget)
+    rounds, budget = (5, 6.0) if args.quick else (args.rounds, args.budget)
     candidates = OWN if args.no_peers else (*OWN, *PEERS)
     alternatives = [a for a in candidates if not args.alternative or a.name in args.alternative]
     known = {**PROBLEMS, **TEST_PROBLEMS}

@@ -14,35 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from bpk import engine
 from bpk.context import CTX, backpack
-from bpk.graph import Source, gradient_edge, parameter_edges, trace, upstream
+from bpk.graph import Source, gradient_edge, trace, upstream
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
+from bpk.parameters import Parameters, is_trained
 from bpk.recorder import OPEN_USES, Record
-from bpk.statistics import Use, Uses
+from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
 from bpk.sweeps import Step, Sweep
-
-
-class ParameterState:
-    """A parameter during one backward pass: its uses per sweep, and what is still to come."""
-
-    def __init__(self, param: Tensor, module: nn.Module) -> None:
-        self.param = param
-        self.modules = [module]
-        self.count = 0
-        self.uses: dict[Hashable, Uses] = {}
-        self.awaited_gradients = 0
-        self.gradients: list[Tensor] = []
-        self.done: set[int] = set()
 
 
 class Backward:
@@ -63,11 +49,10 @@ class Backward:
                 self.sweeps.setdefault(key, sweep)
         self.second_order = any(e.second_order for e in self.extensions)
         self.sources: dict[int, dict[int, Source]] = {}
-        self.states: dict[int, ParameterState] = {}
-        self.unfinished: dict[int, nn.Module] = {}
-        self.visited: list[nn.Module] = []
-        self.saved: list[tuple[Tensor, str]] = []
-        self.handles: list[Any] = []
+        self.parameters = Parameters(self.extensions, self.listens, self.run_hook)
+        self.visited: dict[int, nn.Module] = {}
+        self.hooked: set[int] = set()
+        self.largest = 1
         self.closed = False
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -88,8 +73,7 @@ class Backward:
             return
         self.closed = True
         try:
-            for state in self.states.values():
-                self.finish(state, final=True)
+            self.parameters.finish_all()
             self.run_container_hooks()
         except BaseException:
             self.abort()
@@ -99,17 +83,13 @@ class Backward:
     def abort(self) -> None:
         """Something went wrong: remove the fields that this pass has saved."""
         self.closed = True
-        for param, name in self.saved:
-            param.__dict__.pop(name, None)
+        self.parameters.discard()
         self.clear()
 
     def clear(self) -> None:
         """Let go of everything."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        self.sweeps, self.states, self.sources, self.unfinished = {}, {}, {}, {}
-        self.saved, self.visited = [], []
+        self.parameters.clear()
+        self.sweeps, self.sources, self.visited = {}, {}, {}
 
     # ---- one call --------------------------------------------------------------------------------
     def _visit(self, record: Record, grad: Tensor) -> None:
@@ -118,22 +98,21 @@ class Backward:
         require_batch(record)
         for extension in self.extensions:
             check_samples(extension, record)
-        loss = record.rule if isinstance(record.rule, Loss) else None
-        if self.second_order and record.output.dim() == 0:
-            for upper in upstream(record):
-                self.require(upper)
-        self.require(record)
+        above = upstream(record) if self.second_order and record.output.dim() == 0 else []
+        for checked in (*above, record):
+            self.require(checked)
+        self.largest = max([self.largest, *(upper.output.numel() for upper in above)])
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         written = self.apply_module_extensions(record, grad)
         if record.rule is not None:
-            self.apply_rule(record, record.rule, grad, loss, written)
+            self.apply_rule(record, record.rule, grad, written)
         if not (self.context.retain_graph or engine.keeps_graph()):
             record.release()
         else:
             record.close()
-        self.visited.append(record.module)
-        if record.module not in self.unfinished.values():
+        self.visited[id(record.module)] = record.module
+        if not self.parameters.is_waiting(record.module):
             self.run_hook(record.module)
 
     def require(self, record: Record) -> None:
@@ -153,56 +132,39 @@ class Backward:
             self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
         return self.sources[id(record)]
 
-    def apply_rule(
-        self, record: Record, rule: Rule, grad: Tensor, loss: Loss | None, written: set[Hashable]
-    ) -> None:
+    def apply_rule(self, record: Record, rule: Rule, grad: Tensor, written: set[Hashable]) -> None:
         """Let every sweep pass the call, and collect what it brings for the call's parameters."""
-        call = record.call()
-        grad, call = matched(grad, call)
+        loss = rule if isinstance(rule, Loss) else None
+        grad, call = matched(grad, record.call())
         call.pull = self.pull_through(record)
         if self.second_order:
             rule.capture(call)
         views: dict[tuple[int, ...] | None, Call] = {None: call}
         trained = {n: p for n, p in record.params.items() if is_trained(p)}
-        states = {name: self.state_of(p, record) for name, p in trained.items()}
+        states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
+        later = {name: OPEN_USES[id(p)] - record.open > 0 for name, p in trained.items()}
+        reused = tuple(name for name in trained if later[name])
         for key, sweep in self.sweeps.items():
             if key in written:
                 continue
             if sweep.samples not in views:
                 assert sweep.samples is not None
                 views[sweep.samples] = call if loss else call.subset(sweep.samples)
-            reused = tuple(n for n, p in trained.items() if OPEN_USES[id(p)] - record.open > 0)
             sources = self.sources_of(record) if sweep.second_order else dict[int, Source]()
-            step = Step(record, rule, call, views[sweep.samples], grad, sources, reused)
-            if loss is not None:
-                if sweep.second_order and sources:
-                    announce(loss.flat, self.extensions)
-                    sweep.start(step, loss)
-                continue
-            arrived = sweep.visit(step)
-            for name, state in states.items():
-                uses = state.uses.setdefault(key, self.new_uses(key, state.param, record))
-                uses.uses.append(Use(step.call, rule, name, arrived))
+            step = Step(record, rule, call, views[sweep.samples], grad, sources, reused, self.largest)
+            if loss is None:
+                arrived = sweep.visit(step)
+                for name, state in states.items():
+                    self.parameters.collect(state, key, Use(step.call, rule, name, arrived), record.batch_size)
+            elif sweep.second_order and sources:
+                announce(loss.flat, self.extensions)
+                sweep.start(step, loss)
         call.pull = None
         if states:
-            self.expect_gradients(record, rule, states)
-            for name, state in states.items():
-                state.count += 1
-                if OPEN_USES[id(trained[name])] - record.open <= 0:
-                    self.finish(state)
-
-    def new_uses(self, key: Hashable, param: Tensor, record: Record) -> Uses:
-        """An empty collection, told what the active extensions will want from it."""
-        mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
-        return Uses(param, record.batch_size, any(e.needs_rows for e in mine), any(e.needs_samples for e in mine))
-
-    def state_of(self, param: Tensor, record: Record) -> ParameterState:
-        """The state of a parameter; its modules' hooks wait until it is finished."""
-        state = self.states.setdefault(id(param), ParameterState(param, record.module))
-        if record.module not in state.modules:
-            state.modules.append(record.module)
-        self.unfinished[id(record.module)] = record.module
-        return state
+            self.parameters.expect_gradients(record, states)
+        for name, state in states.items():
+            if not later[name]:
+                self.parameters.finish(state)
 
     def pull_through(self, record: Record) -> Callable[[Tensor], Tensor]:
         """The transposed Jacobian of the call that is being visited, by autograd's own graph."""
@@ -214,88 +176,25 @@ class Backward:
 
         return pull
 
-    # ---- parameters ------------------------------------------------------------------------------
-    def expect_gradients(self, record: Record, rule: Rule, states: dict[str, ParameterState]) -> None:
-        """Catch the gradients that autograd is about to compute for this call, where an extension wants them."""
-        if not any(e.needs_gradient and e.subsampling is None for e in self.extensions):
-            return
-        edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
-        for name, (node, position) in edges.items():
-            state = states[name]
-            state.awaited_gradients += 1
-            self.handles.append(node.register_hook(self.catcher(state, position)))
-
-    def catcher(self, state: ParameterState, position: int) -> Callable[..., None]:
-        """A hook that stores one gradient contribution and finishes the parameter with the last one."""
-        fired = False
-
-        def catch_gradient(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
-            nonlocal fired
-            gradient = grad_inputs[position]
-            if self.closed or fired or gradient is None:
-                return
-            fired = True
-            state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
-            state.awaited_gradients -= 1
-            if state.awaited_gradients == 0 and OPEN_USES[id(state.param)] <= 0:
-                try:
-                    self.finish(state, final=True)
-                except BaseException:
-                    self.abort()
-                    raise
-
-        return catch_gradient
-
-    def finish(self, state: ParameterState, final: bool = False) -> None:
-        """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
-        for index, extension in enumerate(self.extensions):
-            key = self.listens[index]
-            if index in state.done or key not in state.uses:
-                continue
-            if extension.needs_gradient and state.awaited_gradients > 0 and not final:
-                continue
-            uses = state.uses[key]
-            if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
-                uses.gradient = torch.stack(state.gradients).sum(0) if len(state.gradients) > 1 else state.gradients[0]
-            state.done.add(index)
-            self.save(state.param, extension.savefield, extension.value(uses))
-        if len(state.done) == sum(key in state.uses for key in self.listens):
-            state.uses = {}
-            for module in state.modules:
-                self.finish_module(module)
-
-    def finish_module(self, module: nn.Module) -> None:
-        """Run the extension hook of a module once none of its parameters waits any more."""
-        waiting = any(module in s.modules and s.uses for s in self.states.values())
-        if not waiting and self.unfinished.pop(id(module), None) is not None and module in self.visited:
-            self.run_hook(module)
-
-    def save(self, param: Tensor, name: str, value: Any) -> None:
-        """Attach a result to its parameter."""
-        if isinstance(value, Tensor) and value.dtype != param.dtype:
-            value = value.to(param.dtype)
-        setattr(param, name, value)
-        self.saved.append((param, name))
-
     # ---- hooks and user-written module extensions ---------------------------------------------------
     def run_hook(self, module: nn.Module) -> None:
-        """Call the user's extension hook."""
-        if self.context.extension_hook is not None:
+        """Call the user's extension hook, once per module, when all of its parameters are final."""
+        if self.context.extension_hook is not None and id(module) not in self.hooked and id(module) in self.visited:
+            self.hooked.add(id(module))
             self.context.extension_hook(module)
 
     def run_container_hooks(self) -> None:
         """Containers come last, from the inside out: all that they contain is final then."""
         if self.context.extension_hook is None:
             return
-        leaves = {id(m) for m in self.visited}
         containers: dict[int, nn.Module] = {}
-        for module in self.visited:
+        for module in self.visited.values():
             for container in module.__dict__.get("_bpk_containers", ()):
                 holder = container()
-                if holder is not None and id(holder) not in leaves:
-                    containers.setdefault(id(holder), holder)
+                if holder is not None and id(holder) not in self.visited:
+                    containers[id(holder)] = holder
         for container in sorted(containers.values(), key=lambda c: len(list(c.modules()))):
-            self.run_hook(container)
+            self.context.extension_hook(container)
 
     def apply_module_extensions(self, record: Record, grad: Tensor) -> set[Hashable]:
         """Run module extensions that users wrote for this layer: they take precedence over its rule.
@@ -316,7 +215,7 @@ class Backward:
                 param = getattr(record.module, name)
                 if param is not None and is_trained(param):
                     value = by_hand.extract(name, extension, record.module, g_inp, g_out, quantity)
-                    self.save(param, extension.savefield, value)
+                    self.parameters.save(param, extension.savefield, value)
             sent = by_hand.backpropagate(extension, record.module, g_inp, g_out, quantity)
             if sweep is not None and sweep.second_order and self.sources_of(record):
                 sweep.take_back(record, self.sources_of(record), sent)
@@ -343,11 +242,6 @@ def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:
     for kind in kinds:
         dtype = torch.promote_types(dtype, kind)
     return grad.to(dtype), call.cast(dtype)
-
-
-def is_trained(param: Tensor) -> bool:
-    """Whether a parameter gets fields: a leaf that requires a gradient."""
-    return param.requires_grad and param.is_leaf
 
 
 def already_released(record: Record) -> str:

@@ -7,6 +7,7 @@ stable in practice; a change in a future version shows up here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -32,12 +33,17 @@ def keeps_graph() -> bool:
 
 def when_finished(callback: Callable[[], None]) -> None:
     """Call back at the end of the running backward pass, when all `.grad` are final."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def is_transformed() -> bool:
     """Whether a `torch.func` transform or a tracer is running the forward pass."""
     return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+
+
+def belongings(node: Node) -> dict[str, Any]:
+    """What a node of the graph owns: a dictionary that lives and dies with it."""
+    return node.metadata  # type: ignore[return-value]  # a property, declared as a method in torch
 
 
 _PROBE = torch.zeros(1, requires_grad=True)

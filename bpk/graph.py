@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from bpk import engine
 from bpk.context import CTX
 from bpk.jacobians.autodiff import factor
 from bpk.recorder import OWNER, Edge, Record
@@ -100,7 +101,7 @@ def gradient_edge(edge: Edge) -> GradientEdge:
 def owner(edge: Edge) -> Record | None:
     """The recorded call whose output this edge leads to."""
     node, nr = edge
-    record = node.metadata.get(OWNER) if node is not None else None
+    record = engine.belongings(node).get(OWNER) if node is not None else None
     return record if record is not None and record.out_nr == nr else None
 
 

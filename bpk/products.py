@@ -191,7 +191,8 @@ class BlockProduct:
                 for name in self.names(frame):
                     result = result + frame.rule.jac_t_mat_prod(frame.call, adjoint, name, sum_batch=True)
             if curved and not isinstance(frame.rule, Loss):
-                tangents: dict[Wrt, Tensor] = {**inner, **{name: mat for name in self.names(frame)}}
+                tangents: dict[Wrt, Tensor] = dict(inner.items())
+                tangents.update(dict.fromkeys(self.names(frame), mat))
                 for wrt, bent in self.residual(frame, tangents).items():
                     if isinstance(wrt, int):
                         sends[wrt] = sends[wrt] + bent if wrt in sends else bent

@@ -28,6 +28,10 @@ OWNER = "bpk.record"
 OPEN_USES: Counter[int] = Counter()
 """By `id(parameter)`: how many recorded calls that use it still await their backward pass."""
 
+UNRECORDED = object()
+"""Stashed where a layer changes a view in place: autograd then rebuilds the graph around the viewed tensor, so the
+layer is left to autograd as part of the stretch between two recorded calls."""
+
 Edge = tuple[Node | None, int]
 
 
@@ -98,7 +102,7 @@ class Record:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
         inputs = list(self.inputs)
         for k, (x, version) in enumerate(zip(inputs, self.versions, strict=True)):
-            if x._version != version:
+            if x._version != version and (self.rule is None or self.rule.reads_values):
                 if self.rule is None or not self.rule.from_output or self.output._version != 1:
                     raise RuntimeError(
                         explain(
@@ -164,6 +168,8 @@ def forget(module: nn.Module) -> None:
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
     stashed = module.__dict__.pop("_bpk_stash", None)
+    if stashed is UNRECORDED:
+        return None
     if CTX.quiet or engine.is_transformed():
         return None
     outs = [output] if isinstance(output, Tensor) else [t for t in output if isinstance(t, Tensor)]
@@ -178,7 +184,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
     tensors = [x for x in args if isinstance(x, Tensor)]
     kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(tensors)]
-    replaced = out.grad_fn is None or OWNER in out.grad_fn.metadata
+    same = stashed is None and any(out is x for x in tensors)
+    replaced = same or out.grad_fn is None or OWNER in engine.belongings(out.grad_fn)
     if replaced:  # the layer returned its input (nn.Identity, Dropout in evaluation): give it a node of its own
         out = out.view_as(out)
     rule = REGISTRY.find(module)
@@ -187,7 +194,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     node = out.grad_fn
     assert node is not None
     made = Record(module, rule, inputs, edges, out.detach(), out.output_nr, problem)
-    node.metadata[OWNER] = made
+    engine.belongings(node)[OWNER] = made
     node.register_prehook(Visit(made))
     fields = module.__dict__
     for k, x in enumerate(inputs):
@@ -200,9 +207,14 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of layers that may work in place: keep the input that they will overwrite."""
-    if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed() or not args or not args[0].requires_grad:
+    if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed():
+        return
+    if not args or not args[0].requires_grad:
         return
     x = args[0]
+    if x._is_view():
+        module.__dict__["_bpk_stash"] = UNRECORDED
+        return
     kept, edge = keep(x)
     rule = REGISTRY.find(module)
     if rule is not None and not rule.from_output and torch.is_grad_enabled():

@@ -88,6 +88,11 @@ class Uses:
 
     def all_rows(self) -> Tensor:
         """`[V, N, *p]` over all blocks."""
+        if self.simple:
+            use = self.uses[0]
+            mats = list(use.arrived.blocks.values())
+            mat = mats[0] if len(mats) == 1 else torch.cat(mats)
+            return self.memo("all rows", lambda: use.rule.jac_t_mat_prod(use.call, mat, use.name, sum_batch=False))
         rows = [self.rows(key) for key in self.keys]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -98,10 +103,13 @@ class Uses:
     def _squared_sum(self, per_sample: bool) -> Tensor:
         if not per_sample and self.keeps_samples:
             return self.squared_sum(per_sample=True).sum(0)
+        if self.simple and self.keeps_rows:
+            signs = [known for key in self.keys if (known := self.signs(key)) is not None]
+            return squares(self.all_rows(), torch.cat(signs) if signs else None, per_sample)
         return add_up([self._squares_of(key, per_sample) for key in self.keys])
 
     def _squares_of(self, key: Hashable, per_sample: bool) -> Tensor:
-        if self.simple and not self.keeps_rows:
+        if self.simple:
             use = self.uses[0]
             return use.rule.squared_sum(use.call, use.arrived.blocks[key], use.name, self.signs(key), per_sample)
         return squares(self.rows(key), self.signs(key), per_sample)
@@ -137,7 +145,8 @@ class Uses:
         if inputs is None and not self.simple:
             rows = self.all_rows().flatten(2).flatten(0, 1)
             return [rows.T @ rows]
-        return [add_up([self._output_factor(key, approximation) for key in self.keys]), *([] if inputs is None else [inputs])]
+        outputs = add_up([self._output_factor(key, approximation) for key in self.keys])
+        return [outputs] if inputs is None else [outputs, inputs]
 
     def _output_factor(self, key: Hashable, approximation: str) -> Tensor:
         if self.simple:

@@ -18,8 +18,13 @@ from bpk.graph import Source
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
-from bpk.jacobians.rule import Residual, Rule, add_up
+from bpk.jacobians.rule import Residual, Rule
 from bpk.recorder import Record
+
+
+PIECE = 1 << 22
+"""How many numbers a block of columns holds at most on a processor (16 MiB in float32): larger allocations go back to
+the operating system when freed, and getting new pages costs more than the arithmetic."""
 
 
 @dataclass
@@ -45,7 +50,8 @@ class Columns:
 class Step:
     """One visit of the backward pass: a call, its gradient, and what feeds it.
 
-    `full` is the call on the whole batch, `call` the one restricted to a sweep's samples.
+    `full` is the call on the whole batch, `call` the one restricted to a sweep's samples. `reused` names parameters
+    that calls further up use as well; `largest` is the size of the largest output further up.
     """
 
     record: Record
@@ -55,6 +61,11 @@ class Step:
     grad: Tensor
     sources: dict[int, Source]
     reused: tuple[str, ...] = ()
+    largest: int = 1
+
+    def pieces(self, mat: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
+        """Split columns so that at the largest layer a piece does not outgrow what memory hands out quickly."""
+        return mat.split(max(1, PIECE // self.largest), axis) if mat.device.type == "cpu" else (mat,)
 
 
 class Sweep(ABC):
@@ -114,7 +125,7 @@ class Sweep(ABC):
         """Only columns and averaged matrices can be handed to user-written module extensions."""
         return UnsupportedLayer(
             explain(
-                f"A module extension for '{record.path}' ({type(record.module).__name__}) cannot take part in this quantity.",
+                f"A module extension for '{record.path}' ({type(record.module).__name__}) cannot take part here.",
                 "what travels is more than one tensor.",
                 "register a rule for the layer instead: bpk.register(Autodiff(...)).",
             )
@@ -159,7 +170,8 @@ class SquareRoot(Sweep):
             root = loss.sqrt_hessian(step.full)
         else:
             root = loss.sqrt_hessian_sampled(step.full, self.mc_samples)
-        self.send(step.sources[0], ("loss", id(step.record)), self.rows(root, 1) * scale.sqrt(), None)
+        for k, piece in enumerate(step.pieces(self.rows(root, 1) * scale.sqrt())):
+            self.send(step.sources[0], ("loss", id(step.record), k), piece, None)
 
     def visit(self, step: Step) -> Columns:
         columns: Columns = self.arrived(step)
@@ -205,6 +217,9 @@ class SignedHessian(SquareRoot):
     contracted with the gradient); from there they travel like the square root of the GGN.
     """
 
+    def __init__(self, samples: tuple[int, ...] | None = None) -> None:
+        super().__init__(None, samples)
+
     @property
     def key(self) -> Hashable:
         return ("hessian", self.samples)
@@ -216,8 +231,9 @@ class SignedHessian(SquareRoot):
         self.bend(step, 0, step.sources[0])
         root, signs = loss.hessian_columns(step.full)
         scale = step.grad
-        mat = self.rows(root, 1) * scale.abs().sqrt()
-        self.send(step.sources[0], ("loss", id(step.record)), mat, self.rows(signs, 1) * scale.sign())
+        mats = step.pieces(self.rows(root, 1) * scale.abs().sqrt())
+        for k, (mat, part) in enumerate(zip(mats, (self.rows(signs, 1) * scale.sign()).split(len(mats[0])), strict=True)):
+            self.send(step.sources[0], ("loss", id(step.record), k), mat, part)
 
     def visit(self, step: Step) -> Columns:
         columns = super().visit(step)
@@ -228,12 +244,15 @@ class SignedHessian(SquareRoot):
         if not joint or step.rule.residual(step.call, joint) is Residual.ZERO:
             return columns
         born, signs = step.rule.residual_columns(step.call, self.rows(step.grad), joint)
-        key = ("residual", id(step.record))
-        for index, source in step.sources.items():
-            self.send(source, key, born[index], signs)
-        for name in step.reused:
-            columns.own.setdefault(name, {})[key] = born[name]
-            columns.signs[key] = signs
+        pieces = {wrt: step.pieces(mat) for wrt, mat in born.items()}
+        size = len(next(iter(pieces.values()))[0])
+        for k, part in enumerate(signs.split(size)):
+            key = ("residual", id(step.record), k)
+            for index, source in step.sources.items():
+                self.send(source, key, pieces[index][k], part)
+            for name in step.reused:
+                columns.own.setdefault(name, {})[key] = pieces[name][k]
+                columns.signs[key] = part
         return columns
 
     def bend(self, step: Step, index: int, source: Source) -> None:
@@ -266,71 +285,3 @@ def positive_scale(step: Step) -> Tensor:
             )
         )
     return step.grad
-
-
-class Averaged(Sweep):
-    """The recursion of KFRA: `G <- mean_n J_n^T G J_n`, a matrix `[D, D]` over the entries of one sample.
-
-    Starts with the sum over samples of the loss Hessian (Botev et al., 2017, eq. 24), or of its sampled square.
-    """
-
-    def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
-        super().__init__(samples)
-        self.mc_samples = mc_samples
-
-    @property
-    def key(self) -> Hashable:
-        return ("averaged", self.mc_samples, self.samples)
-
-    def start(self, step: Step, loss: Loss) -> None:
-        scale = positive_scale(step)
-        if self.mc_samples is not None or self.samples is not None:
-            exact = self.mc_samples is None
-            root = loss.sqrt_hessian(step.full) if exact else loss.sqrt_hessian_sampled(step.full, self.mc_samples or 1)
-            flat = self.rows(root, 1).flatten(2).flatten(0, 1)
-            matrix = flat.T @ flat
-        else:
-            matrix = loss.sum_hessian(step.full)
-        self.send(step, step.sources[0], id(step.record), matrix * scale)
-
-    def hand_over(self, record: Record) -> Tensor:
-        return add_up(list(self.waiting[id(record)].values()))
-
-    def visit(self, step: Step) -> Tensor:
-        matrices: dict[int, Tensor] = self.arrived(step)
-        if len(step.sources) > 1:
-            raise branching(step)
-        for birth, matrix in matrices.items():
-            matrix = matrices[birth] = matched(matrix, step.full)
-            for index, source in step.sources.items():
-                self.send(step, source, birth, step.rule.congruence(step.call, matrix, index))
-        return add_up(list(matrices.values()))
-
-    def send(self, step: Step, source: Source, birth: int, matrix: Tensor) -> None:
-        """Hand the matrix to the call that produced the input; those of several losses add up."""
-        record = source.targets[0][0]
-        arrived: dict[int, Tensor] = self.waiting.setdefault(id(record), {})
-        if len(source.targets) > 1 or birth in arrived:
-            raise branching(step)
-        if source.stretch is not None:
-            matrix = self.through_stretch(source, step.full.inputs[0].shape, matrix)
-        arrived[birth] = matrix
-
-    def through_stretch(self, source: Source, shape: torch.Size, matrix: Tensor) -> Tensor:
-        """`mean_n J_n^T M J_n` for plain autograd between two calls, multiplying from both sides."""
-        columns = matrix.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
-        half = source.pull(columns)[0][1].flatten(2)  # [D, N, D_target]
-        both = source.pull(half.permute(2, 1, 0).reshape(-1, *shape))[0][1].flatten(2)
-        return self.rows(both, 1).mean(1)
-
-
-def branching(step: Step) -> UnsupportedLayer:
-    """The averaged recursion is defined along a chain of layers only."""
-    return UnsupportedLayer(
-        explain(
-            f"KFRA cannot pass '{step.record.path}' ({type(step.record.module).__name__}).",
-            "its averaged recursion is defined along a chain of layers; here branches meet, or plain functions "
-            "lie between the layers.",
-            "use KFLR or KFAC, which hold on any graph.",
-        )
-    )

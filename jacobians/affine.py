@@ -114,22 +114,27 @@ class Affine(LinearInEach):
         """
         if param != "weight":
             return None
+        n = call.batch_size
+        moment = self.moment(call, approximation == "reduce")
+        return moment / (n * self.positions(call) if approximation == "expand" else n)
+
+    def moment(self, call: Call, average: bool) -> Tensor:
+        """`sum_n sum_t a a^T` `[I, I]`, mean over groups; of the mean over positions where `average`."""
         groups, _, width = self._matrix_shape(call)
         n, t = call.batch_size, self.positions(call)
-        reduce = approximation == "reduce"
-        moment = gemm.second_moment(
-            lambda part: self.patches(call, part), n, groups, width, t, call.inputs[0], reduce
+        return gemm.second_moment(
+            lambda part: self.patches(call, part), n, groups, width, t, call.inputs[0], average
         )
-        return moment / (n * t if approximation == "expand" else n)
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """Rows whose Gram matrix is `G` `[G O, G O]`: positions summed, or one row for each ("expand")."""
+        if approximation == "expand" and param == "weight":
+            return self.as_columns(call, mat).movedim(-1, 2).flatten(3)  # [V, N, T, G O]
+        return self._bias_rows(call, mat)
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
-        """`G = sum_vn m m^T` `[G O, G O]`, positions summed first; "expand": one term per position."""
-        if approximation == "expand" and param == "weight":
-            rows = self.as_columns(call, mat).movedim(-1, 2).flatten(0, 2).flatten(1)
-        else:
-            rows = self._bias_rows(call, mat).flatten(0, 1)
-        rows = gemm.wide(rows)
-        return (rows.T @ rows).to(mat.dtype)
+        rows = gemm.wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
+        return gemm.linear(rows.T, rows.T).to(mat.dtype)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""

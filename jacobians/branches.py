@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.parts import Composite, Part, join_columns
-from bpk.jacobians.rule import Example, Residual, Rule
+from bpk.jacobians.rule import Example, Residual, Rule, add_up
 
 
 class CurvedBranch(NamedTuple):
@@ -69,7 +69,7 @@ class Branches(Composite):
             return self._param_jac_t_mat_prod(call, mat, wrt, sum_batch)
         pairs = zip(self._inner(call), self._shares(call, mat), strict=True)
         pulled = [rule.jac_t_mat_prod(inner, share, wrt) for (rule, inner), share in pairs]
-        return sum(pulled[1:], pulled[0])
+        return add_up(pulled)
 
     # ---- the second derivative: branch by branch ---------------------------------------------------
     def _curved(self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]) -> list[CurvedBranch]:
@@ -92,7 +92,7 @@ class Branches(Composite):
 
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         diagonals = [b.rule.residual_diag(b.call, b.grad) for b in self._curved(call, grad_out, (0,))]
-        return sum(diagonals[1:], diagonals[0])
+        return add_up(diagonals)
 
     def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         total = {wrt: torch.zeros_like(mat) for wrt, mat in mats.items()}
@@ -130,7 +130,7 @@ class Sum(Branches):
         return super().obstacle(call)
 
     def _combine(self, results: Sequence[Tensor], lead: int) -> Tensor:
-        return sum(results[1:], results[0])
+        return add_up(results)
 
     def _shares(self, call: Call, mat: Tensor) -> Sequence[Tensor]:
         return [mat] * len(self.parts)

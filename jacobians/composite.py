@@ -19,7 +19,7 @@ from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.elementwise import Pointwise
 from bpk.jacobians.linear_map import LinearMap
 from bpk.jacobians.parts import Composite, join_columns
-from bpk.jacobians.rule import Residual
+from bpk.jacobians.rule import Residual, add_up
 
 
 class Chain(Composite):
@@ -114,7 +114,7 @@ class Chain(Composite):
         for i, (rule, inner) in enumerate(parts):
             tangents.append({**moving, **self._of_part(i, mats)})
             pushed = [rule.jac_mat_prod(inner, mat, wrt) for wrt, mat in tangents[i].items() if i < len(parts) - 1]
-            moving = {0: sum(pushed[1:], pushed[0])} if pushed else {}
+            moving = {0: add_up(pushed)} if pushed else {}
 
         result: dict[Wrt, Tensor] = {}
         carried: Tensor | None = None  # [V, N, *out_i], what the later parts send back
@@ -163,7 +163,7 @@ class Chain(Composite):
         varying = sum(not isinstance(rule, LinearMap) for rule, _ in self.parts[stop:])
         calls = [call] if varying <= 1 else [call.subset([n]) for n in range(call.batch_size)]
         results = [self._congruence_by_parts(one, matrix, stop, name) for one in calls]
-        return sum(results[1:], results[0]) / len(results)
+        return add_up(results) / len(results)
 
     def _congruence_by_parts(self, call: Call, matrix: Tensor, stop: int, name: Wrt) -> Tensor:
         parts = self._inner(call)

@@ -49,6 +49,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         or torch._C._functorch.maybe_current_level() is not None
     ):
         return torch.nn.functional.linear(x, weight)
+    if not (weight.is_contiguous() or weight.T.is_contiguous()):
+        weight = weight.contiguous()  # oneDNN has no fast way for rows with gaps between them
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
 
@@ -59,10 +61,15 @@ def one_by_one(m: Tensor, width: int) -> bool:
     return g == 1 and m.device.type == "cpu" and v * o * width * t >= LARGE
 
 
-def rows_of(m: Tensor, n: int) -> Tensor:
-    """The columns of sample `n`, one below the other: `[V O, T]` (one group)."""
-    v, _, _, o, t = m.shape
-    return wide(m[:, n, 0]).reshape(v * o, t)
+def products(patches: Patches, m: Tensor, width: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Sample `n`, first column `v` and `sum_t m a^T` `[v', O, I]` of it and its successors (one group)."""
+    v, n, _, o, t = m.shape
+    step = max(1, min(4 * CACHE // (o * width), CACHE // (o * t)))
+    for k in range(n):
+        a = wide(patches(slice(k, k + 1))[0, 0])
+        for first in range(0, v, step):
+            rows = wide(m[first : first + step, k, 0]).reshape(-1, t)
+            yield k, first, linear(rows, a).view(-1, o, width)
 
 
 def per_sample(patches: Patches, m: Tensor, width: int) -> Tensor:
@@ -74,9 +81,8 @@ def per_sample(patches: Patches, m: Tensor, width: int) -> Tensor:
     if t == 1:
         return torch.mul(m, patches(slice(0, n)).transpose(-1, -2), out=out)
     if one_by_one(m, width):
-        for k in range(n):
-            a = wide(patches(slice(k, k + 1))[0, 0])
-            out[:, k, 0] = linear(rows_of(m, k), a).view(v, o, width)
+        for k, first, buffer in products(patches, m, width):
+            out[first : first + len(buffer), k, 0] = buffer
         return out
     for part in chunks(n, g * (width * t + v * o * width), m.device):
         out[:, part] = torch.matmul(m[:, part], patches(part).transpose(-1, -2))
@@ -91,13 +97,10 @@ def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None,
     total = torch.zeros((n if keep else 1, g, o, width), dtype=wide(m).dtype, device=m.device)
     if one_by_one(m, width):
         scale = None if weights is None else weights.tolist()
-        step = max(1, CACHE // (o * width))
-        for k in range(n):
-            a, goal, rows = wide(patches(slice(k, k + 1))[0, 0]), total[k if keep else 0, 0], rows_of(m, k)
-            for first in range(0, v, step):
-                buffer = linear(rows[first * o : (first + step) * o], a).view(-1, o, width)
-                for j, row in enumerate(buffer, start=first):
-                    goal.addcmul_(row, row, value=1.0 if scale is None else scale[j][k])
+        for k, first, buffer in products(patches, m, width):
+            goal = total[k if keep else 0, 0]
+            for j, row in enumerate(buffer, start=first):
+                goal.addcmul_(row, row, value=1.0 if scale is None else scale[j][k])
         return (total if keep else total[0]).to(m.dtype)
     for part in chunks(n, g * (v * o * width + width * t), m.device):
         buffer = torch.matmul(wide(m[:, part]), wide(patches(part)).transpose(-1, -2)).square_()

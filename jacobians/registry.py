@@ -57,7 +57,7 @@ class Registry:
 
     def _search(self, cls: type[nn.Module]) -> Rule | None:
         for base in inspect.getmro(cls):
-            if base in self._owners and cls.forward is base.forward:
+            if base in self._owners and issubclass(base, nn.Module) and cls.forward is base.forward:
                 return self._owners[base]
         return None
 

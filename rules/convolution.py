@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bpk.jacobians import gemm
 from bpk.jacobians.affine import Affine
 from bpk.jacobians.call import Call
+from bpk.jacobians.moments import patch_moment
 from bpk.jacobians.rule import Example, case
 from bpk.jacobians.unfold import pad_adjoint, unfold, unfold_transposed
 
@@ -21,6 +25,20 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 def tuple_of(value: Any, length: int) -> tuple[int, ...]:
     """An option given once for all axes, or once per axis."""
     return (value,) * length if isinstance(value, int) else tuple(value)
+
+
+def _folded(function: Callable[[Tensor], Tensor], mat: Tensor, shape: Sequence[int]) -> Tensor:
+    """Apply a function of a batch to columns `[V, N, ...]`, in parts that stay in cache."""
+    batch = mat.flatten(0, 1)
+    if torch.is_grad_enabled():
+        return function(batch).reshape(*mat.shape[:2], *shape)
+    parts = list(gemm.chunks(len(batch), (mat[0, 0].numel() + prod(shape)) // 8, mat.device)) if mat.numel() else []
+    if len(parts) < 2:
+        return function(batch).reshape(*mat.shape[:2], *shape)
+    out = torch.empty((len(batch), *shape), dtype=mat.dtype, device=mat.device)
+    for part in parts:
+        out[part] = function(batch[part])
+    return out.view(*mat.shape[:2], *shape)
 
 
 class ChannelsFirst(Affine):
@@ -49,12 +67,10 @@ class ChannelsFirst(Affine):
         return torch.stack([self.apply(call, call.inputs[0], weight) for weight in mat])
 
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        out = self.apply(call, mat.flatten(0, 1), call.params["weight"])
-        return out.reshape(*mat.shape[:2], *out.shape[1:])
+        return _folded(partial(self.apply, call, weight=call.params["weight"]), mat, call.output.shape[1:])
 
     def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        back = self.apply_adjoint(call, mat.flatten(0, 1), call.params["weight"])
-        return back.reshape(*mat.shape[:2], *back.shape[1:])
+        return _folded(partial(self.apply_adjoint, call, weight=call.params["weight"]), mat, call.inputs[0].shape[1:])
 
     def apply(self, call: Call, x: Tensor, weight: Tensor) -> Tensor:
         """The layer without bias, on any batch."""
@@ -113,6 +129,19 @@ class ConvRule(ChannelsFirst):
         x, padding = self._padded(options, call.inputs[0][samples], kernel)
         columns = unfold(x, kernel, self.stride(options), padding, self.dilation(options))
         return columns.reshape(x.shape[0], options.groups, columns.shape[1] // options.groups, columns.shape[2])
+
+    def moment(self, call: Call, average: bool) -> Tensor:
+        weight, options = call.params["weight"], call.options
+        kernel = weight.shape[2:]
+        if average or options.groups > 1 or kernel[0] == 1 or weight[0, :, 0].numel() < 32 or torch.is_grad_enabled():
+            return super().moment(call, average)
+
+        def padded(part: slice) -> Tensor:
+            x, padding = self._padded(options, call.inputs[0][part], kernel)
+            return F.pad(x, [p for p in reversed(padding) for _ in range(2)])
+
+        size = call.output.shape[2:]
+        return patch_moment(padded, call.batch_size, kernel, self.stride(options), self.dilation(options), size)
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         weight, options = call.params["weight"], call.options

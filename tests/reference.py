@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +45,15 @@ def gradients(output: Tensor, wrt: Sequence[Tensor], create_graph: bool = False)
     return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
 
 
+@dataclass
+class LayerCall:
+    """One call of a layer that has Kronecker factors."""
+
+    module: Any
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
 class Reference:
     """All quantities of `loss_of(model(*inputs))`, per named parameter."""
 
@@ -56,13 +66,8 @@ class Reference:
                 module.forward = SUBSTITUTES[type(module)]
         self.loss_of = loss_of
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.seen: dict[str, tuple[nn.Module, tuple[Tensor, ...], Tensor]] = {}
-        self.calls: dict[str, int] = {}
-        hooks = [
-            m.register_forward_hook(self._see(name))
-            for name, m in self.model.named_modules()
-            if isinstance(m, KRONECKER)
-        ]
+        self.calls: list[LayerCall] = []
+        hooks = [m.register_forward_hook(self._see) for m in self.model.modules() if isinstance(m, KRONECKER)]
         self.seed = seed
         torch.manual_seed(seed)
         self.inputs = tuple(x.detach() for x in inputs)
@@ -72,13 +77,9 @@ class Reference:
         self.N = self.inputs[0].shape[0] if samples is None else samples
         self.D = self.pred.numel() // self.N
 
-    def _see(self, name: str) -> Callable[..., Tensor]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            self.calls[name] = self.calls.get(name, 0) + 1
-            self.seen[name] = (module, tuple(x.detach() for x in inputs), output)
-            return output.clone()  # a layer that works in place on it leaves `output` as it was
-
-        return hook
+    def _see(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        self.calls.append(LayerCall(module, tuple(x.detach() for x in inputs), output))
+        return output.clone()  # a layer that works in place on it leaves `output` as it was
 
     # ---- first order -----------------------------------------------------------------------------
     def share(self, n: int) -> Tensor:
@@ -121,19 +122,18 @@ class Reference:
         return torch.stack([blocks[n, :, n] for n in range(self.N)])
 
     @cached_property
-    def _jacobians(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _jacobians(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """`[N, D, P]` for parameters, and `[N, D, D_out]` for the outputs of layers with Kronecker factors."""
-        outputs = {name: out for name, (_, _, out) in self.seen.items() if out.requires_grad}
-        wrt = [*self.params.values(), *outputs.values()]
+        wrt = [*self.params.values(), *[call.output for call in self.calls if call.output.requires_grad]]
         rows = [gradients(entry, wrt) for entry in self.pred.reshape(-1)]
         k = len(self.params)
         jac_params = {
             name: torch.stack([r[i] for r in rows]).reshape(self.N, self.D, -1) for i, name in enumerate(self.params)
         }
-        jac_outputs = {}
-        for i, name in enumerate(outputs):
-            full = torch.stack([r[k + i] for r in rows]).reshape(self.N, self.D, self.N, -1)
-            jac_outputs[name] = torch.stack([full[n, :, n] for n in range(self.N)])
+        jac_outputs = []
+        for i in range(k, len(wrt)):
+            full = torch.stack([r[i] for r in rows]).reshape(self.N, self.D, self.N, -1)
+            jac_outputs.append(torch.stack([full[n, :, n] for n in range(self.N)]))
         return jac_params, jac_outputs
 
     def ggn_batch(self, name: str) -> Tensor:
@@ -177,28 +177,18 @@ class Reference:
 
     # ---- Kronecker factors of the exact GGN ------------------------------------------------------
     def kflr(self, name: str) -> list[Tensor]:
-        """`[G, A]` for the weight of a linear or convolutional layer that is used once.
+        """`[G, A]` for the weight of a linear or convolutional layer, `[G]` for everything else.
 
-        `[G]` for everything else: the whole block.
+        `G` is the GGN of a bias added to the output, whether there is one or not. A weight that is used several
+        times shares one such bias among its uses, and `A` sums over them.
         """
-        owner, _, leaf = name.rpartition(".")
-        if owner not in self.seen or self.uses(name) > 1:
+        param, outputs = self.params[name], [call for call in self.calls if call.output.requires_grad]
+        uses = [k for k, call in enumerate(outputs) if getattr(call.module, "weight", None) is param]
+        if not uses:
             return [self.ggn(name)]
-        module, inputs, output = self.seen[owner]
-        jac = self._jacobians[1][owner]
-        blocks = jac.transpose(1, 2) @ self.loss_hessian @ jac
-        factor = of_bias(module, blocks, output.shape).sum(0)
-        return [factor, input_factor(module, inputs)] if leaf == "weight" else [factor]
-
-    def uses(self, name: str) -> int:
-        """How often a parameter is used by layers with Kronecker factors."""
-        param = self.params[name]
-        return sum(
-            self.calls.get(path, 0)
-            for path, module in self.model.named_modules()
-            for p in module.parameters(recurse=False)
-            if p is param
-        )
+        jac = sum(of_bias(outputs[k].module, self._jacobians[1][k], outputs[k].output.shape) for k in uses)
+        factor = (jac.transpose(1, 2) @ self.loss_hessian @ jac).sum(0)
+        return [factor, sum(input_factor(outputs[k].module, outputs[k].inputs) for k in uses)]
 
     # ---- recursions over a chain of layers -------------------------------------------------------
     @cached_property
@@ -207,15 +197,11 @@ class Reference:
         return Chain(self)
 
 
-def of_bias(module: nn.Module, blocks: Tensor, out_shape: torch.Size) -> Tensor:
-    """`[..., D_out, D_out] -> [..., C, C]`: what a bias of the layer sees (positions summed on both sides)."""
-    lead = blocks.shape[:-2]
-    channels_last = isinstance(module, nn.Linear | nn.Bilinear)
-    C = out_shape[-1] if channels_last else out_shape[1]
-    positions = out_shape[1:].numel() // C
-    if channels_last:
-        return blocks.reshape(*lead, positions, C, positions, C).sum((-4, -2))
-    return blocks.reshape(*lead, C, positions, C, positions).sum((-3, -1))
+def of_bias(module: nn.Module, jac: Tensor, out_shape: torch.Size) -> Tensor:
+    """`[..., D_out] -> [..., C]`: what a bias of the layer sees (the sum over positions)."""
+    if isinstance(module, nn.Linear | nn.Bilinear):
+        return jac.reshape(*jac.shape[:-1], -1, out_shape[-1]).sum(-2)
+    return jac.reshape(*jac.shape[:-1], out_shape[1], -1).sum(-1)
 
 
 def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -312,7 +298,8 @@ class Chain:
             layer = self.layers[k][1]
             for full, own, param in self.own_params(k):
                 if isinstance(layer, KRONECKER):
-                    factor = of_bias(layer, matrix, self.outputs[k].shape)
+                    shape = self.outputs[k].shape
+                    factor = of_bias(layer, of_bias(layer, matrix, shape).T, shape)
                     inputs = (self.points[k].detach(),)
                     factors[full] = [factor, input_factor(layer, inputs)] if own == "weight" else [factor]
                 else:

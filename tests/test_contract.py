@@ -319,7 +319,6 @@ def test_constructor_defaults() -> None:
         assert extension().get_subsampling() is None
     for extension in (E.DiagGGNMC, E.BatchDiagGGNMC, E.SqrtGGNMC, E.KFAC):
         assert inspect.signature(extension).parameters["mc_samples"].default == 1
-        assert extension(mc_samples=3).get_num_mc_samples() == 3
     assert inspect.signature(E.PCHMP).parameters["modify"].default == "clip"
 
 
@@ -327,7 +326,9 @@ def test_positional_arguments_of_constructors() -> None:
     assert E.BatchGrad([1]).get_subsampling() == [1]
     assert E.SqrtGGNExact([1]).get_subsampling() == [1]
     assert E.SqrtGGNMC(2, [1]).get_subsampling() == [1]
-    assert E.DiagGGNMC(2).get_num_mc_samples() == 2
+    model, loss_fn = extended()
+    backward(model, loss_fn, *data(), E.SqrtGGNMC(2, [1, 3, 4]), E.DiagGGNMC(2), E.BatchDiagGGNMC(2), E.KFAC(2))
+    assert model[0].weight.sqrt_ggn_mc.shape == (2, 3, 3, 4)
 
 
 def test_savefield() -> None:
@@ -430,7 +431,7 @@ def test_sum_of_two_losses() -> None:
     bpk.extend(model), bpk.extend(ce), bpk.extend(mse)
     pred = model(x)
     loss = ce(pred, y) + 0.3 * mse(pred, target)
-    with bpk.backpack(*[e() for e in FIELDS if e is not E.PCHMP]):
+    with bpk.backpack(*[e() for e in FIELDS if e not in (E.PCHMP, E.KFRA)]):
         loss.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad_batch, ref.grad_batch(name))
@@ -442,6 +443,20 @@ def test_sum_of_two_losses() -> None:
             torch.testing.assert_close(found, expected)
         v = torch.randn(1, *p.shape, dtype=p.dtype)
         torch.testing.assert_close(p.hmp(v).flatten(1), v.flatten(1) @ ref.hessian(name))
+
+
+def test_recursion_of_averages_adds_two_losses() -> None:
+    """KFRA is linear in the matrix that it starts with: two losses add up."""
+    model, ce, mse = bpk.extend(mlp()), bpk.extend(nn.CrossEntropyLoss()), bpk.extend(nn.MSELoss())
+    x, y = data()
+    found: list[list[list[Tensor]]] = []
+    for first, second in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+        pred = model(x)
+        with bpk.backpack(E.KFRA()):
+            (first * ce(pred, y) + second * mse(pred, torch.zeros_like(pred))).backward()
+        found.append([p.kfra for p in model.parameters()])
+    for one, two, both in zip(*found, strict=True):
+        torch.testing.assert_close(one[0] + two[0], both[0])
 
 
 def test_regularised_loss() -> None:

@@ -196,7 +196,9 @@ def test_cell(net: Network, row: Row) -> None:
         reasons = refusals(net, row.make())
         assert any(r in str(error) for r in reasons), f"raised without a documented reason: {error}"
         return
-    assert not row.make().second_order or not refusals(net, row.make()), "bpk.support refuses this cell, but nothing was raised"
+    assert not row.make().second_order or not refusals(net, row.make()), (
+        "bpk.support refuses this cell, but nothing was raised"
+    )
     ref = reference(net.name)
     for name, param in model.named_parameters():
         if not param.requires_grad:

@@ -7,11 +7,12 @@ from enum import Enum
 
 from torch import Tensor
 
+from bpk.averaged import Averaged
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.statistics import Uses
-from bpk.sweeps import Averaged, SquareRoot, Sweep
+from bpk.sweeps import SquareRoot, Sweep
 
 
 class LossHessianStrategy(Enum):

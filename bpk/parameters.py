@@ -1,0 +1,146 @@
+"""The parameters of one backward pass: what each has collected, and when its fields can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk import engine
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.graph import parameter_edges
+from bpk.recorder import OPEN_USES, Record
+from bpk.statistics import Use, Uses
+
+
+class ParameterState:
+    """A parameter during one backward pass: its uses by sweep, and what is still to come."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = param
+        self.modules: list[nn.Module] = []
+        self.uses: dict[Hashable, Uses] = {}
+        self.gradients: list[Tensor] = []
+        self.awaited_gradients = 0
+        self.done: set[int] = set()
+
+
+class Parameters:
+    """Collects contributions to parameters, and saves a parameter's fields once all of them are in.
+
+    `listens` says for each extension which sweep it listens to; `when_done` is called with a module none of whose
+    parameters waits any more.
+    """
+
+    def __init__(
+        self,
+        extensions: Sequence[BackpropExtension],
+        listens: Sequence[Hashable],
+        when_done: Callable[[nn.Module], None],
+    ) -> None:
+        self.extensions = extensions
+        self.listens = listens
+        self.when_done = when_done
+        self.states: dict[int, ParameterState] = {}
+        self.saved: list[tuple[Tensor, str]] = []
+        self.handles: list[Any] = []
+
+    def state_of(self, param: Tensor, module: nn.Module) -> ParameterState:
+        """The state of a parameter; its modules are announced when it is finished."""
+        state = self.states.setdefault(id(param), ParameterState(param))
+        if all(module is not m for m in state.modules):
+            state.modules.append(module)
+        return state
+
+    def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
+        """One more use of a parameter has been reached by a sweep."""
+        if key not in state.uses:
+            mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
+            rows, samples = any(e.needs_rows for e in mine), any(e.needs_samples for e in mine)
+            state.uses[key] = Uses(state.param, batch_size, rows, samples)
+        state.uses[key].uses.append(use)
+
+    # ---- gradients that autograd computes anyway -------------------------------------------------------
+    def expect_gradients(self, record: Record, states: dict[str, ParameterState]) -> None:
+        """Catch the gradients that autograd is about to compute for this call, where an extension wants them."""
+        if not any(e.needs_gradient and e.subsampling is None for e in self.extensions):
+            return
+        edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
+        for name, (node, position) in edges.items():
+            states[name].awaited_gradients += 1
+            self.handles.append(node.register_hook(self.catcher(states[name], position)))
+
+    def catcher(self, state: ParameterState, position: int) -> Callable[..., None]:
+        """A hook that stores one gradient contribution and finishes the parameter with the last one."""
+        fired = False
+
+        def catch_gradient(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
+            nonlocal fired
+            gradient = grad_inputs[position]
+            if fired or gradient is None or self.states.get(id(state.param)) is not state:
+                return
+            fired = True
+            state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
+            state.awaited_gradients -= 1
+            if state.awaited_gradients == 0 and OPEN_USES[id(state.param)] <= 0:
+                self.finish(state, final=True)
+
+        return catch_gradient
+
+    # ---- fields ------------------------------------------------------------------------------------
+    def finish(self, state: ParameterState, final: bool = False) -> None:
+        """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
+        for index, (extension, key) in enumerate(zip(self.extensions, self.listens, strict=True)):
+            if index in state.done or key not in state.uses:
+                continue
+            if extension.needs_gradient and state.awaited_gradients > 0 and not final:
+                continue
+            uses = state.uses[key]
+            if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
+                uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
+            state.done.add(index)
+            self.save(state.param, extension.savefield, extension.value(uses))
+        if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
+            state.uses, state.gradients = {}, []
+            for module in state.modules:
+                self.finish_module(module)
+
+    def is_waiting(self, module: nn.Module) -> bool:
+        """Whether a parameter of the module is not final yet."""
+        return any(state.uses and any(module is m for m in state.modules) for state in self.states.values())
+
+    def finish_module(self, module: nn.Module) -> None:
+        """Announce a module once none of its parameters waits any more."""
+        if not self.is_waiting(module):
+            self.when_done(module)
+
+    def finish_all(self) -> None:
+        """The backward pass is over: nothing more will come."""
+        for state in self.states.values():
+            self.finish(state, final=True)
+
+    def save(self, param: Tensor, name: str, value: Any) -> None:
+        """Attach a result to its parameter."""
+        if isinstance(value, Tensor) and value.dtype != param.dtype:
+            value = value.to(param.dtype)
+        setattr(param, name, value)
+        self.saved.append((param, name))
+
+    def discard(self) -> None:
+        """Remove the fields that this backward pass has saved."""
+        for param, name in self.saved:
+            param.__dict__.pop(name, None)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.states, self.saved = {}, []
+
+
+def is_trained(param: Tensor) -> bool:
+    """Whether a parameter gets fields: a leaf that requires a gradient."""
+    return param.requires_grad and param.is_leaf
