@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bpk import engine
 from bpk.context import CTX, backpack
-from bpk.graph import Source, gradient_edge, trace, upstream
+from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
 from bpk.jacobians.loss import Loss
@@ -28,6 +28,7 @@ from bpk.parameters import Parameters, is_trained
 from bpk.recorder import OPEN_USES, Record
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
+from bpk.survey import require_one_batch, require_own_use, require_separate_samples, upstream
 from bpk.sweeps import Step, Sweep
 
 
@@ -98,10 +99,9 @@ class Backward:
         require_batch(record)
         for extension in self.extensions:
             check_samples(extension, record)
-        above = upstream(record) if self.second_order and record.output.dim() == 0 else []
-        for checked in (*above, record):
-            self.require(checked)
-        self.largest = max([self.largest, *(upper.output.numel() for upper in above)])
+        self.require(record)
+        if isinstance(record.rule, Loss):
+            self.survey(record)
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         written = self.apply_module_extensions(record, grad)
@@ -115,6 +115,17 @@ class Backward:
         if not self.parameters.is_waiting(record.module):
             self.run_hook(record.module)
 
+    def survey(self, loss: Record) -> None:
+        """Check everything behind a loss before computing anything."""
+        above = upstream(loss, self.sources_of)
+        require_own_use([*above, loss], self.sources_of)
+        require_one_batch(loss, above, self.second_order)
+        if self.second_order:
+            for record in above:
+                self.require(record)
+            require_separate_samples([*above, loss], self.sources_of)
+        self.largest = max([self.largest, *(record.output.numel() for record in above)])
+
     def require(self, record: Record) -> None:
         """Refuse, before anything is computed, what some active extension cannot do."""
         for extension in self.extensions:
@@ -123,14 +134,18 @@ class Backward:
 
     def needs_input(self, record: Record) -> bool:
         """Whether anything upstream of the call waits for second-order quantities."""
-        return bool(self.sources_of(record))
+        return any(source.targets for source in self.sources_of(record).values())
 
     def sources_of(self, record: Record) -> dict[int, Source]:
         """By input index: where the call's inputs come from."""
         if id(record) not in self.sources:
-            traced = {index: trace(edge) for index, edge in enumerate(record.edges)} if self.second_order else {}
+            traced = {index: trace(edge) for index, edge in enumerate(record.edges)}
             self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
         return self.sources[id(record)]
+
+    def feeding(self, record: Record) -> dict[int, Source]:
+        """By input index: the recorded calls that feed the call's inputs."""
+        return {index: source for index, source in self.sources_of(record).items() if source.targets}
 
     def apply_rule(self, record: Record, rule: Rule, grad: Tensor, written: set[Hashable]) -> None:
         """Let every sweep pass the call, and collect what it brings for the call's parameters."""
@@ -150,7 +165,7 @@ class Backward:
             if sweep.samples not in views:
                 assert sweep.samples is not None
                 views[sweep.samples] = call if loss else call.subset(sweep.samples)
-            sources = self.sources_of(record) if sweep.second_order else dict[int, Source]()
+            sources = self.feeding(record) if sweep.second_order else dict[int, Source]()
             step = Step(record, rule, call, views[sweep.samples], grad, sources, reused, self.largest)
             if loss is None:
                 arrived = sweep.visit(step)
@@ -217,8 +232,8 @@ class Backward:
                     value = by_hand.extract(name, extension, record.module, g_inp, g_out, quantity)
                     self.parameters.save(param, extension.savefield, value)
             sent = by_hand.backpropagate(extension, record.module, g_inp, g_out, quantity)
-            if sweep is not None and sweep.second_order and self.sources_of(record):
-                sweep.take_back(record, self.sources_of(record), sent)
+            if sweep is not None and sweep.second_order and self.feeding(record):
+                sweep.take_back(record, self.feeding(record), sent)
         return written
 
     def gradients_of(self, record: Record, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -37,8 +37,8 @@ def when_finished(callback: Callable[[], None]) -> None:
 
 
 def is_transformed() -> bool:
-    """Whether a `torch.func` transform or a tracer is running the forward pass."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+    """Whether a `torch.func` transform is running the forward pass."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def belongings(node: Node) -> dict[str, Any]:

@@ -23,10 +23,12 @@ class Source:
 
     `targets` are recorded calls with the graph edge of their output. Without a `stretch` the input
     *is* the output of the only target; with one, plain autograd lies in between and is asked for the products.
+    `leaves` are the parameters that the stretch uses directly.
     """
 
     targets: tuple[tuple[Record, Edge], ...]
     stretch: Edge | None = None
+    leaves: tuple[Tensor, ...] = ()
 
     def pull(self, mat: Tensor) -> list[tuple[Record, Tensor]]:
         """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch."""
@@ -114,6 +116,7 @@ def trace(edge: Edge) -> Source | None:
     if direct is not None:
         return Source(((direct, edge),))
     targets: dict[int, tuple[Record, Edge]] = {}
+    leaves: list[Tensor] = []
     seen: set[Node] = {node}
     waiting = [node]
     while waiting:
@@ -124,21 +127,9 @@ def trace(edge: Edge) -> Source | None:
             elif upstream[0] is not None and upstream[0] not in seen:
                 seen.add(upstream[0])
                 waiting.append(upstream[0])
-    return Source(tuple(targets.values()), edge) if targets else None
-
-
-def upstream(record: Record) -> list[Record]:
-    """All recorded calls from which `record` descends."""
-    found: dict[int, Record] = {}
-    waiting = [record]
-    while waiting:
-        for edge in waiting.pop().edges:
-            source = trace(edge)
-            for producer, _ in source.targets if source else ():
-                if id(producer) not in found:
-                    found[id(producer)] = producer
-                    waiting.append(producer)
-    return list(found.values())
+                if upstream[0].name() == ACCUMULATE:
+                    leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
+    return Source(tuple(targets.values()), edge, tuple(leaves)) if targets or leaves else None
 
 
 def parameter_edges(node: Node, inputs: Sequence[Edge], params: dict[str, Tensor]) -> dict[str, tuple[Node, int]]:

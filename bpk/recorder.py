@@ -32,6 +32,9 @@ UNRECORDED = object()
 """Stashed where a layer changes a view in place: autograd then rebuilds the graph around the viewed tensor, so the
 layer is left to autograd as part of the stretch between two recorded calls."""
 
+NOTHING = torch.empty(0)
+"""Stands in for tensors that were let go."""
+
 Edge = tuple[Node | None, int]
 
 
@@ -62,7 +65,19 @@ def keep(x: Tensor) -> tuple[Tensor, Edge]:
 class Record:
     """One recorded call of a layer: module, rule, inputs, output, and the edges towards its inputs."""
 
-    __slots__ = ("module", "rule", "inputs", "edges", "output", "out_nr", "versions", "params", "open", "problem")
+    __slots__ = (
+        "edges",
+        "inputs",
+        "is_view",
+        "module",
+        "open",
+        "out_nr",
+        "output",
+        "params",
+        "problem",
+        "rule",
+        "versions",
+    )
 
     def __init__(
         self,
@@ -81,9 +96,9 @@ class Record:
         self.output = output
         self.out_nr = out_nr
         self.problem = problem
-        self.versions = tuple(x._version for x in inputs)
-        names = tuple(module._parameters) if rule is None else rule.params
-        self.params = {name: p for name in names if (p := getattr(module, name)) is not None}
+        self.is_view = False
+        self.versions = [x._version for x in (*inputs, output)]
+        self.params = parameters_of(module, rule)
         self.open = True
         for p in self.params.values():
             OPEN_USES[id(p)] += 1
@@ -100,10 +115,12 @@ class Record:
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
+        if self.rule is None or not self.rule.reads_values:
+            return Call(self.module, self.inputs, self.params, self.output)
         inputs = list(self.inputs)
-        for k, (x, version) in enumerate(zip(inputs, self.versions, strict=True)):
-            if x._version != version and (self.rule is None or self.rule.reads_values):
-                if self.rule is None or not self.rule.from_output or self.output._version != 1:
+        for k, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
+            if x._version != version:
+                if not self.rule.from_output or self.output._version != self.versions[-1]:
                     raise RuntimeError(
                         explain(
                             f"Input {k} of '{self.path}' ({type(self.module).__name__}) was changed in place after the "
@@ -129,8 +146,7 @@ class Record:
         self.close()
         if self.output is self.module.__dict__.get("output"):
             forget(self.module)
-        self.inputs, self.versions = (), ()
-        self.output = torch.empty(0)
+        self.inputs, self.output = (), NOTHING
 
     @property
     def released(self) -> bool:
@@ -150,7 +166,7 @@ class Visit:
         self.record = record
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        if CTX.passing is self.record:  # a product with this very call
+        if CTX.passing is self.record or self.record.module is DISSOLVED:
             return None
         if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
             return tuple(None if g is None else torch.zeros_like(g) for g in grads)
@@ -158,47 +174,61 @@ class Visit:
         return None
 
 
+INPUT_NAMES = tuple(f"input{k}" for k in range(16))
+"""Under which names the inputs of a layer are left on it."""
+
+
 def forget(module: nn.Module) -> None:
     """Remove the tensors that `record` left on a module (`input0`, ..., `output`)."""
-    for name in [n for n in module.__dict__ if n == "output" or (n.startswith("input") and n[5:].isdigit())]:
-        if isinstance(module.__dict__[name], Tensor):
-            del module.__dict__[name]
+    fields = module.__dict__
+    fields.pop("output", None)
+    for name in INPUT_NAMES:
+        if fields.pop(name, None) is None:
+            break
+
+
+def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
+    """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
+    own = module._parameters
+    names = own if rule is None else rule.params
+    return {name: p for name in names if (p := own[name] if name in own else getattr(module, name)) is not None}
 
 
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
-    stashed = module.__dict__.pop("_bpk_stash", None)
-    if stashed is UNRECORDED:
+    fields = module.__dict__
+    stashed = fields.pop("_bpk_stash", None)
+    if stashed is UNRECORDED or CTX.quiet or engine.is_transformed():
         return None
-    if CTX.quiet or engine.is_transformed():
-        return None
-    outs = [output] if isinstance(output, Tensor) else [t for t in output if isinstance(t, Tensor)]
-    live = [t for t in outs if t.requires_grad]
+    live = [t for t in ((output,) if isinstance(output, Tensor) else output) if isinstance(t, Tensor) and t.requires_grad]
     if not live:
         return None
-    if CTX.disabled:
-        leave_note(module, live[0])
-        return None
     out = live[0]
+    if CTX.disabled:
+        leave_note(module, out)
+        return None
     if kwargs:
         args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
     tensors = [x for x in args if isinstance(x, Tensor)]
     kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(tensors)]
+    node = out.grad_fn
     same = stashed is None and any(out is x for x in tensors)
-    replaced = same or out.grad_fn is None or OWNER in engine.belongings(out.grad_fn)
+    replaced = same or node is None or OWNER in engine.belongings(node)
     if replaced:  # the layer returned its input (nn.Identity, Dropout in evaluation): give it a node of its own
         out = out.view_as(out)
-    rule = REGISTRY.find(module)
-    problem = "it has several differentiable outputs." if len(live) > 1 else ""
-    inputs, edges = tuple(x for x, _ in kept), tuple(edge for _, edge in kept)
-    node = out.grad_fn
+        node = out.grad_fn
+    elif out._is_view() and not shares_memory(out, tensors):
+        out, replaced = Keep.apply(out), True  # no view of something internal, so that it may be changed in place
+        node = out.grad_fn
     assert node is not None
-    made = Record(module, rule, inputs, edges, out.detach(), out.output_nr, problem)
+    inputs, edges = tuple(x for x, _ in kept), tuple(edge for _, edge in kept)
+    problem = "it has several differentiable outputs." if len(live) > 1 else ""
+    made = Record(module, REGISTRY.find(module), inputs, edges, out.detach(), out.output_nr, problem)
+    made.is_view = out._is_view()
     engine.belongings(node)[OWNER] = made
     node.register_prehook(Visit(made))
-    fields = module.__dict__
-    for k, x in enumerate(inputs):
-        fields[f"input{k}"] = x.detach()
+    for name, x in zip(INPUT_NAMES, inputs, strict=False):
+        fields[name] = x.detach()
     fields["output"] = made.output
     if not replaced:
         return None
@@ -213,6 +243,7 @@ def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
         return
     x = args[0]
     if x._is_view():
+        dissolve(x.grad_fn)
         module.__dict__["_bpk_stash"] = UNRECORDED
         return
     kept, edge = keep(x)
@@ -220,6 +251,28 @@ def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
     if rule is not None and not rule.from_output and torch.is_grad_enabled():
         kept = Keep.apply(x.clone())
     module.__dict__["_bpk_stash"] = (kept, edge)
+
+
+def shares_memory(out: Tensor, inputs: list[Tensor]) -> bool:
+    """Whether a view looks at memory that an input looks at, too."""
+    return any(out._base is (x._base if x._is_view() else x) for x in inputs)
+
+
+def dissolve(node: Node | None) -> None:
+    """Forget the records of views that lead to a tensor which is about to be changed in place."""
+    while node is not None:
+        found = engine.belongings(node).get(OWNER)
+        if found is not None and not found.is_view:
+            return
+        if found is not None:
+            found.close()
+            del engine.belongings(node)[OWNER]
+            found.module = DISSOLVED
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+
+
+DISSOLVED = nn.Identity()
+"""The module of a record that was dissolved."""
 
 
 class Forgotten:

@@ -91,9 +91,7 @@ class Affine(LinearInEach):
             return super().squared_sum(call, mat, param, weights, per_sample)
         if param == "weight":
             columns, width = self.as_columns(call, mat), self._matrix_shape(call)[2]
-            squares = gemm.squared_sum(
-                lambda part: self.patches(call, part), columns, width, weights, per_sample
-            )
+            squares = gemm.squared_sum(lambda part: self.patches(call, part), columns, width, weights, per_sample)
             return self.as_weight(call, squares)
         rows = gemm.wide(self._bias_rows(call, mat)).square()
         if weights is not None:
@@ -116,15 +114,14 @@ class Affine(LinearInEach):
             return None
         n = call.batch_size
         moment = self.moment(call, approximation == "reduce")
-        return moment / (n * self.positions(call) if approximation == "expand" else n)
+        divisor = n * self.positions(call) if approximation == "expand" else n
+        return moment / divisor if torch.is_grad_enabled() else moment.div_(divisor)
 
     def moment(self, call: Call, average: bool) -> Tensor:
         """`sum_n sum_t a a^T` `[I, I]`, mean over groups; of the mean over positions where `average`."""
         groups, _, width = self._matrix_shape(call)
         n, t = call.batch_size, self.positions(call)
-        return gemm.second_moment(
-            lambda part: self.patches(call, part), n, groups, width, t, call.inputs[0], average
-        )
+        return gemm.second_moment(lambda part: self.patches(call, part), n, groups, width, t, call.inputs[0], average)
 
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """Rows whose Gram matrix is `G` `[G O, G O]`: positions summed, or one row for each ("expand")."""

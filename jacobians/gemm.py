@@ -163,4 +163,4 @@ def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Te
         else:
             rows = a.transpose(2, 3).reshape(-1, width)
             total = total + rows.T @ rows
-    return (total / g).to(like.dtype)
+    return (total / g if g > 1 else total).to(like.dtype)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
-import torch
 from torch import Tensor
 
 from bpk.jacobians import gemm
 from bpk.jacobians.unfold import windows
+
+Blocks = dict[tuple[int, int], Tensor]
 
 
 def patch_moment(
@@ -30,18 +31,20 @@ def patch_moment(
     first = padded(slice(0, min(n, 1)))
     channels, rest, rows = first.shape[1], tuple(kernel[1:]), kernel[0]
     width = channels * prod(rest)
-    like = gemm.wide(first)
-    blocks = torch.zeros(rows, rows, width, width, dtype=like.dtype, device=like.device)
+    blocks: Blocks = {}
     for part in gemm.chunks(n, width * first.shape[2] * prod(size[1:]) // 8, first.device):
         lines = _lines(gemm.wide(padded(part)), rest, stride[1:], dilation[1:])
         for gap in range(rows):
             for members in _shared(rows - gap, stride[0], dilation[0]):
                 _add_shared(blocks, lines, members, gap, stride[0], dilation[0], size[0])
-    for k in range(rows):
-        for j in range(k):
-            blocks[k, j] = blocks[j, k].T
-    split = blocks.reshape(rows, rows, channels, prod(rest), channels, prod(rest))
-    return split.permute(2, 0, 3, 4, 1, 5).reshape(channels * prod(kernel), -1)
+    if not blocks:
+        return first.new_zeros(channels * prod(kernel), channels * prod(kernel))
+    moment = next(iter(blocks.values())).new_empty(channels, rows, prod(rest), channels, rows, prod(rest))
+    for (k, j), block in blocks.items():
+        moment[:, k, :, :, j] = block.view(channels, prod(rest), channels, prod(rest))
+        if k != j:
+            moment[:, j, :, :, k] = block.T.reshape(channels, prod(rest), channels, prod(rest))
+    return moment.view(channels * prod(kernel), -1)
 
 
 def _lines(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
@@ -63,7 +66,7 @@ def _shared(count: int, stride: int, dilation: int) -> list[list[int]]:
 
 
 def _add_shared(
-    blocks: Tensor, lines: Tensor, members: Sequence[int], gap: int, stride: int, dilation: int, size: int
+    blocks: Blocks, lines: Tensor, members: Sequence[int], gap: int, stride: int, dilation: int, size: int
 ) -> None:
     """Add to the blocks `(k, k + gap)` of all `k` in `members`, which see the same pairs of rows."""
     remainder = members[0] * dilation % stride
@@ -81,13 +84,21 @@ def _add_shared(
 
     if high >= low + size:  # nothing in common
         for k, start in starts.items():
-            blocks[k, k + gap] += product(start, start + size)
+            _add(blocks, (k, k + gap), product(start, start + size))
         return
     core = product(high, low + size)
     for k in members:
-        blocks[k, k + gap] += core
+        _add(blocks, (k, k + gap), core)
     for t in (*range(low, high), *range(low + size, high + size)):
         border = product(t, t + 1)
         for k, start in starts.items():
             if start <= t < start + size:
                 blocks[k, k + gap] += border
+
+
+def _add(blocks: Blocks, key: tuple[int, int], value: Tensor) -> None:
+    """Add to a block, or begin it (with a copy: others share the value)."""
+    if key in blocks:
+        blocks[key] += value
+    else:
+        blocks[key] = value.clone()

@@ -107,9 +107,9 @@ class Multilinear(LinearInEach):
         values = [*inputs, *(params[name] for name in self.factors)]
         lengths: dict[str, int] = {}
         fits = len(values) == len(self._axes)
-        for axes, value in zip(self._axes, values):
+        for axes, value in zip(self._axes, values, strict=False):
             fits = fits and value.dim() == len(axes)
-            for axis, length in zip(axes, value.shape):
+            for axis, length in zip(axes, value.shape, strict=False):
                 fits = fits and lengths.setdefault(axis, length) == length
         if not fits:
             shapes = ", ".join(str(list(v.shape)) for v in values)
@@ -143,9 +143,11 @@ class Multilinear(LinearInEach):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         if isinstance(wrt, str) and wrt in self.added:
-            extra = call.output.dim() - 1 - call.params[wrt].dim()
-            rows = mat.sum(tuple(range(2, 2 + extra))) if extra else mat
-            return self._unbroadcast(rows.sum(1) if sum_batch else rows, call.params[wrt])
+            shape = call.params[wrt].shape
+            ones = (1,) * (call.output.dim() - 1 - len(shape))
+            rows = mat.sum_to_size(*mat.shape[:2], *ones, *shape[-mat.dim() + 2 :])
+            rows = rows.reshape(*mat.shape[:2], *shape)
+            return rows.sum(1) if sum_batch else rows
         k = self._names().index(wrt)
         terms, values = self._others(call, k)
         target = self._axes[k]
@@ -181,17 +183,10 @@ class Multilinear(LinearInEach):
     ) -> Tensor:
         """Multiply columns with the other operands; an axis that only the operand has is spread over."""
         present = set(self._out).union(*terms)
-        lonely = [(a, length) for a, length in zip(axes, shape) if a not in present]
+        lonely = [(a, length) for a, length in zip(axes, shape, strict=True) if a not in present]
         ones = [mat.new_ones(length) for _, length in lonely]
         equation = ",".join([self._free + self._out, *terms, *(a for a, _ in lonely)])
         return torch.einsum(f"{equation}->{self._free}{target}", mat, *values, *ones)
-
-    @staticmethod
-    def _unbroadcast(rows: Tensor, param: Tensor) -> Tensor:
-        for axis, length in enumerate(reversed(param.shape), start=1):
-            if length == 1 and rows.shape[-axis] != 1:
-                rows = rows.sum(-axis, keepdim=True)
-        return rows
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -223,11 +218,11 @@ def _parse(pattern: str, params: int) -> tuple[list[str], str]:
         raise RuleError(
             explain(f"'{pattern}' is not a multilinear pattern.", reason, "write, e.g., 'n t i, o i -> n t o'.")
         )
-    letter = dict(zip(words, _LETTERS))
+    letter = dict(zip(words, _LETTERS, strict=False))
     return ["".join(letter[w] for w in part) for part in operands], "".join(letter[w] for w in out)
 
 
 def _spell(pattern: str, lengths: Mapping[str, int]) -> str:
     """Axis lengths under the words of the pattern."""
     words = list(dict.fromkeys(pattern.replace("->", " ").replace(",", " ").split()))
-    return ", ".join(f"{w}={lengths[c]}" for w, c in zip(words, _LETTERS) if c in lengths)
+    return ", ".join(f"{w}={lengths[c]}" for w, c in zip(words, _LETTERS, strict=False) if c in lengths)

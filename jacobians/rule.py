@@ -9,6 +9,7 @@ Shapes: `V` free columns, `N` samples, `*out`/`*in` without the batch axis, `*p`
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,9 +69,14 @@ class Example:
         return tuple(x.to(dtype) if x.is_floating_point() else x for x in drawn)
 
     def __str__(self) -> str:
-        shown = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        shown = [_spell(a) for a in self.args] + [f"{k}={_spell(v)}" for k, v in self.kwargs.items()]
         name = getattr(self.layer, "__name__", str(self.layer))
         return f"{name}({', '.join(shown)}){'.train' if self.train else ''} on {'x'.join(map(str, self.shapes[0]))}"
+
+
+def _spell(value: Any) -> str:
+    """`repr`, but functions by name: the names of tests hold no addresses."""
+    return value.__name__ if inspect.isroutine(value) else repr(value)
 
 
 def case(

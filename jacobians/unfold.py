@@ -17,7 +17,7 @@ def windows(
     if any(padding):
         x = F.pad(x, [p for p in reversed(padding) for _ in range(2)])
     d = len(kernel)
-    for axis, (k, s, gap) in enumerate(zip(kernel, stride, dilation), start=2):
+    for axis, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(axis, gap * (k - 1) + 1, s)[..., ::gap]
     return x.permute(0, 1, *range(2 + d, 2 + 2 * d), *range(2, 2 + d))
 
@@ -49,10 +49,11 @@ def unfold_transposed(
     n, c = x.shape[:2]
     spread = x
     if any(s > 1 for s in stride):
-        spread = x.new_zeros(n, c, *((length - 1) * s + 1 for length, s in zip(x.shape[2:], stride)))
-        spread[(..., *(slice(None, None, s) for s in stride))] = x
+        spread = x.new_zeros(n, c, *((length - 1) * s + 1 for length, s in zip(x.shape[2:], stride, strict=True)))
+        at = (slice(None), slice(None)) + tuple(slice(None, None, s) for s in stride)
+        spread[at] = x
     margins: list[int] = []
-    for k, p, gap, length, wanted in zip(kernel, padding, dilation, spread.shape[2:], size):
+    for k, p, gap, length, wanted in zip(kernel, padding, dilation, spread.shape[2:], size, strict=True):
         before = gap * (k - 1) - p
         margins = [before, wanted + gap * (k - 1) - before - length, *margins]
     ones, none = (1,) * len(kernel), (0,) * len(kernel)
@@ -72,6 +73,5 @@ def pad_adjoint(g: Tensor, margins: Sequence[int], mode: str, shape: Sequence[in
         return F.pad(x, list(margins), mode)
 
     point = torch.zeros(*g.shape[:2], *shape, dtype=g.dtype, device=g.device)
-    _, pull = torch.func.vjp(pad, point)
-    back: Tensor = pull(g)[0]
-    return back
+    pull = torch.func.vjp(pad, point)[1]
+    return pull(g)[0]

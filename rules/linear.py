@@ -19,7 +19,8 @@ class FeaturesLast(Affine):
     """Outputs `[N, *t, O]`: one group, positions between batch and features."""
 
     def as_columns(self, call: Call, mat: Tensor) -> Tensor:
-        return mat.reshape(*mat.shape[:2], -1, mat.shape[-1]).transpose(2, 3)[:, :, None]
+        positions = mat.shape[2:-1].numel()
+        return mat.reshape(*mat.shape[:2], positions, mat.shape[-1]).transpose(2, 3)[:, :, None]
 
     def as_output(self, call: Call, columns: Tensor) -> Tensor:
         v, n, _, o, _ = columns.shape
@@ -42,7 +43,7 @@ class LinearRule(FeaturesLast):
 
     def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
         x = call.inputs[0][samples]
-        return x.reshape(x.shape[0], -1, x.shape[-1]).transpose(1, 2)[:, None]
+        return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1]).transpose(1, 2)[:, None]
 
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
         return gemm.linear(mat, call.params["weight"])
@@ -51,12 +52,12 @@ class LinearRule(FeaturesLast):
         return gemm.linear(mat, call.params["weight"].T)
 
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
-        x = call.inputs[0].reshape(-1, call.inputs[0].shape[-1])
+        x = call.inputs[0].flatten(0, -2)
         return torch.matmul(x, mat.transpose(1, 2)).reshape(mat.shape[0], *call.output.shape)
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
-        x = call.inputs[0].reshape(-1, call.inputs[0].shape[-1])
-        return torch.matmul(mat.reshape(mat.shape[0], x.shape[0], -1).transpose(1, 2), x)
+        x = call.inputs[0].flatten(0, -2)
+        return torch.matmul(mat.reshape(mat.shape[0], x.shape[0], mat.shape[-1]).transpose(1, 2), x)
 
 
 class BilinearRule(FeaturesLast):
@@ -68,7 +69,8 @@ class BilinearRule(FeaturesLast):
     def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
         left, right = (x[samples] for x in call.inputs)
         product = left[..., :, None] * right[..., None, :]
-        return product.reshape(left.shape[0], -1, left.shape[-1] * right.shape[-1]).transpose(1, 2)[:, None]
+        columns = product.reshape(left.shape[0], left.shape[1:-1].numel(), left.shape[-1] * right.shape[-1])
+        return columns.transpose(1, 2)[:, None]
 
     def _partial(self, call: Call, wrt: int) -> Tensor:
         """The weight contracted with the other input: `[N, *t, O, I_wrt]`."""

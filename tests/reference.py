@@ -67,7 +67,11 @@ class Reference:
         self.loss_of = loss_of
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.calls: list[LayerCall] = []
-        hooks = [m.register_forward_hook(self._see) for m in self.model.modules() if isinstance(m, KRONECKER)]
+        hooks = [
+            m.register_forward_hook(self._see, with_kwargs=True)
+            for m in self.model.modules()
+            if isinstance(m, KRONECKER)
+        ]
         self.seed = seed
         torch.manual_seed(seed)
         self.inputs = tuple(x.detach() for x in inputs)
@@ -77,8 +81,8 @@ class Reference:
         self.N = self.inputs[0].shape[0] if samples is None else samples
         self.D = self.pred.numel() // self.N
 
-    def _see(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        self.calls.append(LayerCall(module, tuple(x.detach() for x in inputs), output))
+    def _see(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+        self.calls.append(LayerCall(module, tuple(x.detach() for x in (*args, *kwargs.values())), output))
         return output.clone()  # a layer that works in place on it leaves `output` as it was
 
     # ---- first order -----------------------------------------------------------------------------
@@ -184,11 +188,17 @@ class Reference:
         """
         param, outputs = self.params[name], [call for call in self.calls if call.output.requires_grad]
         uses = [k for k, call in enumerate(outputs) if getattr(call.module, "weight", None) is param]
+        uses = [k for k in uses if self.feeds_prediction(outputs[k].output)]
         if not uses:
             return [self.ggn(name)]
-        jac = sum(of_bias(outputs[k].module, self._jacobians[1][k], outputs[k].output.shape) for k in uses)
+        jacs = [of_bias(outputs[k].module, self._jacobians[1][k], outputs[k].output.shape) for k in uses]
+        jac = torch.stack(jacs).sum(0)
         factor = (jac.transpose(1, 2) @ self.loss_hessian @ jac).sum(0)
-        return [factor, sum(input_factor(outputs[k].module, outputs[k].inputs) for k in uses)]
+        return [factor, torch.stack([input_factor(outputs[k].module, outputs[k].inputs) for k in uses]).sum(0)]
+
+    def feeds_prediction(self, output: Tensor) -> bool:
+        """Whether the graph leads from a layer's output to the prediction."""
+        return torch.autograd.grad(self.pred.sum(), output, retain_graph=True, allow_unused=True)[0] is not None
 
     # ---- recursions over a chain of layers -------------------------------------------------------
     @cached_property

@@ -117,7 +117,7 @@ def test_the_module_itself_as_model() -> None:
 
 
 def test_both_at_once_with_others() -> None:
-    model, loss_fn, x, y, ref = extended_problem()
+    model, loss_fn, x, y, _ = extended_problem()
     first, second = E.BatchGrad(), DiagGGNExact()
     first.set_module_extension(Scale, ScaleBatchGrad())
     second.set_module_extension(Scale, ScaleDiagGGN())

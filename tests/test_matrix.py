@@ -320,3 +320,55 @@ def test_subsampling(net: Network, subsampling: list[int]) -> None:
         for field, blocks in (("ggnmp", ref.ggn_batch(name)), ("hmp", ref.hessian_batch(name))):
             expected = (vector.flatten(1) @ blocks[subsampling].sum(0)).reshape(vector.shape)
             close(getattr(param, field)(vector), expected, f"{name}.{field}")
+
+
+@pytest.mark.parametrize("net", [pytest.param(n, id=str(n)) for n in HAND_MADE])
+def test_variance_of_some_samples(net: Network) -> None:
+    """Sums run over the chosen samples, divisors stay the whole batch's."""
+    ref, chosen = reference(net.name), [2, 0]
+    model = run(net, E.Variance(subsampling=chosen))
+    for name, param in model.named_parameters():
+        rows = ref.grad_batch(name)[chosen]
+        expected = rows.square().sum(0) / ref.N - (rows.sum(0) / ref.N).square()
+        close(param.variance, expected, name)
+
+
+def test_family_of_kronecker_factors() -> None:
+    """`HBP` with the right strategies is KFLR, KFRA and KFAC."""
+    from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
+
+    net = next(n for n in NETWORKS if n.name == "cnn")
+    exact = E.HBP(loss_hessian_strategy=LossHessianStrategy.EXACT)
+    averaged = E.HBP(
+        loss_hessian_strategy=LossHessianStrategy.SUM,
+        backprop_strategy=BackpropStrategy.BATCH_AVERAGE,
+        savefield="averaged",
+    )
+    model = run(net, exact, averaged, E.KFLR(), E.KFRA())
+    for name, param in model.named_parameters():
+        for found, expected in ((param.hbp, param.kflr), (param.averaged, param.kfra)):
+            assert len(found) == len(expected)
+            for f, e in zip(found, expected, strict=True):
+                close(f, e, name)
+    sampled = run(net, E.HBP(loss_hessian_strategy=LossHessianStrategy.SAMPLING, mc_samples=MC), E.KFAC(MC))
+    for name, param in sampled.named_parameters():
+        close(param.hbp[0], param.kfac[0], name)
+
+
+@pytest.mark.parametrize("name", ["logistic", "mlp"])
+def test_approximations_agree_without_weight_sharing(name: str) -> None:
+    net = next(n for n in NETWORKS if n.name == name)
+    runs = [run(net, E.KFLR(approximation=a)) for a in ("default", "expand", "reduce")]
+    for params in zip(*[m.parameters() for m in runs], strict=True):
+        for factor in range(len(params[0].kflr)):
+            for other in params[1:]:
+                close(other.kflr[factor], params[0].kflr[factor], "approximation")
+
+
+@pytest.mark.parametrize("name", ["linear-extra-axis", "cnn"])
+def test_approximations_have_the_same_shapes(name: str) -> None:
+    net = next(n for n in NETWORKS if n.name == name)
+    runs = [run(net, E.KFAC(approximation=a)) for a in ("default", "expand", "reduce")]
+    for params in zip(*[m.parameters() for m in runs], strict=True):
+        shapes = [[f.shape for f in p.kfac] for p in params]
+        assert shapes[0] == shapes[1] == shapes[2]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
@@ -44,6 +46,8 @@ def agrees(model: nn.Module, ref: Reference, **tolerance: float) -> None:
         v = torch.randn(2, *p.shape, dtype=p.dtype)
         torch.testing.assert_close(p.hmp(v).flatten(1), v.flatten(1) @ ref.hessian(name), **close)
         torch.testing.assert_close(p.ggnmp(v).flatten(1), v.flatten(1) @ ref.ggn(name), **close)
+        for found, expected in zip(p.kflr, ref.kflr(name), strict=True):
+            torch.testing.assert_close(found, expected, msg=lambda m, n=name: f"{n}.kflr: {m}", **close)
         mc = p.sqrt_ggn_mc
         torch.testing.assert_close(p.diag_ggn_mc, mc.square().sum((0, 1)), **close)
 
@@ -87,6 +91,27 @@ def test_in_place_activation(act: nn.Module) -> None:
     check(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), act, nn.Linear(4, 3)), rand(3, 4))
 
 
+ON_VIEWS = {
+    "linear over an axis": [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Flatten()],
+    "linear over an axis, smooth": [nn.Linear(4, 4), nn.SiLU(inplace=True), nn.Flatten()],
+    "linear over an axis, no bias": [nn.Linear(4, 4, bias=False), nn.ELU(inplace=True), nn.Flatten()],
+    "flatten": [nn.Linear(4, 4), nn.Flatten(), nn.ReLU(inplace=True)],
+    "flatten a convolution": [nn.Conv1d(2, 2, 1), nn.Flatten(), nn.SiLU(inplace=True)],
+    "unflatten": [nn.Flatten(), nn.Linear(8, 8), nn.Unflatten(1, (4, 2)), nn.ELU(inplace=True), nn.Flatten()],
+    "identity": [nn.Flatten(), nn.Linear(8, 8), nn.Identity(), nn.ReLU(inplace=True)],
+    "dropout that does nothing": [nn.Flatten(), nn.Linear(8, 8), nn.Dropout(), nn.SiLU(inplace=True)],
+    "dropout in place that does nothing": [nn.Flatten(), nn.Linear(8, 8), nn.Dropout(inplace=True), nn.Tanh()],
+    "twice in place": [nn.Linear(4, 4), nn.SiLU(inplace=True), nn.ReLU(inplace=True), nn.Flatten()],
+    "identity twice": [nn.Flatten(), nn.Linear(8, 8), nn.Identity(), nn.Identity(), nn.Sigmoid()],
+}
+
+
+@pytest.mark.parametrize("layers", list(ON_VIEWS.values()), ids=list(ON_VIEWS))
+def test_in_place_on_a_view(layers: list[nn.Module]) -> None:
+    """The output of a layer may be a view (of itself, or of its input); then it is changed in place."""
+    check(nn.Sequential(*layers, nn.Linear(8, 3)).eval(), rand(3, 2, 4))
+
+
 class Assembled(nn.Module):
     """Layers, and a function of them that is their forward pass."""
 
@@ -115,6 +140,17 @@ def output_used_twice_then_in_place(m: Any, x: Tensor) -> Tensor:
     h = m.one(x)
     z = m.two(h.clone().relu_()) + h
     return m.three(z)
+
+
+def into_flatten_that_does_nothing(m: Any, x: Tensor) -> Tensor:
+    return m.three(m.same(torch.tanh(m.two(m.same(torch.exp(m.one(x)))))))
+
+
+def over_an_axis_in_place(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x.unsqueeze(1).expand(-1, 2, -1))
+    h += 1
+    h[:, 0] = 0.5
+    return m.three(m.two(h).sigmoid_().sum(1))
 
 
 def skip(m: Any, x: Tensor) -> Tensor:
@@ -172,6 +208,43 @@ def called_in_parallel(m: Any, x: Tensor) -> Tensor:
     return m.three(torch.tanh(m.two(m.one(x))) + m.two(torch.sigmoid(m.one(2 * x))))
 
 
+def detached_branch(m: Any, x: Tensor) -> Tensor:
+    return m.three(torch.sigmoid(m.two(m.one(x))) + m.one(x).detach())
+
+
+def call_without_gradient(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    with torch.no_grad():
+        gate = m.two(h)
+    return m.three(torch.tanh(m.two(h)) * gate)
+
+
+def selected(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    return m.three(torch.where(h > 0, m.two(h), h.square()))
+
+
+def stacked(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    return m.three(torch.stack([h, m.two(h)], dim=1).prod(dim=1))
+
+
+def keyword_argument(m: Any, x: Tensor) -> Tensor:
+    return m.three(torch.tanh(m.two(input=m.one(x))))
+
+
+def checkpointed(m: Any, x: Tensor) -> Tensor:
+    def part(z: Tensor) -> Tensor:
+        return torch.tanh(m.two(z))
+
+    return m.three(checkpoint(part, m.one(x), use_reentrant=False))
+
+
+def maximum_over_an_axis(m: Any, x: Tensor) -> Tensor:
+    z = x.unsqueeze(1) * torch.tensor([1.0, -2.0], dtype=x.dtype)[:, None]
+    return m.three(m.two(m.one(z)).amax(dim=1))
+
+
 def output_not_used(m: Any, x: Tensor) -> Tensor:
     h = m.one(x)
     m.two(h)
@@ -184,6 +257,8 @@ def output_not_used(m: Any, x: Tensor) -> Tensor:
         add_in_place,
         activate_in_place,
         output_used_twice_then_in_place,
+        over_an_axis_in_place,
+        into_flatten_that_does_nothing,
         skip,
         gated,
         concatenated,
@@ -196,12 +271,86 @@ def output_not_used(m: Any, x: Tensor) -> Tensor:
         linear_in_a_loop,
         called_in_parallel,
         output_not_used,
+        detached_branch,
+        call_without_gradient,
+        selected,
+        stacked,
+        keyword_argument,
+        checkpointed,
+        maximum_over_an_axis,
     ],
     ids=lambda f: f.__name__,
 )
 def test_any_forward(forward: Any) -> None:
-    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3), "same": nn.Flatten()}
     check(Assembled(forward, **layers), rand(3, 3))
+
+
+def test_one_tensor_as_both_inputs() -> None:
+    class Quadratic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3), nn.Bilinear(3, 3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.one(x)
+            return self.two(h, h)
+
+    check(Quadratic(), rand(3, 3))
+
+
+def right_or_refused(model: nn.Module, x: Tensor, *words: str) -> None:
+    """Never silently wrong: every quantity that is saved is right, or a clear message says why not."""
+    loss_fn, y = nn.CrossEntropyLoss(), torch.randint(3, (x.shape[0],))
+    model = model.double()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    for extension, of in (
+        (E.BatchGrad, ref.grad_batch),
+        (E.BatchDiagGGNExact, ref.diag_ggn_batch),
+        (E.BatchDiagHessian, ref.diag_h_batch),
+    ):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                backward(model, loss_fn, x, y, extension())
+            except NotImplementedError as error:
+                assert all(w in str(error) for w in words), str(error)
+                continue
+        told = [str(w.message) for w in warned]
+        if any(all(w in message for w in words) for message in told):
+            continue
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                torch.testing.assert_close(getattr(p, FIELDS[extension]), of(name))
+
+
+def test_layer_weight_also_used_by_a_function() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.three(F.linear(torch.tanh(m.two(m.one(x))), m.two.weight))
+
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
+    right_or_refused(Assembled(forward, **layers), rand(3, 3), "weight")
+
+
+def test_batch_axis_merged_inside_the_model() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.two(torch.tanh(m.one(x.reshape(-1, 3))))
+        return m.three(h.reshape(-1, 2, 4).mean(1))
+
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
+    right_or_refused(Assembled(forward, **layers), rand(3, 2, 3), "batch")
+
+
+def test_samples_mixed_by_a_function() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.one(x))
+        return m.three(m.two(h - h.mean(0)))
+
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
+    model, loss_fn = extended(Assembled(forward, **layers).double())
+    with pytest.raises(NotImplementedError, match="sample"):
+        backward(model, loss_fn, rand(3, 3), torch.tensor([0, 1, 2]), E.DiagGGNExact())
 
 
 @pytest.mark.parametrize("exts", [FIRST_ORDER, (E.DiagGGNExact,), (E.DiagHessian,), (E.HMP,)], ids=str)

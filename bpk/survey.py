@@ -1,0 +1,92 @@
+"""Look at the whole graph behind a loss before anything is computed, and refuse what would go wrong silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from bpk.graph import Source
+from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.recorder import Record
+
+SourcesOf = Callable[[Record], dict[int, Source]]
+
+
+def upstream(record: Record, sources_of: SourcesOf) -> list[Record]:
+    """All recorded calls from which `record` descends."""
+    found: dict[int, Record] = {}
+    waiting = [record]
+    while waiting:
+        for source in sources_of(waiting.pop()).values():
+            for producer, _ in source.targets:
+                if id(producer) not in found:
+                    found[id(producer)] = producer
+                    waiting.append(producer)
+    return list(found.values())
+
+
+def require_own_use(records: Iterable[Record], sources_of: SourcesOf) -> None:
+    """Refuse parameters of layers that plain functions use as well: those uses are in `.grad`, but have no rule."""
+    known = {id(p): (r, name) for r in records for name, p in r.params.items()}
+    for record in records:
+        for leaf in (leaf for source in sources_of(record).values() for leaf in source.leaves):
+            if id(leaf) in known:
+                owner, name = known[id(leaf)]
+                raise UnsupportedLayer(
+                    explain(
+                        f"Parameter '{name}' of '{owner.path}' is also used by a plain function, before "
+                        f"'{record.path}' ({type(record.module).__name__}).",
+                        "that use contributes to its gradient, but no layer stands for it.",
+                        "replace the function by a module that holds the same parameter (other.weight = layer.weight).",
+                    )
+                )
+
+
+def require_one_batch(loss: Record, records: Iterable[Record], second_order: bool) -> None:
+    """Refuse graphs in which the batch axis was merged with another one, so that rows are no samples."""
+    concerned = [r for r in records if second_order or r.params]
+    sizes = {r.batch_size for r in concerned} | ({loss.batch_size} if second_order else set())
+    if len(sizes) <= 1:
+        return
+    odd = next((r for r in concerned if r.batch_size != loss.batch_size), loss)
+    raise UnsupportedLayer(
+        explain(
+            f"The batch axis has {odd.batch_size} rows at '{odd.path}' ({type(odd.module).__name__}) and "
+            f"{loss.batch_size} at the loss '{loss.path}'.",
+            "the batch axis was merged with another one in between, so that rows are not samples.",
+            "keep the batch axis apart: layers take extra axes ([N, T, D]), losses take [N, C, T].",
+        )
+    )
+
+
+def require_separate_samples(records: Iterable[Record], sources_of: SourcesOf) -> None:
+    """Refuse functions between layers that mix samples: what reaches one sample must come from that sample."""
+    for record in records:
+        for index, source in sources_of(record).items():
+            if source.stretch is not None and source.targets and mixes_samples(record.inputs[index], source):
+                raise UnsupportedLayer(
+                    explain(
+                        f"A function before '{record.path}' ({type(record.module).__name__}) mixes samples.",
+                        "second-order quantities are sums over samples that the model treats separately.",
+                        "compute statistics per sample, or use a first-order extension.",
+                    )
+                )
+
+
+def mixes_samples(at_input: Tensor, source: Source) -> bool:
+    """Whether a gradient at some samples of the end of a stretch reaches other samples at its beginning.
+
+    Samples are told apart by the binary digits of their numbers: for each digit, a gradient at all samples that have
+    it, and one at all that do not, must stay there.
+    """
+    n = at_input.shape[0]
+    numbers = torch.arange(n, device=at_input.device)
+    digits = torch.stack([(numbers >> k) & 1 for k in range(max(1, (n - 1).bit_length()))]).bool()
+    here = torch.cat([digits, ~digits])
+    probe = torch.arange(at_input.numel(), device=at_input.device).add(1.0).cos().add(1.5).to(at_input.dtype)
+    mask = here.reshape(*here.shape, *[1] * (at_input.dim() - 1))
+    with torch.no_grad():
+        pulled = source.pull(probe.reshape(at_input.shape) * mask)
+    return any(bool((part.flatten(2)[~here].nan_to_num(0.0) != 0).any()) for _, part in pulled)
