@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from functools import partial
 import torch
 from torch import Tensor, nn
 
@@ -153,6 +154,7 @@ class Backward:
         grad, call = matched(grad, record.call())
         call.pull = self.pull_through(record)
         if self.second_order:
+            call.saved = partial(engine.saved_tensor, engine.current_node())
             rule.capture(call)
         views: dict[tuple[int, ...] | None, Call] = {None: call}
         trained = {n: p for n, p in record.params.items() if is_trained(p)}
@@ -174,7 +176,7 @@ class Backward:
             elif sweep.second_order and sources:
                 announce(loss.flat, self.extensions)
                 sweep.start(step, loss)
-        call.pull = None
+        call.pull = call.saved = None
         if states:
             self.parameters.expect_gradients(record, states)
         for name, state in states.items():

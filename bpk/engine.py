@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
@@ -44,6 +45,12 @@ def is_transformed() -> bool:
 def belongings(node: Node) -> dict[str, Any]:
     """What a node of the graph owns: a dictionary that lives and dies with it."""
     return node.metadata  # type: ignore[return-value]  # a property, declared as a method in torch
+
+
+def saved_tensor(node: Node, name: str) -> Tensor | None:
+    """What a node keeps for its backward pass under `name` (see `torch.autograd.graph`), if it does."""
+    kept = getattr(node, f"_saved_{name}", None)
+    return kept if isinstance(kept, Tensor) else None
 
 
 _PROBE = torch.zeros(1, requires_grad=True)

@@ -21,7 +21,9 @@ class Call:
     Axis 0 of every input and of the output is the batch axis. `options` carries the
     hyperparameters as attributes (for a module: the module). `pull`, where present, multiplies
     `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules
-    of layers that draw random numbers need it.
+    of layers that draw random numbers need it. `saved`, where present, looks up what autograd kept
+    of the forward pass under a name, so that a rule need not compute it again. Both exist during
+    the backward pass only, for `Rule.capture`.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Call:
         self.params = dict(params)
         self.output = output
         self.pull = pull
+        self.saved: Callable[[str], Tensor | None] | None = None
         self._memo: dict[Hashable, Any] = {}
 
     @property

@@ -65,7 +65,7 @@ def kronecker(case: Case, param: str) -> None:
         return
     if factor is None:
         if call.params[param].numel() <= BLOCK_LIMIT:
-            expected = case.run("kron_output (default)", Rule.kron_output, rule, call, mat, param)
+            expected = case.run("jac_t_mat_prod", block, rule, call, mat, param)
             case.same("kron_output", got, expected, param, against="its definition")
         return
     size = got.shape[0]
@@ -79,7 +79,7 @@ def kronecker(case: Case, param: str) -> None:
         return
     case.same("kron_input", factor, factor.T, param, against="its transpose")
     for name in _added(case, size):
-        expected = case.run("kron_output (default)", Rule.kron_output, rule, call, mat, name)
+        expected = case.run("jac_t_mat_prod", block, rule, call, mat, name)
         case.same("kron_output", got, expected, param, against=f"the block of parameter '{name}'")
     if call.output[0].numel() == size and call.params[param].numel() <= BLOCK_LIMIT:
         one, column = call.subset([0]), mat[:1, :1]
@@ -88,8 +88,14 @@ def kronecker(case: Case, param: str) -> None:
             case.run("kron_input", rule.kron_input, one, param),
         )
         if left is not None and right is not None:
-            expected = case.run("kron_output (default)", Rule.kron_output, rule, one, column, param)
+            expected = case.run("jac_t_mat_prod", block, rule, one, column, param)
             case.same("kron_output", torch.kron(left, right), expected, param, against="the block of one sample")
+
+
+def block(rule: Rule, call: Call, mat: Tensor, param: str) -> Tensor:
+    """A parameter's whole GGN block `[P, P]` from columns `[V, N, *out]`."""
+    rows = rule.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(2).flatten(0, 1)
+    return rows.T @ rows
 
 
 def congruence(case: Case, wrt: Wrt) -> None:

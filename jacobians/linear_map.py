@@ -151,6 +151,12 @@ class Selection(Rule):
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO
 
+    def capture(self, call: Call) -> None:
+        """Take the indices that autograd kept, instead of looking for the maxima again."""
+        kept = call.saved("result1") if call.saved is not None else None
+        if kept is not None and kept.shape == call.output.shape and not kept.is_floating_point():
+            call.memo("indices", lambda: kept.flatten(-self.axes))
+
     def _flat_indices(self, call: Call) -> Tensor:
         """`[N, *channels, P_out]`, evaluated once per call."""
         return call.memo("indices", lambda: self.indices(call).flatten(-self.axes))
