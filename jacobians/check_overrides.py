@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.jacobians.call import Wrt
+from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.check_case import Case
 from bpk.jacobians.rule import Rule
 
