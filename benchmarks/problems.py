@@ -103,7 +103,10 @@ def c3d3_sigmoid() -> nn.Sequential:
 
 
 def all_cnn_c() -> nn.Sequential:
-    """All-CNN-C (Springenberg et al., 2015) without dropout, for 100 classes."""
+    """All-CNN-C (Springenberg et al., 2015) without dropout, for 100 classes.
+
+    The global average is an `AvgPool2d` over all 6 x 6 positions, which every peer knows.
+    """
     spec = [
         (3, 96, 3, 1, 1), (96, 96, 3, 1, 1), (96, 96, 3, 2, 1),
         (96, 192, 3, 1, 1), (192, 192, 3, 1, 1), (192, 192, 3, 2, 1),
@@ -112,7 +115,7 @@ def all_cnn_c() -> nn.Sequential:
     layers: list[nn.Module] = []
     for fan_in, fan_out, kernel, stride, padding in spec:
         layers += [nn.Conv2d(fan_in, fan_out, kernel, stride, padding), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*layers, nn.AvgPool2d(6), nn.Flatten())
 
 
 def tiny() -> nn.Sequential:

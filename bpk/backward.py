@@ -189,7 +189,9 @@ class Backward:
 
         def pull(vector: Tensor) -> Tensor:
             with CTX.quietly(record):
-                return torch.autograd.grad((gradient_edge(here),), (gradient_edge(edge),), (vector,), retain_graph=True)[0]
+                return torch.autograd.grad(
+                    (gradient_edge(here),), (gradient_edge(edge),), (vector,), retain_graph=True
+                )[0]
 
         return pull
 

@@ -202,4 +202,3 @@ def disable() -> Iterator[None]:
         yield
     finally:
         CTX.disabled = before
-

@@ -6,6 +6,7 @@ stable in practice; a change in a future version shows up here and nowhere else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,20 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
     """What a node keeps for its backward pass under `name` (see `torch.autograd.graph`), if it does."""
     kept = getattr(node, f"_saved_{name}", None)
     return kept if isinstance(kept, Tensor) else None
+
+
+def spare_memory(tensor: object) -> Tensor | None:
+    """The memory of a tensor as a flat tensor, if the caller's variable is the only thing that refers to it."""
+    if not isinstance(tensor, Tensor) or tensor.requires_grad or tensor.layout is not torch.strided:
+        return None
+    storage = tensor.untyped_storage()
+    # this function's argument, the caller's variable, and getrefcount's own argument; the tensor's and our handle
+    alone = sys.getrefcount(tensor) <= 3 and tensor._use_count() == 1  # type: ignore[attr-defined]
+    if not alone or torch._C._storage_Use_Count(storage._cdata) != 2:
+        return None
+    if storage.nbytes() != tensor.numel() * tensor.element_size():
+        return None
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))
 
 
 _PROBE = torch.zeros(1, requires_grad=True)

@@ -98,6 +98,7 @@ class Parameters:
             if extension.needs_gradient and state.awaited_gradients > 0 and not final:
                 continue
             uses = state.uses[key]
+            self.recycle(state.param, extension, uses)
             if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
                 uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
             state.done.add(index)
@@ -106,6 +107,12 @@ class Parameters:
             state.uses, state.gradients = {}, []
             for module in state.modules:
                 self.finish_module(module)
+
+    def recycle(self, param: Tensor, extension: BackpropExtension, uses: Uses) -> None:
+        """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
+        old = param.__dict__.pop(extension.savefield, None)
+        if (extension.needs_rows or extension.needs_samples) and not torch.is_grad_enabled():
+            uses.spare = engine.spare_memory(old)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
@@ -123,8 +130,9 @@ class Parameters:
 
     def save(self, param: Tensor, name: str, value: Any) -> None:
         """Attach a result to its parameter."""
-        if isinstance(value, Tensor) and value.dtype != param.dtype:
+        if isinstance(value, Tensor):
             value = value.to(param.dtype)
+            value = value if value.requires_grad else value.detach()  # a view would keep its base alive
         setattr(param, name, value)
         self.saved.append((param, name))
 

@@ -200,7 +200,9 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     stashed = fields.pop("_bpk_stash", None)
     if stashed is UNRECORDED or CTX.quiet or engine.is_transformed():
         return None
-    live = [t for t in ((output,) if isinstance(output, Tensor) else output) if isinstance(t, Tensor) and t.requires_grad]
+    live = [
+        t for t in ((output,) if isinstance(output, Tensor) else output) if isinstance(t, Tensor) and t.requires_grad
+    ]
     if not live:
         return None
     out = live[0]

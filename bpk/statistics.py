@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bpk.jacobians.call import Call
 from bpk.jacobians.rule import Rule, add_up
+from bpk.sweeps import PIECE
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class Uses:
         self.keeps_samples = keeps_samples
         self.uses: list[Use] = []
         self.gradient: Tensor | None = None
+        self.spare: Tensor | None = None
         self._memo: dict[Hashable, Any] = {}
 
     def memo(self, key: Hashable, compute: Callable[[], T]) -> T:
@@ -86,15 +88,42 @@ class Uses:
         assert total is not None
         return total
 
+    def blocks(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The columns of the only use with their signs, small blocks joined."""
+        joined: list[tuple[list[Tensor], list[Tensor]]] = []
+        for key, mat in self.uses[0].arrived.blocks.items():
+            signs = self.signs(key)
+            if not joined or sum(m.numel() for m in joined[-1][0]) + mat.numel() > PIECE:
+                joined.append(([], []))
+            joined[-1][0].append(mat)
+            joined[-1][1].extend(() if signs is None else (signs,))
+        return [(join(mats), join(signs) if signs else None) for mats, signs in joined]
+
     def all_rows(self) -> Tensor:
         """`[V, N, *p]` over all blocks."""
-        if self.simple:
-            use = self.uses[0]
-            mats = list(use.arrived.blocks.values())
-            mat = mats[0] if len(mats) == 1 else torch.cat(mats)
-            return self.memo("all rows", lambda: use.rule.jac_t_mat_prod(use.call, mat, use.name, sum_batch=False))
-        rows = [self.rows(key) for key in self.keys]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return self.memo("all rows", self._all_rows)
+
+    def _all_rows(self) -> Tensor:
+        if not self.simple:
+            return join([self.rows(key) for key in self.keys])
+        use, mats = self.uses[0], [mat for mat, _ in self.blocks()]
+        if len(mats) == 1 or torch.is_grad_enabled():
+            return join([self.rows_of(use, mat, self.spare) for mat in mats])
+        shape = (sum(map(len, mats)), *mats[0].shape[1:2], *use.call.params[use.name].shape)
+        use.call.spare = self.spare
+        rows = use.call.empty(shape, mats[0])
+        for mat, part in zip(mats, rows.split([len(mat) for mat in mats]), strict=True):
+            found = self.rows_of(use, mat, part.view(-1))
+            if found.data_ptr() != part.data_ptr() or found.stride() != part.stride():
+                part.copy_(found.clone())
+        return rows
+
+    def rows_of(self, use: Use, mat: Tensor, spare: Tensor | None) -> Tensor:
+        """The rows of some columns, written into spare memory where the rule can."""
+        use.call.spare = spare
+        rows = use.rule.jac_t_mat_prod(use.call, mat, use.name, sum_batch=False)
+        use.call.spare = None
+        return rows
 
     def squared_sum(self, per_sample: bool = False) -> Tensor:
         """`sum_v s_v (rows_v)^2`, elementwise: `[*p]`, or `[N, *p]` where `per_sample`."""
@@ -103,22 +132,25 @@ class Uses:
     def _squared_sum(self, per_sample: bool) -> Tensor:
         if not per_sample and self.keeps_samples:
             return self.squared_sum(per_sample=True).sum(0)
-        if self.simple and self.keeps_rows:
+        if not self.simple:
+            return add_up([squares(self.rows(key), self.signs(key), per_sample) for key in self.keys])
+        if self.keeps_rows:
             signs = [known for key in self.keys if (known := self.signs(key)) is not None]
-            return squares(self.all_rows(), torch.cat(signs) if signs else None, per_sample)
-        return add_up([self._squares_of(key, per_sample) for key in self.keys])
-
-    def _squares_of(self, key: Hashable, per_sample: bool) -> Tensor:
-        if self.simple:
-            use = self.uses[0]
-            return use.rule.squared_sum(use.call, use.arrived.blocks[key], use.name, self.signs(key), per_sample)
-        return squares(self.rows(key), self.signs(key), per_sample)
+            return squares(self.all_rows(), join(signs) if signs else None, per_sample)
+        use, total = self.uses[0], None
+        for mat, known in self.blocks():
+            use.call.spare = self.spare if total is None else None
+            part = use.rule.squared_sum(use.call, mat, use.name, known, per_sample)
+            total = part if total is None else total + part if torch.is_grad_enabled() else total.add_(part)
+        use.call.spare = None
+        assert total is not None
+        return total
 
     def norm_squared(self) -> Tensor:
         """`[N]`: squared norms of the rows of a single column."""
         if self.simple and not self.keeps_rows:
-            use, key = self.uses[0], self.keys[0]
-            return use.rule.norm_squared(use.call, use.arrived.blocks[key][0], use.name)
+            use = self.uses[0]
+            return use.rule.norm_squared(use.call, self.blocks()[0][0][0], use.name)
         rows = self.all_rows()[0].flatten(1)
         if torch.is_grad_enabled():
             return rows.square().sum(1)
@@ -178,6 +210,11 @@ class Uses:
         outputs = add_up([use.rule.congruence(use.call, use.arrived, use.name) for use in self.uses])
         inputs = self.input_factor()
         return [outputs] if inputs is None else [outputs, inputs]
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """Tensors one after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:

@@ -83,9 +83,7 @@ class Stretch:
         return mat.index_select(1, torch.as_tensor(self.samples, device=mat.device))
 
 
-def derivative(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Sequence[Tensor]
-) -> list[Tensor | None]:
+def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Sequence[Tensor]) -> list[Tensor | None]:
     """Transposed-Jacobian products of a recorded function, for columns `[V, ...]`."""
     columns = [column.to(out.dtype) for out, column in zip(outputs, columns, strict=True)]
     with CTX.quietly():

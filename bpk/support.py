@@ -63,7 +63,9 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         name: How the advice calls the layer's class.
     """
     if extension.sweep() is None:
-        return Support(Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND)
+        return Support(
+            Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND
+        )
     if rule is None:
         return Support(Kind.REFUSED, NO_RULE, WRITE_RULE.format(name=name))
     reason = rule.obstacle(call) if call is not None and extension.second_order else None

@@ -112,7 +112,6 @@ class Sweep(ABC):
             )
         return payload
 
-
     def hand_over(self, record: Record) -> Any:
         """What has arrived at a call, for a module extension that a user wrote."""
         raise self.no_module_extension(record)
@@ -232,7 +231,9 @@ class SignedHessian(SquareRoot):
         root, signs = loss.hessian_columns(step.full)
         scale = step.grad
         mats = step.pieces(self.rows(root, 1) * scale.abs().sqrt())
-        for k, (mat, part) in enumerate(zip(mats, (self.rows(signs, 1) * scale.sign()).split(len(mats[0])), strict=True)):
+        for k, (mat, part) in enumerate(
+            zip(mats, (self.rows(signs, 1) * scale.sign()).split(len(mats[0])), strict=True)
+        ):
             self.send(step.sources[0], ("loss", id(step.record), k), mat, part)
 
     def visit(self, step: Step) -> Columns:

@@ -11,6 +11,7 @@ its input; everything that concerns weight and bias follows here, once.
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,7 +80,8 @@ class Affine(LinearInEach):
             return self.weight_adjoint(call, mat)
         if wrt == "weight":
             width = self._matrix_shape(call)[2]
-            rows = gemm.per_sample(lambda part: self.patches(call, part), self.as_columns(call, mat), width)
+            columns = self.as_columns(call, mat)
+            rows = gemm.per_sample(partial(self.patches, call), columns, width, call.empty)
             return self.as_weight(call, rows)
         rows = self._bias_rows(call, mat)
         return rows.sum(1) if sum_batch else rows
@@ -91,7 +93,8 @@ class Affine(LinearInEach):
             return super().squared_sum(call, mat, param, weights, per_sample)
         if param == "weight":
             columns, width = self.as_columns(call, mat), self._matrix_shape(call)[2]
-            squares = gemm.squared_sum(lambda part: self.patches(call, part), columns, width, weights, per_sample)
+            patches = partial(self.patches, call)
+            squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
             return self.as_weight(call, squares)
         rows = gemm.wide(self._bias_rows(call, mat)).square()
         if weights is not None:
@@ -102,7 +105,7 @@ class Affine(LinearInEach):
         if param != "weight":
             return gemm.wide(self._bias_rows(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        return gemm.norm_squared(lambda part: self.patches(call, part), columns, width)
+        return gemm.norm_squared(partial(self.patches, call), columns, width)
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.
@@ -121,7 +124,7 @@ class Affine(LinearInEach):
         """`sum_n sum_t a a^T` `[I, I]`, mean over groups; of the mean over positions where `average`."""
         groups, _, width = self._matrix_shape(call)
         n, t = call.batch_size, self.positions(call)
-        return gemm.second_moment(lambda part: self.patches(call, part), n, groups, width, t, call.inputs[0], average)
+        return gemm.second_moment(partial(self.patches, call), n, groups, width, t, call.inputs[0], average)
 
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """Rows whose Gram matrix is `G` `[G O, G O]`: positions summed, or one row for each ("expand")."""

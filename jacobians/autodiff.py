@@ -56,9 +56,7 @@ def factor(dense: Tensor) -> tuple[Tensor, Tensor]:
     return columns.to(dense.dtype), values.sign().T.to(dense.dtype)
 
 
-def residual_columns(
-    rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]
-) -> tuple[dict[Wrt, Tensor], Tensor]:
+def residual_columns(rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]) -> tuple[dict[Wrt, Tensor], Tensor]:
     """Eigendecompose the dense residual of every sample, jointly over `wrts`."""
     dense = [_dense_residual(rule, call, grad_out, wrts, n) for n in range(call.batch_size)]
     vectors, signs = factor(torch.stack(dense))

@@ -23,7 +23,7 @@ class Call:
     `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules
     of layers that draw random numbers need it. `saved`, where present, looks up what autograd kept
     of the forward pass under a name, so that a rule need not compute it again. Both exist during
-    the backward pass only, for `Rule.capture`.
+    the backward pass only, for `Rule.capture`. `spare` is contiguous memory that `empty` may hand out.
     """
 
     def __init__(
@@ -40,12 +40,28 @@ class Call:
         self.output = output
         self.pull = pull
         self.saved: Callable[[str], Tensor | None] | None = None
+        self.spare: Tensor | None = None
         self._memo: dict[Hashable, Any] = {}
 
     @property
     def batch_size(self) -> int:
         """`N`, the number of samples."""
         return self.inputs[0].shape[0]
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for a result, of the dtype and on the device of `like`: the spare memory, where it fits.
+
+        On processors new memory costs up to ten times more than writing to memory that is in use already.
+        """
+        spare, self.spare = self.spare, None
+        size = torch.Size(shape)
+        if (
+            spare is not None
+            and spare.numel() == size.numel()
+            and (spare.dtype, spare.device) == (like.dtype, like.device)
+        ):
+            return spare.view(size)
+        return torch.empty(size, dtype=like.dtype, device=like.device)
 
     def memo(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return `compute()`, evaluated once per call and shared by all who ask for `key`."""
@@ -106,9 +122,7 @@ class Call:
         (torch.Size([4, 3]), 4)
         """
         with torch.enable_grad():
-            live = [
-                x.detach().requires_grad_() if x.is_floating_point() else x.detach() for x in inputs
-            ]
+            live = [x.detach().requires_grad_() if x.is_floating_point() else x.detach() for x in inputs]
             out = module(*[x * 1 if x.requires_grad else x for x in live])  # survives in-place layers
         output = out if isinstance(out, Tensor) else next(t for t in out if isinstance(t, Tensor))
 

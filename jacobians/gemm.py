@@ -7,12 +7,13 @@ samples at a time and stay in the processor's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 Patches = Callable[[slice], Tensor]
+Empty = Callable[[Sequence[int], Tensor], Tensor]
 CACHE = 1 << 18
 """How many numbers a buffer holds that should stay in cache (on a processor)."""
 MEMORY = 1 << 26
@@ -72,12 +73,12 @@ def products(patches: Patches, m: Tensor, width: int) -> Iterator[tuple[int, int
             yield k, first, linear(rows, a).view(-1, o, width)
 
 
-def per_sample(patches: Patches, m: Tensor, width: int) -> Tensor:
-    """`sum_t m a^T` for every sample: `[V, N, G, O, I]`."""
+def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty) -> Tensor:
+    """`sum_t m a^T` for every sample: `[V, N, G, O, I]`, in memory that `empty` hands out."""
     v, n, g, o, t = m.shape
     if torch.is_grad_enabled():
         return torch.matmul(m, patches(slice(0, n)).transpose(-1, -2))
-    out = torch.empty((v, n, g, o, width), dtype=m.dtype, device=m.device)
+    out = empty((v, n, g, o, width), m)
     if t == 1:
         return torch.mul(m, patches(slice(0, n)).transpose(-1, -2), out=out)
     if one_by_one(m, width):
@@ -89,12 +90,12 @@ def per_sample(patches: Patches, m: Tensor, width: int) -> Tensor:
     return out
 
 
-def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None, keep: bool) -> Tensor:
+def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None, keep: bool, empty: Empty) -> Tensor:
     """`sum_v w_vn (sum_t m a^T)^2`: `[G, O, I]`, or `[N, G, O, I]` where `keep`. No graph is built."""
     v, n, g, o, t = m.shape
     if t == 1:
-        return _squared_outer(patches(slice(0, n)), m, weights, keep)
-    total = torch.zeros((n if keep else 1, g, o, width), dtype=wide(m).dtype, device=m.device)
+        return _squared_outer(patches(slice(0, n)), m, weights, keep, empty)
+    total = empty((n if keep else 1, g, o, width), wide(m[:0])).zero_()
     if one_by_one(m, width):
         scale = None if weights is None else weights.tolist()
         for k, first, buffer in products(patches, m, width):
@@ -113,14 +114,16 @@ def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None,
     return (total if keep else total[0]).to(m.dtype)
 
 
-def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool) -> Tensor:
+def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool, empty: Empty) -> Tensor:
     """One position: the square of an outer product is the outer product of the squares."""
     squares = wide(m)[..., 0].square()  # [V, N, G, O]
     if weights is not None:
         squares = squares * weights[..., None, None]
     left, right = squares.sum(0), wide(a)[..., 0].square()  # [N, G, O], [N, G, I]
     if keep:
-        return (left[..., None] * right[..., None, :]).to(m.dtype)
+        left, right = left[..., None], right[..., None, :]
+        out = empty((*left.shape[:3], right.shape[-1]), left)
+        return torch.mul(left, right, out=out).to(m.dtype)
     if left.shape[1] == 1:
         return linear(left[:, 0].T, right[:, 0].T)[None].to(m.dtype)
     return torch.einsum("ngo,ngi->goi", left, right).to(m.dtype)

@@ -61,7 +61,9 @@ class BackpropExtension(ABC):
         """The considered samples, or `None` for all."""
         return None if self.subsampling is None else list(self.subsampling)
 
-    def set_module_extension(self, module_cls: type[nn.Module], extension: ModuleExtension, overwrite: bool = False) -> None:
+    def set_module_extension(
+        self, module_cls: type[nn.Module], extension: ModuleExtension, overwrite: bool = False
+    ) -> None:
         """Use a hand-written module extension for a layer class.
 
         Raises:

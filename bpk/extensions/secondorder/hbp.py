@@ -72,7 +72,9 @@ class HBP(SecondOrderBackpropExtension):
     ) -> None:
         super().__init__(savefield, subsampling=subsampling)
         if curv_type is not Curvature.GGN:
-            raise ValueError(f"HBP approximates Curvature.GGN; got {curv_type}. Use HMP or DiagHessian for the Hessian.")
+            raise ValueError(
+                f"HBP approximates Curvature.GGN; got {curv_type}. Use HMP or DiagHessian for the Hessian."
+            )
         if approximation not in APPROXIMATIONS:
             raise ValueError(f"approximation must be one of {APPROXIMATIONS}, got {approximation!r}.")
         if loss_hessian_strategy is LossHessianStrategy.SUM and backprop_strategy is BackpropStrategy.SQRT:
@@ -115,9 +117,7 @@ class KFAC(HBP):
     def __init__(
         self, mc_samples: int = 1, approximation: str = "default", subsampling: Sequence[int] | None = None
     ) -> None:
-        super().__init__(
-            savefield="kfac", mc_samples=mc_samples, approximation=approximation, subsampling=subsampling
-        )
+        super().__init__(savefield="kfac", mc_samples=mc_samples, approximation=approximation, subsampling=subsampling)
 
 
 class KFLR(HBP):
