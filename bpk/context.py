@@ -65,7 +65,7 @@ class backpack:  # noqa: N801  (a context manager that reads like a function)
 
     def __enter__(self) -> backpack:
         self.reached = False
-        self._tasks_before = engine.count_tasks() if self.extensions else 0
+        self._tasks_before = engine.PROBE.run() if self.extensions else 0
         CTX.stack.append(self)
         return self
 
@@ -78,7 +78,7 @@ class backpack:  # noqa: N801  (a context manager that reads like a function)
             self.backward = None
         if CTX.stack:
             CTX.stack[-1].reached |= self.reached
-        if kind is None and self.extensions and not self.reached and engine.count_tasks() - self._tasks_before > 1:
+        if kind is None and self.extensions and not self.reached and engine.PROBE.run() - self._tasks_before > 1:
             raise RuntimeError(
                 explain(
                     "backpack(...) saw a backward pass that reached no extended module.",

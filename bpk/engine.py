@@ -68,13 +68,28 @@ def spare_memory(tensor: object) -> Tensor | None:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))
 
 
-_PROBE = torch.zeros(1, requires_grad=True)
+class Probe:
+    """A graph of one node, kept to ask the engine for the number of the backward pass that it would run next."""
+
+    def __init__(self) -> None:
+        self.leaf = torch.zeros(1, requires_grad=True)
+        self.seed = (torch.ones(1),)
+        self.seen = NO_TASK
+        with torch.enable_grad():
+            self.output = self.leaf * 1
+        self.output.register_hook(self.look)
+
+    def look(self, grad: Tensor) -> None:
+        """Runs inside the engine."""
+        self.seen = current_task()
+
+    def run(self) -> int:
+        """The number of backward passes that were started before, this one included."""
+        run_backward = Variable._execution_engine.run_backward
+        run_backward(
+            (self.output,), self.seed, True, False, (self.leaf,), allow_unreachable=True, accumulate_grad=False
+        )
+        return self.seen
 
 
-def count_tasks() -> int:
-    """How many backward passes this process has started, this probe included."""
-    seen: list[int] = []
-    probe = _PROBE * 1
-    probe.register_hook(lambda grad: seen.append(current_task()))
-    torch.autograd.grad(probe, _PROBE, torch.ones(1))
-    return seen[0]
+PROBE = Probe()

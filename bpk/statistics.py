@@ -19,6 +19,9 @@ from bpk.sweeps import PIECE
 
 T = TypeVar("T")
 
+CHUNK = 1 << 18
+"""How many numbers are squared at once, so that they stay in the processor's cache."""
+
 
 @dataclass
 class Use:
@@ -70,6 +73,11 @@ class Uses:
     def simple(self) -> bool:
         """Whether one call alone contributes, so that its rule's shortcuts apply."""
         return len(self.uses) == 1 and not self.uses[0].arrived.own.get(self.uses[0].name)
+
+    @property
+    def shortcut(self) -> bool:
+        """Whether squares are cheaper by the rule than from rows that are materialised anyway."""
+        return self.simple and self.uses[0].rule.has_cheap_squares(self.uses[0].call, self.uses[0].name)
 
     def rows(self, key: Hashable) -> Tensor:
         """`[V, N, *p]`: the columns of one block, pulled back to the parameter and summed over its uses."""
@@ -130,11 +138,11 @@ class Uses:
         return self.memo(("squares", per_sample), lambda: self._squared_sum(per_sample))
 
     def _squared_sum(self, per_sample: bool) -> Tensor:
-        if not per_sample and self.keeps_samples:
+        if not per_sample and self.keeps_samples and not self.shortcut:
             return self.squared_sum(per_sample=True).sum(0)
         if not self.simple:
             return add_up([squares(self.rows(key), self.signs(key), per_sample) for key in self.keys])
-        if self.keeps_rows:
+        if self.keeps_rows and not self.shortcut:
             signs = [known for key in self.keys if (known := self.signs(key)) is not None]
             return squares(self.all_rows(), join(signs) if signs else None, per_sample)
         use, total = self.uses[0], None
@@ -148,7 +156,7 @@ class Uses:
 
     def norm_squared(self) -> Tensor:
         """`[N]`: squared norms of the rows of a single column."""
-        if self.simple and not self.keeps_rows:
+        if self.simple and (self.shortcut or not self.keeps_rows):
             use = self.uses[0]
             return use.rule.norm_squared(use.call, self.blocks()[0][0][0], use.name)
         rows = self.all_rows()[0].flatten(1)
@@ -219,13 +227,21 @@ def join(parts: list[Tensor]) -> Tensor:
 
 def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:
     """`sum_v s_v rows_v^2` for materialised rows `[V, N, *p]`, without a second tensor of their size."""
-    flat = rows.flatten(2) if rows.dim() > 2 else rows[..., None]
-    if torch.is_grad_enabled() or signs is not None:
+    v, n = rows.shape[:2]
+    flat = rows.reshape(v, n, -1)
+    if torch.is_grad_enabled():
         weighted = flat.square() if signs is None else flat.square() * signs[..., None]
-        total = weighted.sum(0) if per_sample else weighted.sum((0, 1))
-    else:
-        shape = flat.shape[1:] if per_sample else flat.shape[2:]
-        total = flat.new_zeros(shape)
-        for piece in flat if per_sample else flat.flatten(0, 1):
-            total.addcmul_(piece, piece)
-    return total.reshape(*rows.shape[1 if per_sample else 2 :])
+        return (weighted.sum(0) if per_sample else weighted.sum((0, 1))).reshape(rows.shape[1 if per_sample else 2 :])
+    total = flat.new_zeros((n if per_sample else 1), flat.shape[2])
+    step = max(1, CHUNK // max(1, flat.shape[2]))
+    for k in range(v):
+        for start in range(0, n, step):
+            here = slice(start, start + step)
+            piece = flat[k, here].square()
+            if signs is not None:
+                piece *= signs[k, here, None]
+            if per_sample:
+                total[here] += piece
+            else:
+                total[0] += piece.sum(0)
+    return total.reshape(rows.shape[1 if per_sample else 2 :])

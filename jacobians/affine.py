@@ -86,6 +86,10 @@ class Affine(LinearInEach):
         rows = self._bias_rows(call, mat)
         return rows.sum(1) if sum_batch else rows
 
+    def has_cheap_squares(self, call: Call, param: str) -> bool:
+        """With one position squares factorise; a bias has few entries anyway."""
+        return param != "weight" or self.positions(call) == 1
+
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:

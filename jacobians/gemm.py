@@ -129,11 +129,18 @@ def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool, emp
     return torch.einsum("ngo,ngi->goi", left, right).to(m.dtype)
 
 
+def squared_length(x: Tensor) -> Tensor:
+    """Squared norms `[N, G]` over the last two axes."""
+    if torch.is_grad_enabled():
+        return wide(x).square().sum((2, 3))
+    return torch.linalg.vector_norm(wide(x), dim=(2, 3)).square()
+
+
 def norm_squared(patches: Patches, m: Tensor, width: int) -> Tensor:
     """`|sum_t m a^T|^2` for every sample of `m` `[N, G, O, T]`: `[N]`, by Gram matrices or directly."""
     n, g, o, t = m.shape
     if t == 1:
-        return (wide(m).square().sum((2, 3)) * wide(patches(slice(0, n))).square().sum((2, 3))).sum(1).to(m.dtype)
+        return (squared_length(m) * squared_length(patches(slice(0, n)))).sum(1).to(m.dtype)
     gram = t * (o + width) < o * width
     parts = []
     if one_by_one(m[None], min(width, t)) and not torch.is_grad_enabled():

@@ -198,6 +198,10 @@ class Rule(ABC):
         return autodiff.residual_columns(self, call, grad_out, wrts)
 
     # ---- shortcuts: correct defaults in terms of the products ------------------------------------
+    def has_cheap_squares(self, call: Call, param: str) -> bool:
+        """Whether `squared_sum` and `norm_squared` cost less than reading individual rows that exist already."""
+        return False
+
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:
