@@ -68,7 +68,10 @@ class Pack(Alternative):
 
 
 class PackJob(Job):
-    """`extend` once, then forward and backward in the context of the extensions."""
+    """`extend` once, then forward and backward in the context of the extensions.
+
+    As in a training loop, the fields stay on the parameters until the next run overwrites them.
+    """
 
     def __init__(self, setup: Setup, quantity: Quantity, root: str) -> None:
         super().__init__(setup, quantity)
@@ -96,13 +99,6 @@ class PackJob(Job):
                 values = [product(v) for product, v in zip(values, self.vectors, strict=True)]
             result[name] = values
         return result
-
-    def clear(self) -> None:
-        super().clear()
-        for p in self.setup.params:
-            for field in self.fields:
-                if hasattr(p, field):
-                    delattr(p, field)
 
 
 class Opacus(Alternative):

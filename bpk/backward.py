@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -268,5 +269,5 @@ def already_released(record: Record) -> str:
     return explain(
         f"'{record.path}' was visited by an earlier backward pass, which released what its forward pass had stored.",
         "a second backward pass needs it again.",
-        "use backpack(..., retain_graph=True) together with backward(retain_graph=True), or run the forward pass again.",
+        "use backpack(..., retain_graph=True) with backward(retain_graph=True), or run the forward pass again.",
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ExtensionHook = Callable[[nn.Module], Any]
 
 
-class backpack:  # noqa: N801  (a context manager that reads like a function)
+class backpack:
     """Activate extensions for the backward passes inside the context.
 
     Args:

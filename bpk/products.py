@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +22,8 @@ from bpk.jacobians.errors import explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual, Rule
 from bpk.statistics import Uses
-from bpk.stretch import Stretch
+from bpk.stretch import Modify, Stretch, positive, through_columns
 from bpk.sweeps import Step, Sweep, matched
-
-Clip = Literal["clip", "abs"]
 
 
 @dataclass
@@ -72,25 +69,38 @@ class Feed:
             return None
         return found[0] if self.stretch is None else self.stretch.push(found)
 
-    def pull(self, adjoint: Tensor, tangents: dict[int, Tensor], curved: bool) -> list[tuple[int, Tensor]]:
-        """The adjoint at the input, sent to the producers that carry a tangent."""
+    def pull(self, adjoint: Tensor) -> list[tuple[int, Tensor]]:
+        """The adjoint at the input, sent to the producers."""
         if self.stretch is None:
             return [(self.producers[0], adjoint)]
-        parts = self.stretch.pull(adjoint, [tangents.get(n) for n in self.producers], curved)
-        return [(n, part) for n, part in zip(self.producers, parts, strict=True) if part is not None and n in tangents]
+        return self.sent(self.stretch.pull(adjoint))
+
+    def curve(self, tangents: dict[int, Tensor], modify: Modify | None) -> list[tuple[int, Tensor]]:
+        """The stretch's own residual times the tangents, sent to the producers."""
+        if self.stretch is None:
+            return []
+        return self.sent(self.stretch.curve([tangents.get(number) for number in self.producers], modify))
+
+    def sent(self, parts: list[Tensor | None]) -> list[tuple[int, Tensor]]:
+        """What goes to whom."""
+        return [(number, part) for number, part in zip(self.producers, parts, strict=True) if part is not None]
 
 
 class Tape(Sweep):
-    """Write down every visited call, latest first, for products later on."""
+    """Write down every visited call, latest first, for products later on.
 
-    def __init__(self, samples: tuple[int, ...] | None = None) -> None:
+    `factored` says whether residuals will be made positive semi-definite.
+    """
+
+    def __init__(self, samples: tuple[int, ...] | None = None, factored: bool = False) -> None:
         super().__init__(samples)
+        self.factored = factored
         self.frames: list[Frame] = []
         self.numbers: dict[int, int] = {}
 
     @property
     def key(self) -> Hashable:
-        return ("tape", self.samples)
+        return ("tape", self.samples, self.factored)
 
     def start(self, step: Step, loss: Loss) -> None:
         self.write(step, step.full)
@@ -124,13 +134,13 @@ class Tape(Sweep):
         at_input = step.full.inputs[index]
         scale = step.grad[None] if not isinstance(step.rule, Loss) else step.grad.reshape(1)
         share = step.rule.jac_t_mat_prod(step.full, scale, index)[0]
-        return Stretch(source, at_input, share, self.samples)
+        return Stretch(source, at_input, share, self.samples, self.factored)
 
 
 class BlockProduct:
     """Callable `[V, *p] -> [V, *p]`: multiply with the diagonal block of one parameter."""
 
-    def __init__(self, uses: Uses, curvature: Curvature, modify: Clip | None = None) -> None:
+    def __init__(self, uses: Uses, curvature: Curvature, modify: Modify | None = None) -> None:
         tape, _ = uses.uses[-1].arrived
         self.frames: list[Frame] = tape.frames[: max(use.arrived[1] for use in uses.uses)]
         self.param = uses.param
@@ -198,8 +208,11 @@ class BlockProduct:
                         sends[wrt] = sends[wrt] + bent if wrt in sends else bent
                     else:
                         result = result + bent
-            for index, adjoint in sends.items():
-                for number, part in frame.feeds[index].pull(adjoint, outs, curved):
+            parts = [sent for i, adjoint in sends.items() for sent in frame.feeds[i].pull(adjoint)]
+            if curved:
+                parts += [sent for i in sends for sent in frame.feeds[i].curve(outs, self.modify)]
+            for number, part in parts:
+                if number in outs:
                     adjoints[number] = adjoints[number] + part if number in adjoints else part
         return result
 
@@ -216,25 +229,9 @@ class BlockProduct:
             return frame.rule.residual_mat_prod(frame.call, frame.grad, tangents)
         if kind is Residual.DIAGONAL and tuple(tangents) == (0,):
             diag = frame.rule.residual_diag(frame.call, frame.grad)
-            return {0: (diag.clamp(min=0) if self.modify == "clip" else diag.abs()) * tangents[0]}
+            return {0: positive(diag, self.modify) * tangents[0]}
         columns, signs = frame.rule.residual_columns(frame.call, frame.grad, tuple(tangents))
-        weights = signs.clamp(min=0) if self.modify == "clip" else signs.abs()
-        return through_columns(columns, weights, tangents)
-
-
-def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-    """`sum_k w_k u_k (u_k . t)`, sample by sample; what belongs to a parameter is summed over samples."""
-    inner = torch.zeros((), dtype=weights.dtype, device=weights.device)
-    for wrt, t in tangents.items():
-        flat = columns[wrt].flatten(2)
-        pattern = "kni,vni->vkn" if isinstance(wrt, int) else "kni,vi->vkn"
-        inner = inner + torch.einsum(pattern, flat, t.flatten(2) if isinstance(wrt, int) else t.flatten(1))
-    weighted = inner * weights
-    result: dict[Wrt, Tensor] = {}
-    for wrt, t in tangents.items():
-        pattern = "kni,vkn->vni" if isinstance(wrt, int) else "kni,vkn->vi"
-        result[wrt] = torch.einsum(pattern, columns[wrt].flatten(2), weighted).reshape(t.shape)
-    return result
+        return through_columns(columns, positive(signs, self.modify), tangents)
 
 
 def loss_hessian(frame: Frame, tangent: Tensor) -> Tensor:
@@ -245,6 +242,3 @@ def loss_hessian(frame: Frame, tangent: Tensor) -> Tensor:
     index = torch.as_tensor(frame.samples, device=tangent.device)
     full = tangent.new_zeros(tangent.shape[0], *frame.call.inputs[0].shape).index_copy(1, index, tangent)
     return (frame.rule.hessian_mat_prod(frame.call, full) * frame.grad).index_select(1, index)
-
-
-__all__ = ["BlockProduct", "Clip", "Frame", "Tape"]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from bpk.context import CTX
+from bpk.jacobians.call import Wrt
 
 if TYPE_CHECKING:
     from bpk.graph import Source
+
+
+Modify = Literal["clip", "abs"]
 
 
 class Stretch:
@@ -25,16 +29,20 @@ class Stretch:
         at_input: The tensor at the end of the stretch (for its shape).
         share: The gradient at that tensor, `[N, *in]`.
         samples: The samples considered, or `None`.
+        factored: Whether to factor the residual into signed columns, so that it can be made positive.
     """
 
-    def __init__(self, source: Source, at_input: Tensor, share: Tensor, samples: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, source: Source, at_input: Tensor, share: Tensor, samples: tuple[int, ...] | None, factored: bool
+    ) -> None:
         self.samples = samples
         self.cotangent = torch.zeros_like(at_input, requires_grad=True)
         self.pulled = source.gradients(self.cotangent)
         with torch.enable_grad(), CTX.quietly():
             self.tangents = [torch.zeros_like(p, requires_grad=True) for p in self.pulled]
             self.pushed = torch.autograd.grad(self.pulled, self.cotangent, self.tangents, create_graph=True)[0]
-            self.probes, self.bent = self.bend(source, share)
+            self.probes, self.bent = ([], []) if factored else self.bend(source, share)
+        self.columns = source.residual_columns(share) if factored else None
 
     def bend(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """The residual `R w` as a function of probes `w`, one per target (empty where the stretch is linear)."""
@@ -60,14 +68,34 @@ class Stretch:
         assert out is not None
         return self.narrow(out)
 
-    def pull(self, adjoint: Tensor, tangents: Sequence[Tensor | None], curved: bool) -> list[Tensor | None]:
-        """`J^T a`, and where `curved` the stretch's own residual times the tangents on top."""
-        pulled = derivative((self.pushed,), self.tangents, (self.widen(adjoint),))
-        for bent, t in zip(self.bent, tangents, strict=True) if curved and self.bent else ():
+    def pull(self, adjoint: Tensor) -> list[Tensor | None]:
+        """`J^T a`, by producer."""
+        return self.each(derivative((self.pushed,), self.tangents, (self.widen(adjoint),)))
+
+    def curve(self, tangents: Sequence[Tensor | None], modify: Modify | None) -> list[Tensor | None]:
+        """The residual times the tangents, by producer."""
+        if modify is not None:
+            return self.curve_positively(tangents, modify)
+        total: list[Tensor | None] = [None] * len(self.tangents)
+        for bent, t in zip(self.bent, tangents, strict=True) if self.bent else ():
             if bent is not None and bent.requires_grad and t is not None:
                 extra = derivative((bent,), self.probes, (self.widen(t),))
-                pulled = [add(p, e) for p, e in zip(pulled, extra, strict=True)]
-        return [None if p is None else self.narrow(p) for p in pulled]
+                total = [add(p, e) for p, e in zip(total, extra, strict=True)]
+        return self.each(total)
+
+    def curve_positively(self, tangents: Sequence[Tensor | None], modify: Modify) -> list[Tensor | None]:
+        """The same with the residual's negative eigenvalues clipped, or made positive."""
+        if self.columns is None:
+            return [None] * len(self.tangents)
+        parts, signs = self.columns
+        known: dict[Wrt, Tensor] = {k: self.widen(t) for k, t in enumerate(tangents) if t is not None}
+        columns: dict[Wrt, Tensor] = {k: parts[k] for k in known if isinstance(k, int)}
+        found = through_columns(columns, positive(signs, modify), known)
+        return self.each([found.get(k) for k in range(len(self.tangents))])
+
+    def each(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Restrict what belongs to each producer to the considered samples."""
+        return [None if mat is None else self.narrow(mat) for mat in mats]
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns over the whole batch, zero for samples that are left out."""
@@ -81,6 +109,26 @@ class Stretch:
         if self.samples is None:
             return mat
         return mat.index_select(1, torch.as_tensor(self.samples, device=mat.device))
+
+
+def positive(values: Tensor, modify: Modify) -> Tensor:
+    """Clip negative values, or take absolute ones."""
+    return values.clamp(min=0) if modify == "clip" else values.abs()
+
+
+def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+    """`sum_k w_k u_k (u_k . t)`, sample by sample; what belongs to a parameter is summed over samples."""
+    inner = torch.zeros((), dtype=weights.dtype, device=weights.device)
+    for wrt, t in tangents.items():
+        flat = columns[wrt].flatten(2)
+        pattern = "kni,vni->vkn" if isinstance(wrt, int) else "kni,vi->vkn"
+        inner = inner + torch.einsum(pattern, flat, t.flatten(2) if isinstance(wrt, int) else t.flatten(1))
+    weighted = inner * weights
+    result: dict[Wrt, Tensor] = {}
+    for wrt, t in tangents.items():
+        pattern = "kni,vkn->vni" if isinstance(wrt, int) else "kni,vkn->vi"
+        result[wrt] = torch.einsum(pattern, columns[wrt].flatten(2), weighted).reshape(t.shape)
+    return result
 
 
 def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Sequence[Tensor]) -> list[Tensor | None]:

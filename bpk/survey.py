@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
@@ -28,7 +29,10 @@ def upstream(record: Record, sources_of: SourcesOf) -> list[Record]:
 
 
 def require_own_use(records: Iterable[Record], sources_of: SourcesOf) -> None:
-    """Refuse parameters of layers that plain functions use as well: those uses are in `.grad`, but have no rule."""
+    """Refuse parameters of layers that plain functions use as well: those uses are in `.grad`, but have no rule.
+
+    A parameter that only plain functions use gets no field; the user is told.
+    """
     known = {id(p): (r, name) for r in records for name, p in r.params.items()}
     for record in records:
         for leaf in (leaf for source in sources_of(record).values() for leaf in source.leaves):
@@ -41,6 +45,17 @@ def require_own_use(records: Iterable[Record], sources_of: SourcesOf) -> None:
                         "that use contributes to its gradient, but no layer stands for it.",
                         "replace the function by a module that holds the same parameter (other.weight = layer.weight).",
                     )
+                )
+            if isinstance(leaf, nn.Parameter):
+                warnings.warn(
+                    explain(
+                        f"A parameter of shape {list(leaf.shape)} gets no field.",
+                        f"a plain function uses it, before '{record.path}' ({type(record.module).__name__}), and no "
+                        "layer stands for it.",
+                        "put the operation and its parameter into a module of its own and register a rule for it.",
+                    ),
+                    UserWarning,
+                    stacklevel=2,
                 )
 
 

@@ -21,7 +21,6 @@ from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual, Rule
 from bpk.recorder import Record
 
-
 PIECE = 1 << 22
 """How many numbers a block of columns holds at most on a processor (16 MiB in float32): larger allocations go back to
 the operating system when freed, and getting new pages costs more than the arithmetic."""

@@ -325,6 +325,35 @@ def right_or_refused(model: nn.Module, x: Tensor, *words: str) -> None:
                 torch.testing.assert_close(getattr(p, FIELDS[extension]), of(name))
 
 
+class SiluFunction(nn.Module):
+    """A nonlinear function between two layers, in a container (so that no rule sees it)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(inplace=True), SiluFunction()], ids=["in place on a view", "function"])
+def test_positive_curvature_through_a_stretch(act: nn.Module) -> None:
+    """PCHMP clips the residual of what lies between two layers, too, or refuses; it never leaves it as it is."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), act, nn.Linear(4, 3)).double()
+    loss_fn, x, y = nn.CrossEntropyLoss(), rand(3, 4), torch.tensor([0, 1, 2])
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    try:
+        backward(model, loss_fn, x, y, E.PCHMP())
+    except NotImplementedError as error:
+        assert "PCHMP" in str(error) and "Do:" in str(error)
+        return
+    expected = ref.chain.pchmp("clip")
+    for name, p in model.named_parameters():
+        v = torch.randn(1, *p.shape, dtype=p.dtype)
+        torch.testing.assert_close(p.pchmp(v).flatten(1), v.flatten(1) @ expected[name])
+
+
 def test_layer_weight_also_used_by_a_function() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.three(F.linear(torch.tanh(m.two(m.one(x))), m.two.weight))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ FAIL_SILENT = "SILENT"
 """A layer that the extension does not know is passed over."""
 
 
-class BackpropExtension(ABC):
+class BackpropExtension:
     """Base class of all extensions.
 
     Args:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
-from bpk.products import BlockProduct, Clip, Tape
+from bpk.products import BlockProduct, Tape
 from bpk.statistics import Uses
+from bpk.stretch import Modify
 from bpk.sweeps import Sweep
 
 __all__ = ["GGNMP", "HMP", "PCHMP", "MatrixProduct"]
@@ -78,7 +79,10 @@ class PCHMP(MatrixProduct):
         if modify not in ("clip", "abs"):
             raise ValueError(f"modify must be 'clip' or 'abs', got {modify!r}.")
         super().__init__(savefield, subsampling=subsampling)
-        self.modify: Clip = "clip" if modify == "clip" else "abs"
+        self.modify: Modify = "clip" if modify == "clip" else "abs"
+
+    def sweep(self) -> Sweep:
+        return Tape(self.subsampling, factored=True)
 
     def value(self, uses: Uses) -> Callable[[Tensor], Tensor]:
         return BlockProduct(uses, self.curvature, self.modify)
