@@ -11,7 +11,7 @@ from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import add_up
-from bpk.recorder import Record
+from bpk.records import Record
 from bpk.sweeps import Step, Sweep, matched, positive_scale
 
 

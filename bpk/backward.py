@@ -27,7 +27,7 @@ from bpk.jacobians.errors import explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.parameters import Parameters, is_trained
-from bpk.recorder import OPEN_USES, Record
+from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
 from bpk.survey import require_one_batch, require_own_use, require_separate_samples, upstream

@@ -16,7 +16,7 @@ from bpk.jacobians.errors import explain
 if TYPE_CHECKING:
     from bpk.backward import Backward
     from bpk.extensions.backprop_extension import BackpropExtension
-    from bpk.recorder import Record
+    from bpk.records import Record
 
 ExtensionHook = Callable[[nn.Module], Any]
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from bpk.context import CTX
 from bpk.jacobians.errors import explain
-from bpk.recorder import forget, record, stash
+from bpk.recorder import record, stash
+from bpk.records import forget
 from bpk.rules import REGISTRY
 
 M = TypeVar("M", bound=nn.Module)

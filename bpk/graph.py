@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from bpk import engine
 from bpk.context import CTX
 from bpk.jacobians.autodiff import factor
-from bpk.recorder import OWNER, Edge, Record
+from bpk.records import OWNER, Edge, Record
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 

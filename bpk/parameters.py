@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bpk import engine
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.graph import parameter_edges
-from bpk.recorder import OPEN_USES, Record
+from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use, Uses
 
 

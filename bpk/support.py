@@ -16,7 +16,7 @@ from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.recorder import Record
+from bpk.records import Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

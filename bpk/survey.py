@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.recorder import Record
+from bpk.records import Record
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 

@@ -1,0 +1,75 @@
+"""The sweep of the Hessian's diagonal: signed columns, with those of every residual on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from bpk.graph import Source
+from bpk.jacobians.call import Wrt
+from bpk.jacobians.loss import Loss
+from bpk.jacobians.rule import Residual
+from bpk.records import Record
+from bpk.sweeps import Columns, SquareRoot, Step
+
+
+class SignedHessian(SquareRoot):
+    """Signed columns `U`, `s` with `H = sum_k s_k U_k U_k^T`: the Hessian of the loss at each output.
+
+    The loss contributes its own columns, each nonlinear layer those of its residual (the second derivative
+    contracted with the gradient); from there they travel like the square root of the GGN.
+    """
+
+    def __init__(self, samples: tuple[int, ...] | None = None) -> None:
+        super().__init__(None, samples)
+
+    @property
+    def key(self) -> Hashable:
+        return ("hessian", self.samples)
+
+    def hand_over(self, record: Record) -> Tensor:
+        raise self.no_module_extension(record)
+
+    def start(self, step: Step, loss: Loss) -> None:
+        self.bend(step, 0, step.sources[0])
+        root, signs = loss.hessian_columns(step.full)
+        scale = step.grad
+        mats = step.pieces(self.rows(root, 1) * scale.abs().sqrt())
+        for k, (mat, part) in enumerate(
+            zip(mats, (self.rows(signs, 1) * scale.sign()).split(len(mats[0])), strict=True)
+        ):
+            self.send(step.sources[0], ("loss", id(step.record), k), mat, part)
+
+    def visit(self, step: Step) -> Columns:
+        columns = super().visit(step)
+        for index, source in step.sources.items():
+            self.bend(step, index, source)
+        wrts: tuple[Wrt, ...] = tuple(step.sources)
+        joint = wrts + step.reused
+        if not joint or step.rule.residual(step.call, joint) is Residual.ZERO:
+            return columns
+        born, signs = step.rule.residual_columns(step.call, self.rows(step.grad), joint)
+        pieces = {wrt: step.pieces(mat) for wrt, mat in born.items()}
+        size = len(next(iter(pieces.values()))[0])
+        for k, part in enumerate(signs.split(size)):
+            key = ("residual", id(step.record), k)
+            for index, source in step.sources.items():
+                self.send(source, key, pieces[index][k], part)
+            for name in step.reused:
+                columns.own.setdefault(name, {})[key] = pieces[name][k]
+                columns.signs[key] = part
+        return columns
+
+    def bend(self, step: Step, index: int, source: Source) -> None:
+        """Add the residual of the plain autograd that lies between this call's input and its producers."""
+        if source.stretch is None:
+            return
+        share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
+        factored = source.residual_columns(share)
+        if factored is None:
+            return
+        parts, signs = factored
+        for (record, _), part in zip(source.targets, parts, strict=True):
+            key = ("stretch", id(step.record), index)
+            self.waiting.setdefault(id(record), Columns()).add(key, self.rows(part, 1), self.rows(signs, 1))
