@@ -18,7 +18,7 @@ from bpk.sweeps import Step, Sweep, matched, positive_scale
 class Averaged(Sweep):
     """The recursion of KFRA: `G <- mean_n J_n^T G J_n`, a matrix `[D, D]` over the entries of one sample.
 
-    Starts with the sum over samples of the loss Hessian (Botev et al., 2017, eq. 24), or of its sampled square.
+    Starts with the sum over samples of the loss Hessian (Botev, Ritter, Barber, 2017), or of its sampled square.
     """
 
     def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:

@@ -30,7 +30,7 @@ from bpk.parameters import Parameters, is_trained
 from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
-from bpk.survey import require_one_batch, require_own_use, require_separate_samples, upstream
+from bpk.survey import require_layers, require_one_batch, require_own_use, require_separate_samples, upstream
 from bpk.sweeps import Step, Sweep
 
 
@@ -91,6 +91,7 @@ class Backward:
 
     def clear(self) -> None:
         """Let go of everything."""
+        self.context.backwards.pop(self.task, None)
         self.parameters.clear()
         self.sweeps, self.sources, self.visited = {}, {}, {}
 
@@ -120,6 +121,7 @@ class Backward:
     def survey(self, loss: Record) -> None:
         """Check everything behind a loss before computing anything."""
         above = upstream(loss, self.sources_of)
+        require_layers(loss, above, self.sources_of)
         require_own_use([*above, loss], self.sources_of)
         require_one_batch(loss, above, self.second_order)
         if self.second_order:
@@ -201,7 +203,8 @@ class Backward:
         """Call the user's extension hook, once per module, when all of its parameters are final."""
         if self.context.extension_hook is not None and id(module) not in self.hooked and id(module) in self.visited:
             self.hooked.add(id(module))
-            self.context.extension_hook(module)
+            with CTX.aloud():
+                self.context.extension_hook(module)
 
     def run_container_hooks(self) -> None:
         """Containers come last, from the inside out: all that they contain is final then."""

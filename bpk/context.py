@@ -59,7 +59,7 @@ class backpack:
         self.extension_hook = extension_hook
         self.debug = debug
         self.retain_graph = retain_graph
-        self.backward: Backward | None = None
+        self.backwards: dict[int, Backward] = {}
         self.reached = False
         self._tasks_before = 0
 
@@ -73,9 +73,9 @@ class backpack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         CTX.stack.remove(self)
-        if self.backward is not None:
-            self.backward.abort() if kind is not None else self.backward.close()
-            self.backward = None
+        for backward in tuple(self.backwards.values()):
+            backward.close() if kind is None else backward.abort()
+        self.backwards.clear()
         if CTX.stack:
             CTX.stack[-1].reached |= self.reached
         if kind is None and self.extensions and not self.reached and engine.PROBE.run() - self._tasks_before > 1:
@@ -164,6 +164,16 @@ class Context:
         finally:
             self.quiet, self.passing = before
 
+    @contextmanager
+    def aloud(self) -> Iterator[None]:
+        """The opposite of `quietly`, for the user's own code inside of a visit."""
+        before = self.quiet, self.passing
+        self.quiet, self.passing = False, None
+        try:
+            yield
+        finally:
+            self.quiet, self.passing = before
+
     def visit(self, record: Record, grad: Tensor | None) -> None:
         """A backward pass has reached a recorded call: let the active context work on it."""
         if not self.stack or grad is None:
@@ -173,14 +183,12 @@ class Context:
         context = self.stack[-1]
         context.reached = True
         task = engine.current_task()
-        if context.backward is None or context.backward.task != task:
+        if task not in context.backwards:
             from bpk.backward import Backward
 
-            if context.backward is not None:
-                context.backward.close()
-            context.backward = Backward(context, task)
-            engine.when_finished(context.backward.close)
-        context.backward.visit(record, grad)
+            context.backwards[task] = Backward(context, task)
+            engine.when_finished(context.backwards[task].close)
+        context.backwards[task].visit(record, grad)
 
 
 CTX = Context()

@@ -28,6 +28,19 @@ def upstream(record: Record, sources_of: SourcesOf) -> list[Record]:
     return list(found.values())
 
 
+def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -> None:
+    """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
+    leaves = [leaf for source in sources_of(loss).values() for leaf in source.leaves]
+    if not records and any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+        raise RuntimeError(
+            explain(
+                f"No extended layer feeds the loss '{loss.path}' ({type(loss.module).__name__}).",
+                "the model was not extended when its forward pass ran.",
+                "call bpk.extend(model) before the forward pass.",
+            )
+        )
+
+
 def require_own_use(records: Iterable[Record], sources_of: SourcesOf) -> None:
     """Refuse parameters of layers that plain functions use as well: those uses are in `.grad`, but have no rule.
 

@@ -233,7 +233,7 @@ class Rule(ABC):
         return self.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(2)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
-        """`mean_n J_n^T M J_n` for a matrix `M` `[D, D]` over `*out` (the recursion of KFRA).
+        """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).
 
         For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, so
         that memory stays at `D` times the size of one sample.

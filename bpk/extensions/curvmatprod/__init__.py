@@ -37,6 +37,15 @@ class HMP(MatrixProduct):
     Args:
         savefield: Name of the field.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Pearlmutter (1994); Dangel, Harmeling, Hennig (2020) for the block structure.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(HMP()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.hmp(torch.ones(2, 3, 4)).shape
+    torch.Size([2, 3, 4])
     """
 
     curvature = Curvature.HESSIAN
@@ -51,6 +60,15 @@ class GGNMP(MatrixProduct):
     Args:
         savefield: Name of the field.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Schraudolph (2002).
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(GGNMP()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.ggnmp(torch.ones(2, 3, 4)).shape
+    torch.Size([2, 3, 4])
     """
 
     curvature = Curvature.GGN
@@ -63,12 +81,21 @@ class PCHMP(MatrixProduct):
     """Products with the diagonal blocks of the positive-curvature Hessian, in the field `pchmp`.
 
     Each layer's residual (its second derivative contracted with the gradient) is made positive
-    semi-definite before it is backpropagated (Chen, Hsieh, Gong, 2018).
+    semi-definite before it is backpropagated.
 
     Args:
         savefield: Name of the field.
         modify: `"clip"` sets negative eigenvalues of the residual to zero, `"abs"` takes their absolute value.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Chen, Chou, Chang (2018), BDA-PCH, arXiv:1802.06502.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(PCHMP(modify="abs")):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.pchmp(torch.ones(2, 3, 4)).shape
+    torch.Size([2, 3, 4])
     """
 
     curvature = Curvature.PCH

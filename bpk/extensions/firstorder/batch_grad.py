@@ -18,6 +18,15 @@ class BatchGrad(GradientExtension):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Dangel, Kunstner, Hennig (2020), BackPACK, section 2.2.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(BatchGrad()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.grad_batch.shape
+    torch.Size([8, 3, 4])
     """
 
     needs_rows = True

@@ -17,6 +17,15 @@ class BatchL2Grad(GradientExtension):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Goodfellow (2015), arXiv:1510.01799, for layers with one position; Rochette et al. (2019) beyond.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(BatchL2Grad()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.batch_l2.shape
+    torch.Size([8])
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:

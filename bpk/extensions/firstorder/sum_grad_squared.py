@@ -17,6 +17,15 @@ class SumGradSquared(GradientExtension):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Dangel, Kunstner, Hennig (2020), BackPACK, section 2.2.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(SumGradSquared()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.sum_grad_squared.shape
+    torch.Size([3, 4])
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:

@@ -17,6 +17,15 @@ class Variance(GradientExtension):
 
     Args:
         subsampling: Indices of the samples in the sums (all by default); `N` stays the full batch's.
+
+    Source: Dangel, Kunstner, Hennig (2020), BackPACK, section 2.2.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(Variance()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.variance.shape, bool((model.weight.variance >= 0).all())
+    (torch.Size([3, 4]), True)
     """
 
     needs_gradient = True

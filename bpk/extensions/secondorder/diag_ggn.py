@@ -35,6 +35,15 @@ class DiagGGNExact(DiagGGN):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Dangel, Kunstner, Hennig (2020), BackPACK, section 2.3; Schraudolph (2002) for the GGN.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(DiagGGNExact()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.diag_ggn_exact.shape
+    torch.Size([3, 4])
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
@@ -49,6 +58,15 @@ class DiagGGNMC(DiagGGN):
     Args:
         mc_samples: Number of samples drawn per datum; extensions with equal numbers share their draws.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Dangel, Kunstner, Hennig (2020), BackPACK, section 2.3.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(DiagGGNMC(mc_samples=2)):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.diag_ggn_mc.shape
+    torch.Size([3, 4])
     """
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
@@ -62,6 +80,15 @@ class BatchDiagGGNExact(DiagGGN):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: as for `DiagGGNExact`.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(BatchDiagGGNExact()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.diag_ggn_exact_batch.shape
+    torch.Size([8, 3, 4])
     """
 
     needs_samples = True
@@ -76,6 +103,15 @@ class BatchDiagGGNMC(DiagGGN):
     Args:
         mc_samples: Number of samples drawn per datum; extensions with equal numbers share their draws.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: as for `DiagGGNMC`.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(BatchDiagGGNMC(mc_samples=2)):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.diag_ggn_mc_batch.shape
+    torch.Size([8, 3, 4])
     """
 
     needs_samples = True

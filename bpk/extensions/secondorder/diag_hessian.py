@@ -27,6 +27,15 @@ class DiagHessian(HessianDiagonal):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Dangel, Harmeling, Hennig (2020), modular block-diagonal curvature, for the residuals.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(DiagHessian()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.diag_h.shape
+    torch.Size([3, 4])
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
@@ -40,6 +49,15 @@ class BatchDiagHessian(HessianDiagonal):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: as for `DiagHessian`.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(BatchDiagHessian()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.diag_h_batch.shape
+    torch.Size([8, 3, 4])
     """
 
     needs_samples = True

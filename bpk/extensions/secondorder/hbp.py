@@ -57,6 +57,15 @@ class HBP(SecondOrderBackpropExtension):
         approximation: `"expand"` and `"reduce"` are the variants of Eschenhagen et al. (2023) for layers with
             weight sharing: every position as a sample of its own, or positions averaged in `A`.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Dangel, Harmeling, Hennig (2020), AISTATS, for the family.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(HBP()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> [tuple(factor.shape) for factor in model.weight.hbp]
+    [(3, 3), (4, 4)]
     """
 
     def __init__(
@@ -112,6 +121,15 @@ class KFAC(HBP):
         mc_samples: Number of samples drawn per datum; extensions with equal numbers share their draws.
         approximation: `"default"`, `"expand"` or `"reduce"`, see `HBP`.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Martens, Grosse (2015), section 3; Grosse, Martens (2016) for convolutions.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(KFAC(mc_samples=2)):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> [tuple(factor.shape) for factor in model.weight.kfac]
+    [(3, 3), (4, 4)]
     """
 
     def __init__(
@@ -126,6 +144,15 @@ class KFLR(HBP):
     Args:
         approximation: `"default"`, `"expand"` or `"reduce"`, see `HBP`.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Botev, Ritter, Barber (2017), Practical Gauss-Newton optimisation for deep learning.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(KFLR()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> [tuple(factor.shape) for factor in model.weight.kflr]
+    [(3, 3), (4, 4)]
     """
 
     def __init__(self, approximation: str = "default", subsampling: Sequence[int] | None = None) -> None:
@@ -145,6 +172,15 @@ class KFRA(HBP):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Botev, Ritter, Barber (2017), Practical Gauss-Newton optimisation for deep learning.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(KFRA()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> [tuple(factor.shape) for factor in model.weight.kfra]
+    [(3, 3), (4, 4)]
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:

@@ -37,6 +37,15 @@ class SqrtGGNExact(SqrtGGN):
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Dangel, Tatzel, Hennig (2022), ViViT, section 2.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(SqrtGGNExact()):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.sqrt_ggn_exact.shape
+    torch.Size([3, 8, 3, 4])
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
@@ -49,6 +58,15 @@ class SqrtGGNMC(SqrtGGN):
     Args:
         mc_samples: Number `M` of samples drawn per datum; extensions with equal numbers share their draws.
         subsampling: Indices of the samples considered (all by default).
+
+    Source: Dangel, Tatzel, Hennig (2022), ViViT, section 2.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(SqrtGGNMC(mc_samples=2)):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.sqrt_ggn_mc.shape
+    torch.Size([2, 8, 3, 4])
     """
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
