@@ -35,8 +35,8 @@ def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -
         raise RuntimeError(
             explain(
                 f"No extended layer feeds the loss '{loss.path}' ({type(loss.module).__name__}).",
-                "the model was not extended when its forward pass ran.",
-                "call bpk.extend(model) before the forward pass.",
+                "the model was not extended when its forward pass ran, or ran under bpk.disable().",
+                "call bpk.extend(model) before the forward pass, and run it outside of disable().",
             )
         )
 

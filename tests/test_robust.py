@@ -736,3 +736,46 @@ def _sum_of_joint(refs: tuple[Reference, Reference], name: str, blocks: str) -> 
     """Both losses are summed, so are their Hessians."""
     total = sum(getattr(r, blocks)(name).sum(0).diagonal() for r in refs)
     return total.reshape(refs[0].params[name].shape)
+
+
+def test_backward_inside_the_extension_hook() -> None:
+    """A hook may run models and backward passes of its own; the outer pass goes on undisturbed."""
+    model, loss_fn = extended(mlp())
+    other, other_loss = extended(mlp(), nn.MSELoss())
+    x, y = data()
+    found: list[Tensor] = []
+
+    def hook(module: nn.Module) -> None:
+        if module is model[-1]:
+            with torch.enable_grad():
+                other_loss(other(x), torch.zeros(len(x), 3, dtype=x.dtype)).backward()
+            found.append(other[0].weight.grad_batch)
+
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), extension_hook=hook):
+        loss_fn(model(x), y).backward()
+    assert len(found) == 1
+    torch.testing.assert_close(found[0].sum(0), other[0].weight.grad)
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+        assert p.diag_ggn_exact.shape == p.shape
+
+
+def test_memory_of_a_field_that_somebody_holds_is_not_reused() -> None:
+    model, loss_fn = extended(mlp())
+    x, y = data()
+
+    def step(scale: float) -> None:
+        with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact(), E.SqrtGGNExact()):
+            (scale * loss_fn(model(x), y)).backward()
+
+    step(1.0)
+    held = {
+        name: (p.grad_batch, p.diag_ggn_exact_batch[1:], p.sqrt_ggn_exact.numpy())
+        for name, p in model.named_parameters()
+    }
+    copies = {name: [torch.as_tensor(v).clone() for v in kept] for name, kept in held.items()}
+    step(3.0)
+    step(5.0)
+    for name, kept in held.items():
+        for value, copy_ in zip(kept, copies[name], strict=True):
+            torch.testing.assert_close(torch.as_tensor(value), copy_, rtol=0, atol=0)
