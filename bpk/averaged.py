@@ -45,7 +45,7 @@ class Averaged(Sweep):
 
     def visit(self, step: Step) -> Tensor:
         matrices: dict[int, Tensor] = self.arrived(step)
-        if len(step.sources) > 1:
+        if len(step.sources) > 1 or step.samples_of_rows is not None:
             raise branching(step)
         for birth, matrix in matrices.items():
             matrix = matrices[birth] = matched(matrix, step.full)
@@ -76,8 +76,8 @@ def branching(step: Step) -> UnsupportedLayer:
     return UnsupportedLayer(
         explain(
             f"KFRA cannot pass '{step.record.path}' ({type(step.record.module).__name__}).",
-            "its averaged recursion is defined along a chain of layers; here branches meet, or plain functions "
-            "lie between the layers.",
+            "its averaged recursion is defined along a chain of layers; here branches meet, or functions join or "
+            "split samples between the layers.",
             "use KFLR or KFAC, which hold on any graph.",
         )
     )

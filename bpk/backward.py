@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk import engine
+from bpk.attribution import attribute
 from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
@@ -30,7 +31,14 @@ from bpk.parameters import Parameters, is_trained
 from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
-from bpk.survey import require_layers, require_one_batch, require_own_use, require_separate_samples, upstream
+from bpk.survey import (
+    has_merged_batch,
+    require_layers,
+    require_own_use,
+    require_separate_samples,
+    require_whole_batch,
+    upstream,
+)
 from bpk.sweeps import Step, Sweep
 
 
@@ -56,6 +64,8 @@ class Backward:
         self.visited: dict[int, nn.Module] = {}
         self.hooked: set[int] = set()
         self.largest = 1
+        self.samples_of_rows: dict[int, Tensor] = {}
+        self.merged: dict[int, int] = {}
         self.closed = False
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -123,7 +133,13 @@ class Backward:
         above = upstream(loss, self.sources_of)
         require_layers(loss, above, self.sources_of)
         require_own_use([*above, loss], self.sources_of)
-        require_one_batch(loss, above, self.second_order)
+        if has_merged_batch(loss, above, self.second_order):
+            require_whole_batch(self.extensions, loss)
+            for record in above:
+                self.require(record)
+            found = attribute(loss, above, {id(r): self.feeding(r) for r in (*above, loss)})
+            self.samples_of_rows.update(found)
+            self.merged.update({id(record): loss.batch_size for record in above})
         if self.second_order:
             for record in above:
                 self.require(record)
@@ -164,6 +180,7 @@ class Backward:
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
         later = {name: OPEN_USES[id(p)] - record.open > 0 for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
+        samples, batch_size = self.samples_of_rows.get(id(record)), self.merged.get(id(record), record.batch_size)
         for key, sweep in self.sweeps.items():
             if key in written:
                 continue
@@ -171,11 +188,12 @@ class Backward:
                 assert sweep.samples is not None
                 views[sweep.samples] = call if loss else call.subset(sweep.samples)
             sources = self.feeding(record) if sweep.second_order else dict[int, Source]()
-            step = Step(record, rule, call, views[sweep.samples], grad, sources, reused, self.largest)
+            view = views[sweep.samples]
+            step = Step(record, rule, call, view, grad, sources, reused, self.largest, samples, batch_size)
             if loss is None:
                 arrived = sweep.visit(step)
                 for name, state in states.items():
-                    self.parameters.collect(state, key, Use(step.call, rule, name, arrived), record.batch_size)
+                    self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
             elif sweep.second_order and sources:
                 announce(loss.flat, self.extensions)
                 sweep.start(step, loss)

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from bpk import engine
 from bpk.context import CTX
 from bpk.jacobians.autodiff import factor
+from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import OWNER, Edge, Record
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -67,6 +68,14 @@ class Source:
         if not any(g.requires_grad for g in gradients):
             return None
         shapes = [g.shape for g in gradients]
+        if any(shape[0] != grad.shape[0] for shape in shapes):
+            raise UnsupportedLayer(
+                explain(
+                    f"A nonlinear function merges the batch axis: {grad.shape[0]} rows come from {shapes[0][0]}.",
+                    "its second derivative is not known sample by sample.",
+                    "merge and split axes by functions of their own (view, reshape), or use a GGN quantity.",
+                )
+            )
         sizes = [shape[1:].numel() for shape in shapes]
         rows = torch.cat([self._dense_rows(g, shapes) for g in gradients])
         vectors, signs = factor(rows.transpose(0, 1))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch import Tensor
 
+from bpk.attribution import slots, to_samples
 from bpk.graph import Source
 from bpk.jacobians.call import Wrt
 from bpk.jacobians.loss import Loss
@@ -50,6 +52,8 @@ class SignedHessian(SquareRoot):
         if not joint or step.rule.residual(step.call, joint) is Residual.ZERO:
             return columns
         born, signs = step.rule.residual_columns(step.call, self.rows(step.grad), joint)
+        if step.samples_of_rows is not None:
+            born, signs = split_rows(born, signs, step.samples_of_rows, step.batch_size)
         pieces = {wrt: step.pieces(mat) for wrt, mat in born.items()}
         size = len(next(iter(pieces.values()))[0])
         for k, part in enumerate(signs.split(size)):
@@ -57,7 +61,10 @@ class SignedHessian(SquareRoot):
             for index, source in step.sources.items():
                 self.send(source, key, pieces[index][k], part)
             for name in step.reused:
-                columns.own.setdefault(name, {})[key] = pieces[name][k]
+                own = pieces[name][k]
+                if step.samples_of_rows is not None:
+                    own = to_samples(own, step.samples_of_rows, step.batch_size)
+                columns.own.setdefault(name, {})[key] = own
                 columns.signs[key] = part
         return columns
 
@@ -70,6 +77,18 @@ class SignedHessian(SquareRoot):
         if factored is None:
             return
         parts, signs = factored
-        for (record, _), part in zip(source.targets, parts, strict=True):
-            key = ("stretch", id(step.record), index)
+        columns: dict[Wrt, Tensor] = dict(enumerate(parts))
+        if step.samples_of_rows is not None:
+            columns, signs = split_rows(columns, signs, step.samples_of_rows, step.batch_size)
+        key = ("stretch", id(step.record), index)
+        for (record, _), part in zip(source.targets, columns.values(), strict=True):
             self.waiting.setdefault(id(record), Columns()).add(key, self.rows(part, 1), self.rows(signs, 1))
+
+
+def split_rows(columns: dict[Wrt, Tensor], signs: Tensor, samples: Tensor, n: int) -> tuple[dict[Wrt, Tensor], Tensor]:
+    """Columns of their own for each row of a sample: `[K, R, ...]` to `[K S, R, ...]`, signs `[K, R]` to `[K S, N]`."""
+    slot = slots(samples)
+    masks = torch.stack([slot == s for s in range(int(slot.max()) + 1)]).to(signs.dtype)  # [S, R]
+    split = {wrt: mat[:, None] * masks.reshape(1, *masks.shape, *[1] * (mat.dim() - 2)) for wrt, mat in columns.items()}
+    signed = to_samples((signs[:, None] * masks).flatten(0, 1), samples, n)
+    return {wrt: mat.flatten(0, 1) for wrt, mat in split.items()}, signed

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bpk.attribution import to_samples
 from bpk.jacobians.call import Call
 from bpk.jacobians.rule import Rule, add_up
 from bpk.sweeps import PIECE
@@ -25,12 +26,16 @@ CHUNK = 1 << 18
 
 @dataclass
 class Use:
-    """One call that uses the parameter, and what has arrived at its output."""
+    """One call that uses the parameter, and what has arrived at its output.
+
+    `samples` says which sample each row of the call belongs to, where rows are not the samples in order.
+    """
 
     call: Call
     rule: Rule
     name: str
     arrived: Any
+    samples: Tensor | None = None
 
 
 class Uses:
@@ -71,8 +76,9 @@ class Uses:
 
     @property
     def simple(self) -> bool:
-        """Whether one call alone contributes, so that its rule's shortcuts apply."""
-        return len(self.uses) == 1 and not self.uses[0].arrived.own.get(self.uses[0].name)
+        """Whether one call alone contributes, a row per sample, so that its rule's shortcuts apply."""
+        use = self.uses[0]
+        return len(self.uses) == 1 and use.samples is None and not use.arrived.own.get(use.name)
 
     @property
     def shortcut(self) -> bool:
@@ -88,13 +94,18 @@ class Uses:
         for use in self.uses:
             parts = []
             if key in use.arrived.blocks:
-                parts.append(use.rule.jac_t_mat_prod(use.call, use.arrived.blocks[key], use.name, sum_batch=False))
+                rows = use.rule.jac_t_mat_prod(use.call, use.arrived.blocks[key], use.name, sum_batch=False)
+                parts.append(self.by_sample(rows, use))
             if key in use.arrived.own.get(use.name, ()):
                 parts.append(use.arrived.own[use.name][key])
             for part in parts:
                 total = part if total is None else total + part
         assert total is not None
         return total
+
+    def by_sample(self, rows: Tensor, use: Use) -> Tensor:
+        """Rows `[V, R, ...]` of a call as rows `[V, N, ...]` of samples."""
+        return rows if use.samples is None else to_samples(rows, use.samples, self.batch_size)
 
     def blocks(self) -> list[tuple[Tensor, Tensor | None]]:
         """The columns of the only use with their signs, small blocks joined."""
@@ -193,13 +204,14 @@ class Uses:
             use = self.uses[0]
             return use.rule.kron_output(use.call, use.arrived.blocks[key], use.name, approximation)
         rows = add_up(
-            [
-                use.rule.kron_rows(use.call, use.arrived.blocks[key], use.name, approximation).flatten(0, -2)
-                for use in self.uses
-                if key in use.arrived.blocks
-            ]
+            [self.kron_rows(use, key, approximation).flatten(0, -2) for use in self.uses if key in use.arrived.blocks]
         )
         return rows.T @ rows
+
+    def kron_rows(self, use: Use, key: Hashable, approximation: str) -> Tensor:
+        """Rows whose Gram matrix is `G`; in "expand" every row of a call counts for itself."""
+        rows = use.rule.kron_rows(use.call, use.arrived.blocks[key], use.name, approximation)
+        return rows if approximation == "expand" else self.by_sample(rows, use)
 
     def input_factor(self, approximation: str = "default") -> Tensor | None:
         """`A = sum a a^T / N` over samples, positions and uses, or `None` where there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Record
+
+if TYPE_CHECKING:
+    from bpk.extensions.backprop_extension import BackpropExtension
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 
@@ -72,28 +76,32 @@ def require_own_use(records: Iterable[Record], sources_of: SourcesOf) -> None:
                 )
 
 
-def require_one_batch(loss: Record, records: Iterable[Record], second_order: bool) -> None:
-    """Refuse graphs in which the batch axis was merged with another one, so that rows are no samples."""
-    concerned = [r for r in records if second_order or r.params]
-    sizes = {r.batch_size for r in concerned} | ({loss.batch_size} if second_order else set())
-    if len(sizes) <= 1:
-        return
-    odd = next((r for r in concerned if r.batch_size != loss.batch_size), loss)
-    raise UnsupportedLayer(
-        explain(
-            f"The batch axis has {odd.batch_size} rows at '{odd.path}' ({type(odd.module).__name__}) and "
-            f"{loss.batch_size} at the loss '{loss.path}'.",
-            "the batch axis was merged with another one in between, so that rows are not samples.",
-            "keep the batch axis apart: layers take extra axes ([N, T, D]), losses take [N, C, T].",
-        )
-    )
+def has_merged_batch(loss: Record, records: Iterable[Record], second_order: bool) -> bool:
+    """Whether the batch axis has different lengths, so that rows are not samples everywhere."""
+    sizes = {r.batch_size for r in records if second_order or r.params}
+    return len(sizes | {loss.batch_size}) > 1 if second_order else len(sizes) > 1
+
+
+def require_whole_batch(extensions: Iterable[BackpropExtension], loss: Record) -> None:
+    """Refuse sub-sampling where rows are not samples."""
+    for extension in extensions:
+        if extension.subsampling is not None:
+            raise UnsupportedLayer(
+                explain(
+                    f"{extension} cannot look at some samples only behind the loss '{loss.path}'.",
+                    "the model merges the batch axis with another one.",
+                    "leave out subsampling=.",
+                )
+            )
 
 
 def require_separate_samples(records: Iterable[Record], sources_of: SourcesOf) -> None:
     """Refuse functions between layers that mix samples: what reaches one sample must come from that sample."""
     for record in records:
         for index, source in sources_of(record).items():
-            if source.stretch is not None and source.targets and mixes_samples(record.inputs[index], source):
+            at_input = record.inputs[index]
+            same = all(target.batch_size == at_input.shape[0] for target, _ in source.targets)
+            if source.stretch is not None and source.targets and same and mixes_samples(at_input, source):
                 raise UnsupportedLayer(
                     explain(
                         f"A function before '{record.path}' ({type(record.module).__name__}) mixes samples.",

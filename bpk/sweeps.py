@@ -50,7 +50,8 @@ class Step:
     """One visit of the backward pass: a call, its gradient, and what feeds it.
 
     `full` is the call on the whole batch, `call` the one restricted to a sweep's samples. `reused` names parameters
-    that calls further up use as well; `largest` is the size of the largest output further up.
+    that calls further up use as well; `largest` is the size of the largest output further up. Where rows are not the
+    samples in order, `samples_of_rows` says which of the `batch_size` samples each belongs to.
     """
 
     record: Record
@@ -61,6 +62,8 @@ class Step:
     sources: dict[int, Source]
     reused: tuple[str, ...] = ()
     largest: int = 1
+    samples_of_rows: Tensor | None = None
+    batch_size: int = 0
 
     def pieces(self, mat: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
         """Split columns so that at the largest layer a piece does not outgrow what memory hands out quickly."""

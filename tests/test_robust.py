@@ -362,13 +362,47 @@ def test_layer_weight_also_used_by_a_function() -> None:
     right_or_refused(Assembled(forward, **layers), rand(3, 3), "weight")
 
 
-def test_batch_axis_merged_inside_the_model() -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        h = m.two(torch.tanh(m.one(x.reshape(-1, 3))))
-        return m.three(h.reshape(-1, 2, 4).mean(1))
+def samples_first(m: Any, x: Tensor) -> Tensor:
+    h = m.two(torch.tanh(m.one(x.reshape(-1, 3))))
+    return m.three(h.reshape(-1, 2, 4).mean(1))
 
+
+def time_first(m: Any, x: Tensor) -> Tensor:
+    h = m.two(m.act(m.one(x.transpose(0, 1).reshape(-1, 3))))
+    return m.three(m.act(h).reshape(2, -1, 4).sum(0))
+
+
+def before_the_loss(m: Any, x: Tensor) -> Tensor:
+    h = m.two(m.act(m.one(x)))
+    return m.three(m.act(h).reshape(-1, 4)).reshape(-1, 2, 3).sum(1)
+
+
+def twice_in_a_row(m: Any, x: Tensor) -> Tensor:
+    h = m.two(m.act(m.two(m.act(m.one(x.reshape(-1, 3))))))
+    return m.three(m.act(h).reshape(-1, 2, 4).mean(1))
+
+
+@pytest.mark.parametrize(
+    "forward", [samples_first, time_first, before_the_loss, twice_in_a_row], ids=lambda f: f.__name__
+)
+def test_batch_axis_merged_inside_the_model(forward: Any) -> None:
+    """Rows are attributed to the samples that they feed, in whatever order they stand."""
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3), "act": nn.Sigmoid()}
+    check(Assembled(forward, **layers), rand(3, 2, 3))
+
+
+def test_rows_that_feed_several_samples_are_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.three(torch.tanh(m.one(x.permute(1, 0, 2)))).permute(1, 0, 2).sum(1)
+
+    right_or_refused(Assembled(forward, one=nn.Linear(3, 4), three=nn.Linear(4, 3)), rand(5, 2, 3), "batch", "sample")
+
+
+def test_subsampling_where_the_batch_axis_is_merged_is_refused() -> None:
     layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
-    right_or_refused(Assembled(forward, **layers), rand(3, 2, 3), "batch")
+    model, loss_fn = extended(Assembled(samples_first, **layers).double())
+    with pytest.raises(NotImplementedError, match=r"(?s)BatchGrad.*merges.*subsampling"):
+        backward(model, loss_fn, rand(3, 2, 3), torch.tensor([0, 1, 2]), E.BatchGrad(subsampling=[0]))
 
 
 def test_samples_mixed_by_a_function() -> None:
