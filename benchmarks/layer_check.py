@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.layer_networks import LayerProblem, served
 from benchmarks.peers import PackJob
 from benchmarks.problems import Setup
-from benchmarks.quantities import QUANTITIES
+from benchmarks.quantities import QUANTITIES, Form
 from benchmarks.reference import EXACT
 from bpk.jacobians.loss import Loss
 
@@ -50,6 +50,23 @@ def difference(got: Sequence[Any], expected: Sequence[Any], tolerance: float = T
     return None
 
 
+def comparable_factors(values: list[Any], other: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Kronecker factors that both must agree in.
+
+    The fallback keeps whole blocks where a rule has `[G, A]`; what goes with these is the block of the bias, which
+    follows its weight and is `[G]` in both. `A` is left to `check_rule`.
+    """
+    got, expected = [], []
+    for i, (v, w) in enumerate(zip(values, other, strict=True)):
+        if len(v) == len(w):
+            got.append(v)
+            expected.append(w)
+        elif i + 1 < len(other) and other[i + 1][0].shape == v[0].shape:
+            got.append(v[0])
+            expected.append(other[i + 1][0])
+    return got, expected
+
+
 class Check:
     """Results of one rule's network, and what they are compared with. `remarks` says where that was not possible."""
 
@@ -80,6 +97,8 @@ class Check:
             if expected is None:
                 self.remarks.append(f"{name} is not checked: the fallback raised {type(error).__name__}")
             return None
+        if QUANTITIES[name].form is Form.KRON:
+            values, other = comparable_factors(values, other)
         found = difference(values, other, SAMPLED_TOLERANCE if drawn else TOLERANCE)
         return f"{found}, against the fallback family" if found else None
 
@@ -103,6 +122,8 @@ class Check:
             return list(grads)
         products = []
         for p, g, v in zip(setup.params, grads, job.vectors, strict=True):
-            found = torch.autograd.grad(g, p, v[0], retain_graph=True, allow_unused=True)[0] if g.requires_grad else None
+            found = None
+            if g.requires_grad:
+                found = torch.autograd.grad(g, p, v[0], retain_graph=True, allow_unused=True)[0]
             products.append((torch.zeros_like(p) if found is None else found)[None])
         return products

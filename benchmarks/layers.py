@@ -46,10 +46,11 @@ PRODUCTS, FALLBACK = "products", "fallback"
 
 @dataclass
 class LayerRow:
-    """One rule: ratios to plain forward and backward, and the fallback's time as a multiple of the rule's."""
+    """One rule, `batch` samples: ratios to plain forward and backward, and the fallback's time as a multiple of the rule's."""
 
     rule: str
     layer: str
+    batch: int
     seconds: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
     products: float | None = None
@@ -139,12 +140,12 @@ def jobs_of(problem: LayerProblem, serve: Callable[[nn.Module], None], row: Laye
     def quantity_job(name: str) -> Job:
         if fault := check.fault(name):
             raise WrongResult(fault)
-        setup, layer = problem.setup(BATCH)
+        setup, layer = problem.setup(row.batch)
         serve(layer)
         return PackJob(setup, QUANTITIES[name], "bpk")
 
     def products_job(rule: Rule) -> Job:
-        return ProductsJob(rule, problem.call(BATCH))
+        return ProductsJob(rule, problem.call(row.batch))
 
     makers: dict[str, Callable[[], Job]] = {name: partial(quantity_job, name) for name in MEASURED}
     if isinstance(problem.rule, Autodiff) and not isinstance(problem.rule, Loss):
@@ -152,7 +153,7 @@ def jobs_of(problem: LayerProblem, serve: Callable[[nn.Module], None], row: Laye
     else:
         makers[PRODUCTS] = partial(products_job, problem.rule)
         makers[FALLBACK] = partial(products_job, fallback(problem.rule))
-    jobs: dict[str, Job] = {"plain": PlainJob(problem.setup(BATCH)[0], QUANTITIES["NoContext"])}
+    jobs: dict[str, Job] = {"plain": PlainJob(problem.setup(row.batch)[0], QUANTITIES["NoContext"])}
     for name, make in makers.items():
         try:
             job = make()
@@ -168,11 +169,11 @@ def jobs_of(problem: LayerProblem, serve: Callable[[nn.Module], None], row: Laye
     return jobs
 
 
-def measure_layer(rule: Rule, rounds: int = ROUNDS, seconds: float = SECONDS) -> LayerRow:
+def measure_layer(rule: Rule, batch: int = BATCH, rounds: int = ROUNDS, seconds: float = SECONDS) -> LayerRow:
     """Check and time one rule; whatever cannot be measured is noted in the row."""
-    row = LayerRow(rule.name, rule.name)
+    row = LayerRow(rule.name, rule.name, batch)
     try:
-        problem = problem_of(rule, BATCH)
+        problem = problem_of(rule, batch)
     except NoNetwork as error:
         row.notes.append(f"not measured: {error}")
         return row
@@ -225,7 +226,8 @@ def _shown(ratio: float | None, status: str | None) -> str:
 def screen(rows: Sequence[LayerRow], markdown: bool = False) -> str:
     """The table, with what was wrong, refused or not measured below it."""
     head = ["layer", "plain, ms", *MEASURED, "fallback / rule"]
-    lines = [f"Small networks, N={BATCH}: ratios to plain forward and backward; the fallback's products as a multiple."]
+    sizes = ", ".join(map(str, sorted({row.batch for row in rows})))
+    lines = [f"Small networks, N={sizes}: ratios to plain forward and backward. {report.machine()['cpu']}, one thread."]
     if markdown:
         lines += ["", *("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *map(cells, rows))), ""]
     else:
@@ -237,7 +239,7 @@ def write_json(rows: Sequence[LayerRow], name: str) -> Path:
     """Write `results/NAME.json`."""
     report.RESULTS.mkdir(exist_ok=True)
     path = report.RESULTS / f"{name}.json"
-    content = {"machine": report.machine(), "batch": BATCH, "layers": [asdict(row) for row in rows]}
+    content = {"machine": report.machine(), "layers": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
 

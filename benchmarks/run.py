@@ -14,7 +14,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from benchmarks import report
+from benchmarks import layers, report
 from benchmarks.memory import import_seconds, measure
 from benchmarks.problems import PROBLEMS, TEST_PROBLEMS
 from benchmarks.quantities import QUANTITIES
@@ -28,12 +28,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--problem", action="append", choices=[*PROBLEMS, *TEST_PROBLEMS], help="default: all networks")
     p.add_argument("--quantity", action="append", choices=list(QUANTITIES), help="default: all of the problem")
     p.add_argument("--alternative", action="append", choices=list(ALTERNATIVES), help="default: all")
-    p.add_argument("--rounds", type=int, default=25, help="rounds in which every alternative is timed once")
-    p.add_argument("--budget", type=float, default=120.0, help="seconds of timing for one row")
-    p.add_argument("--quick", action="store_true", help="5 rounds and 6 seconds for one row")
+    p.add_argument(
+        "--layers",
+        nargs="*",
+        metavar="NAME",
+        help="measure every rule of the registry in a small network of its own, and no problem; only those of these "
+        "names (modules, functions, families; Conv* matches several), or those that my_rules.py brings",
+    )
+    p.add_argument("--batch", type=int, default=layers.BATCH, help=f"samples with --layers (default {layers.BATCH})")
+    p.add_argument("--rounds", type=int, help=f"rounds: each alternative once (25; with --layers {layers.ROUNDS})")
+    p.add_argument("--budget", type=float, help=f"seconds of timing for one row (120; with --layers {layers.SECONDS})")
+    p.add_argument("--quick", action="store_true", help="5 rounds and 6 seconds for one row (--layers: 3 rounds)")
     p.add_argument("--no-peers", action="store_true", help="leave BackPACK and Opacus out")
     p.add_argument("--memory", action="store_true", help="peak memory too, each in a process of its own")
-    p.add_argument("--name", default="latest", help="write results/NAME.json")
+    p.add_argument("--name", help="write results/NAME.json (latest; with --layers layers)")
     p.add_argument("--markdown", action="store_true", help="print Markdown in place of the plain table")
     p.add_argument("--show", type=Path, metavar="JSON", help="print an earlier result and measure nothing")
     p.add_argument("--memory-of", nargs=3, metavar=("PROBLEM", "QUANTITY", "ALTERNATIVE"), help=argparse.SUPPRESS)
@@ -49,11 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem, quantity, alternative = args.memory_of
         print(json.dumps({"megabytes": measure(ALTERNATIVES[alternative], problem, quantity)}))
         return 0
+    if args.layers is not None or (args.show and layers.read_json(args.show) is not None):
+        found = layers.read_json(args.show) if args.show else run_layers(args)
+        print(layers.screen(found or [], args.markdown))
+        return 0
     if args.show:
         rows, seconds = report.read_json(args.show)
     else:
         rows, seconds = run(args)
-        path = report.write_json(rows, args.name, seconds)
+        path = report.write_json(rows, args.name or "latest", seconds)
         print(f"written: {path}", file=sys.stderr)
     print(report.markdown(rows, seconds) if args.markdown else report.screen(rows, seconds))
     return 0
@@ -61,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> tuple[list[Row], float | None]:
     """Measure the rows that were asked for, with one line of progress each."""
-    rounds, budget = (5, 6.0) if args.quick else (args.rounds, args.budget)
+    rounds, budget = (5, 6.0) if args.quick else (args.rounds or 25, args.budget or 120.0)
     candidates = OWN if args.no_peers else (*OWN, *PEERS)
     alternatives = [a for a in candidates if not args.alternative or a.name in args.alternative]
     known = {**PROBLEMS, **TEST_PROBLEMS}
@@ -77,6 +89,17 @@ def run(args: argparse.Namespace) -> tuple[list[Row], float | None]:
             line = "  ".join(f"{column} {report.shown(row.cells.get(column))}" for column in report.COLUMNS)
             print(f"{name} {quantity}: {line}  {row.verdict}", file=sys.stderr, flush=True)
     return rows, import_seconds()
+
+
+def run_layers(args: argparse.Namespace) -> list[layers.LayerRow]:
+    """Measure the rules that were asked for and write the result."""
+    rounds = layers.LEAST_ROUNDS if args.quick else args.rounds or layers.ROUNDS
+    rows = []
+    for rule in layers.choose(args.layers):
+        print(rule.name, file=sys.stderr, flush=True)
+        rows.append(layers.measure_layer(rule, args.batch, rounds, args.budget or layers.SECONDS))
+    print(f"written: {layers.write_json(rows, args.name or 'layers')}", file=sys.stderr)
+    return rows
 
 
 if __name__ == "__main__":

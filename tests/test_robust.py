@@ -23,7 +23,7 @@ ALL = tuple(FIELDS)
 ON_ANY_GRAPH = tuple(e for e in ALL if e not in (E.KFRA, E.PCHMP))
 
 
-def agrees(model: nn.Module, ref: Reference, **tolerance: float) -> None:
+def agrees(model: nn.Module, ref: Reference, factors: bool = True, **tolerance: float) -> None:
     """Every exact quantity on the parameters is that of the reference."""
     close: dict[str, Any] = {"rtol": 1e-7, "atol": 1e-9} | tolerance
     for name, p in model.named_parameters():
@@ -46,13 +46,19 @@ def agrees(model: nn.Module, ref: Reference, **tolerance: float) -> None:
         v = torch.randn(2, *p.shape, dtype=p.dtype)
         torch.testing.assert_close(p.hmp(v).flatten(1), v.flatten(1) @ ref.hessian(name), **close)
         torch.testing.assert_close(p.ggnmp(v).flatten(1), v.flatten(1) @ ref.ggn(name), **close)
-        for found, expected in zip(p.kflr, ref.kflr(name), strict=True):
+        for found, expected in zip(p.kflr, ref.kflr(name), strict=True) if factors else ():
             torch.testing.assert_close(found, expected, msg=lambda m, n=name: f"{n}.kflr: {m}", **close)
         mc = p.sqrt_ggn_mc
         torch.testing.assert_close(p.diag_ggn_mc, mc.square().sum((0, 1)), **close)
 
 
-def check(model: nn.Module, x: Tensor, loss_fn: nn.Module | None = None, target: Tensor | None = None) -> None:
+def check(
+    model: nn.Module,
+    x: Tensor,
+    loss_fn: nn.Module | None = None,
+    target: Tensor | None = None,
+    factors: bool = True,
+) -> None:
     """All quantities of a model on any graph, against the reference."""
     loss_fn = nn.CrossEntropyLoss() if loss_fn is None else loss_fn
     y = torch.randint(3, (x.shape[0],)) if target is None else target
@@ -60,7 +66,7 @@ def check(model: nn.Module, x: Tensor, loss_fn: nn.Module | None = None, target:
     ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
     model, loss_fn = extended(model, loss_fn)
     backward(model, loss_fn, x, y, *[e() for e in ON_ANY_GRAPH])
-    agrees(model, ref)
+    agrees(model, ref, factors)
 
 
 def rand(*shape: int) -> Tensor:
@@ -388,7 +394,22 @@ def twice_in_a_row(m: Any, x: Tensor) -> Tensor:
 def test_batch_axis_merged_inside_the_model(forward: Any) -> None:
     """Rows are attributed to the samples that they feed, in whatever order they stand."""
     layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3), "act": nn.Sigmoid()}
-    check(Assembled(forward, **layers), rand(3, 2, 3))
+    check(Assembled(forward, **layers), rand(3, 2, 3), factors=False)
+
+
+def test_kronecker_factors_of_merged_axes_are_those_of_extra_axes() -> None:
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
+    x, y = rand(3, 2, 3), torch.tensor([0, 1, 2])
+
+    def apart(m: Any, x: Tensor) -> Tensor:
+        return m.three(m.two(torch.tanh(m.one(x))).mean(1))
+
+    found = []
+    for forward in (samples_first, apart):
+        model, loss_fn = extended(Assembled(forward, **layers).double())
+        backward(model, loss_fn, x, y, E.KFLR())
+        found.append([factor for p in model.parameters() for factor in p.kflr])
+    torch.testing.assert_close(*found)
 
 
 def test_rows_that_feed_several_samples_are_refused() -> None:
