@@ -1,8 +1,7 @@
 """One small network for a rule of the registry, made from the rule's own examples.
 
 A layer gets a trainable affine layer before it, so that every quantity has to pass it, and `Flatten, Linear`
-and cross-entropy behind it. A loss stands at the end of a small perceptron. The same network is built with the
-rule under test, or with the fallback family in its place.
+and cross-entropy behind it. A loss stands at the end of a small perceptron.
 """
 
 from __future__ import annotations
@@ -82,18 +81,18 @@ def first(output: Any) -> Tensor:
 
 
 @contextmanager
-def served(rule: Rule, cls: type[nn.Module], generic: bool = False) -> Iterator[Callable[[nn.Module], None]]:
-    """Let `rule`, or the fallback family, serve layers of a class, whatever else serves that class.
+def served(rule: Rule, cls: type[nn.Module]) -> Iterator[Callable[[nn.Module], None]]:
+    """Let `rule` serve layers of a class, whatever else serves that class.
 
     Yields a function to call with each of these layers: where its class has another rule or none, the layer
     becomes one of a subclass with a rule of its own, and the registered rules stay as they are. Functions whose
     rule serves no module are measured in this way, too.
     """
-    if not generic and REGISTRY.find(cls) is rule:
+    if REGISTRY.find(cls) is rule:
         yield _leave
         return
     subclass: type[nn.Module] = type(cls.__name__, (cls,), {})
-    stand_in = fallback(rule, subclass) if generic else copy.copy(rule)
+    stand_in = copy.copy(rule)
     stand_in.modules, stand_in.functions = (subclass,), ()
 
     def serve(layer: nn.Module) -> None:
@@ -110,9 +109,9 @@ def _leave(layer: nn.Module) -> None:
     """The layer has its rule already."""
 
 
-def fallback(rule: Rule, *modules: type[nn.Module]) -> Rule:
+def fallback(rule: Rule) -> Rule:
     """The rule that declares nothing, in place of `rule`."""
-    return AutodiffLoss(*modules) if isinstance(rule, Loss) else Autodiff(*modules, params=rule.params)
+    return AutodiffLoss() if isinstance(rule, Loss) else Autodiff(params=rule.params)
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,10 @@ class LayerProblem:
     def title(self) -> str:
         """The layer, and the shape of one sample of its first input."""
         shape = "x".join(map(str, self.example.shapes[0][1:])) or "scalars"
-        layer = str(self.example).rsplit(" on ", 1)[0].replace("FunctionLayer", "")
-        return f"{layer[:40]} on {shape}"
+        layer = str(self.example).rsplit(" on ", 1)[0]
+        if layer.startswith("FunctionLayer("):
+            layer = layer.removeprefix("FunctionLayer(").removesuffix(")")
+        return f"{layer if len(layer) <= 44 else layer[:43] + '…'} on {shape}"
 
     def call(self, batch: int, dtype: torch.dtype = torch.float32) -> Call:
         """The layer alone on random inputs."""

@@ -24,7 +24,7 @@ from benchmarks.peers import PackJob
 from benchmarks.quantities import QUANTITIES
 from benchmarks.timing import Series
 from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.call import Call
+from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.errors import UnsupportedLayer
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
@@ -46,7 +46,7 @@ PRODUCTS, FALLBACK = "products", "fallback"
 
 @dataclass
 class LayerRow:
-    """One rule, `batch` samples: ratios to plain forward and backward, and the fallback's time as a multiple of the rule's."""
+    """One rule: ratios to plain forward and backward with `batch` samples; the fallback's products over the rule's."""
 
     rule: str
     layer: str
@@ -100,16 +100,14 @@ class ProductsJob(Job):
 
     def __init__(self, rule: Rule, call: Call) -> None:
         self.rule, self.call = rule, call
-        self.mats = {w: torch.randn(COLUMNS, *self.size(w)) for w in (*self.inputs(), *call.params)}
+        wrts: list[Wrt] = [*self.inputs(), *call.params]
+        self.mats = {w: torch.randn(COLUMNS, *call.shape_of(w)) for w in wrts}
         self.cotangents = torch.randn(COLUMNS, *call.output.shape)
 
     def inputs(self) -> list[int]:
         """The differentiable inputs; of a loss, the prediction."""
         floating = [i for i, x in enumerate(self.call.inputs) if x.is_floating_point()]
         return floating[:1] if isinstance(self.rule, Loss) else floating
-
-    def size(self, wrt: int | str) -> torch.Size:
-        return self.call.shape_of(wrt)
 
     def run(self) -> Result:
         c, rule = self.call, self.rule

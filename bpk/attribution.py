@@ -7,7 +7,7 @@ one sample only, they differ by exactly that number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -26,24 +26,51 @@ def attribute(loss: Record, above: list[Record], sources: SourcesOf) -> dict[int
     Raises:
         UnsupportedLayer: If a row feeds several samples.
     """
-    n, prediction = loss.batch_size, loss.inputs[0]
-    number = torch.arange(1, n + 1, device=prediction.device, dtype=torch.float64)
-    probe = torch.arange(prediction.numel(), device=prediction.device).add(1.0).cos().add(1.5).reshape(prediction.shape)
-    scaled = probe * number.reshape(-1, *[1] * (prediction.dim() - 1))
-    arrived: dict[int, Tensor] = {}
-    send(sources[id(loss)].get(0), torch.stack([probe.double(), scaled]).to(wide(prediction.dtype)), arrived)
+    n = loss.batch_size
+    number = torch.arange(1, n + 1, dtype=torch.float64)
     found: dict[int, Tensor] = {}
+    for record, mat in sweep(loss, above, sources, torch.stack([torch.ones(n, dtype=torch.float64), number])):
+        samples = decode(record, mat, n)
+        found[id(record)] = samples
+    for record in above:
+        if id(record) not in found and record.batch_size != n and record.params:
+            raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
+    return {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+
+
+def require_separate_rows(loss: Record, above: list[Record], sources: SourcesOf) -> None:
+    """Where a loss has more rows than the layers have, make sure that none of its rows is fed by several of theirs.
+
+    Then the rows of the layers are the samples (a language model whose loss sees `[N*T, C]`). Looks at some rows of
+    the loss, spread evenly.
+
+    Raises:
+        UnsupportedLayer: If a row of the loss is fed by several rows of a layer.
+    """
+    n = loss.batch_size
+    some = torch.linspace(0, n - 1, min(n, 8)).long()
+    for record, mat in sweep(loss, above, sources, torch.eye(n, dtype=torch.float64)[some]):
+        reached = mat.reshape(*mat.shape[:2], -1).nan_to_num(0.0).ne(0).any(2).sum(1)
+        if record.params and int(reached.max()) > 1:
+            raise mixed(
+                f"{int(reached.max())} rows at '{record.path}' ({type(record.module).__name__}) feed one sample"
+            )
+
+
+def sweep(loss: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
+    """Send gradients `[V, N]`, spread over each sample's prediction, back; yield what reaches each call."""
+    prediction = loss.inputs[0]
+    probe = torch.arange(prediction.numel(), device=prediction.device).add(1.0).cos().add(1.5).reshape(prediction.shape)
+    spread = weights.to(prediction.device).reshape(*weights.shape, *[1] * (prediction.dim() - 1))
+    arrived: dict[int, Tensor] = {}
+    send(sources[id(loss)].get(0), (probe * spread).to(wide(prediction.dtype)), arrived)
     edges = {id(r): edge for source in sources.values() for s in source.values() for r, edge in s.targets}
     with torch.no_grad():
         for record in consumers_first(loss, above, sources):
             mat = arrived.pop(id(record), None)
-            if mat is None:
-                continue
-            samples = decode(record, mat, n)
-            if not torch.equal(samples, torch.arange(n, device=samples.device)):
-                found[id(record)] = samples
-            pass_on(record, edges[id(record)], mat, sources[id(record)], arrived)
-    return found
+            if mat is not None:
+                yield record, mat
+                pass_on(record, edges[id(record)], mat, sources[id(record)], arrived)
 
 
 def pass_on(record: Record, edge: Edge, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]) -> None:
@@ -57,6 +84,8 @@ def pass_on(record: Record, edge: Edge, mat: Tensor, sources: dict[int, Source],
             return torch.autograd.grad(ends, inputs, (vector,), retain_graph=True)[0]
 
     call = record.call()
+    if record.rule.obstacle(call) is not None:
+        raise mixed(f"'{record.path}' ({type(record.module).__name__}) mixes or moves those")
     call.pull = pull
     record.rule.capture(call)
     call = call.cast(mat.dtype)
@@ -78,15 +107,20 @@ def decode(record: Record, mat: Tensor, n: int) -> Tensor:
     off = (scaled - number[:, None] * plain).norm(dim=1) > 1e-3 * scaled.norm(dim=1)
     off |= (size > 0) & ((number - number.round()).abs() > 0.2)
     if off.any():
-        raise UnsupportedLayer(
-            explain(
-                f"Row {int(off.nonzero()[0])} of {len(off)} at '{record.path}' ({type(record.module).__name__}) feeds "
-                f"several of the {n} samples of the loss.",
-                "the batch axis was merged with another one on the way, and samples are no longer apart.",
-                "keep the batch axis apart: layers take extra axes ([N, T, D]), losses take [N, C, T].",
-            )
-        )
+        row = f"row {int(off.nonzero()[0])} of {len(off)}"
+        raise mixed(f"{row} at '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples")
     return (number.round().long() - 1).clamp(0, n - 1)
+
+
+def mixed(what: str) -> UnsupportedLayer:
+    """The refusal of graphs in which samples cannot be told apart by rows."""
+    return UnsupportedLayer(
+        explain(
+            f"Rows are not samples: {what} of the loss.",
+            "the batch axis was moved or merged with another one, and samples cannot be told apart.",
+            "keep the batch axis first and apart: layers take extra axes ([N, T, D]), losses take [N, C, T].",
+        )
+    )
 
 
 def consumers_first(loss: Record, above: list[Record], sources: SourcesOf) -> list[Record]:

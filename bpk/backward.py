@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk import engine
-from bpk.attribution import attribute
+from bpk.attribution import attribute, require_separate_rows
 from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
@@ -32,7 +32,9 @@ from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
 from bpk.survey import (
-    has_merged_batch,
+    VERIFIED,
+    Batch,
+    batch_axis,
     require_layers,
     require_own_use,
     require_separate_samples,
@@ -133,18 +135,27 @@ class Backward:
         above = upstream(loss, self.sources_of)
         require_layers(loss, above, self.sources_of)
         require_own_use([*above, loss], self.sources_of)
-        if has_merged_batch(loss, above, self.second_order):
-            require_whole_batch(self.extensions, loss)
-            for record in above:
-                self.require(record)
-            found = attribute(loss, above, {id(r): self.feeding(r) for r in (*above, loss)})
-            self.samples_of_rows.update(found)
-            self.merged.update({id(record): loss.batch_size for record in above})
         if self.second_order:
             for record in above:
                 self.require(record)
-            require_separate_samples([*above, loss], self.sources_of)
+        key = (self.second_order, *((id(r.module), r.output.shape) for r in (*above, loss)))
+        verified = VERIFIED.setdefault(loss.module, set())
+        self.survey_batch(loss, above, key in verified)
+        verified.add(key)
         self.largest = max([self.largest, *(record.output.numel() for record in above)])
+
+    def survey_batch(self, loss: Record, above: list[Record], verified: bool) -> None:
+        """Find out what rows are; checks that a graph of this form has passed before are left out."""
+        batch = batch_axis(loss, above, self.second_order)
+        sources = {id(r): self.feeding(r) for r in (*above, loss)}
+        if batch is Batch.MERGED:
+            require_whole_batch(self.extensions, loss)
+            self.samples_of_rows.update(attribute(loss, above, sources))
+            self.merged.update({id(record): loss.batch_size for record in above})
+        elif batch is Batch.LOSS_MERGED and not verified:
+            require_separate_rows(loss, above, sources)
+        if self.second_order and not verified:
+            require_separate_samples([*above, loss], self.sources_of)
 
     def require(self, record: Record) -> None:
         """Refuse, before anything is computed, what some active extension cannot do."""

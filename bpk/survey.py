@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from enum import Enum
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -76,10 +78,26 @@ def require_own_use(records: Iterable[Record], sources_of: SourcesOf) -> None:
                 )
 
 
-def has_merged_batch(loss: Record, records: Iterable[Record], second_order: bool) -> bool:
-    """Whether the batch axis has different lengths, so that rows are not samples everywhere."""
+VERIFIED: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+"""By loss module: the forms of graphs behind it whose samples were found to be apart."""
+
+
+class Batch(Enum):
+    """How the rows of the layers relate to those of the loss."""
+
+    SAMPLES = "the same number everywhere"
+    LOSS_MERGED = "the loss alone has another number of rows, and only the gradient travels"
+    MERGED = "different numbers"
+
+
+def batch_axis(loss: Record, records: Iterable[Record], second_order: bool) -> Batch:
+    """Compare the lengths of the batch axis throughout the graph."""
     sizes = {r.batch_size for r in records if second_order or r.params}
-    return len(sizes | {loss.batch_size}) > 1 if second_order else len(sizes) > 1
+    if sizes <= {loss.batch_size}:
+        return Batch.SAMPLES
+    if len(sizes) == 1 and not second_order and loss.batch_size > next(iter(sizes)):
+        return Batch.LOSS_MERGED
+    return Batch.MERGED
 
 
 def require_whole_batch(extensions: Iterable[BackpropExtension], loss: Record) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report
+from benchmarks import layers, report
 from benchmarks.memory import measure
 from benchmarks.problems import PROBLEMS, TEST_PROBLEMS
 from benchmarks.quantities import QUANTITIES, RELATIVE, TARGETS
 from benchmarks.reference import Reference, check
 from benchmarks.row import ALTERNATIVES, Cell, Row, judge, measure_row
+from benchmarks.run import main
+from bpk.rules import REGISTRY
 
 REFERENCES = {name: Reference(problem) for name, problem in TEST_PROBLEMS.items()}
 CASES = [
@@ -77,3 +79,64 @@ def test_memory_of_written_rows() -> None:
 def test_targets_name_measured_rows() -> None:
     for problem, goals in TARGETS.items():
         assert set(goals) <= set(PROBLEMS[problem].quantities)
+
+
+MY_RULES = '''
+import torch
+from bpk.jacobians import Elementwise, Multilinear, case
+
+
+class Swish(torch.nn.Module):
+    beta = 1.5
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+class Mixer(torch.nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x):
+        return torch.einsum("nti,oi->nto", x, self.weight)
+
+
+class Wrong(torch.nn.Module):
+    def forward(self, x):
+        return x**3
+
+
+RULES = (
+    Elementwise("x*sigmoid(beta*x)", Swish),
+    Multilinear("n t i, o i -> n t o", Mixer, params=("weight",), examples=[case(Mixer, 3, 2, shape=(4, 5, 3))]),
+    Elementwise("x**2", Wrong),
+)
+'''
+
+
+def test_new_rules_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    threads, before = torch.get_num_threads(), list(REGISTRY)
+    (tmp_path / "my_rules.py").write_text(MY_RULES)
+    try:
+        assert main(["--layers", str(tmp_path / "my_rules.py"), "sqrt", "MSELoss", "--quick", "--batch", "6"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+        for rule in [rule for rule in REGISTRY if rule not in before]:
+            REGISTRY.remove(rule)
+    assert list(REGISTRY) == before
+    rows = {row.layer.split("(")[0].split()[0]: row for row in layers.read_json(tmp_path / "layers.json") or []}
+    assert list(rows) == ["sqrt", "MSELoss", "Swish", "Mixer", "Wrong"]
+    for name in ("sqrt", "MSELoss", "Swish", "Mixer"):
+        assert set(rows[name].ratios) == set(layers.MEASURED) and not rows[name].notes
+        assert rows[name].products is not None and rows[name].batch == 6
+    assert set(rows["Wrong"].status.values()) == {"wrong"}
+    assert "Swish() on 4" in capsys.readouterr().out
+
+
+def test_unknown_layer_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no rule of this name"):
+        layers.choose(["Lienar"])
