@@ -9,6 +9,7 @@ from torch import nn
 
 from bpk.context import CTX
 from bpk.jacobians.errors import explain
+from bpk.products import BlockProduct
 from bpk.recorder import record, stash
 from bpk.records import forget
 from bpk.rules import REGISTRY
@@ -130,6 +131,9 @@ class WeakModules:
 def memory_cleanup(module: nn.Module) -> None:
     """Remove everything that the forward pass stored on the layers of a model (`input0`, `output`).
 
+    Products with curvature blocks (the fields of `HMP`, `GGNMP`, `PCHMP`) go too: they keep the forward pass's tensors
+    and, where plain functions lie between layers, a piece of autograd's graph, which keeps the model alive.
+
     >>> import torch, bpk
     >>> layer = bpk.extend(torch.nn.Linear(2, 1))
     >>> out = layer(torch.ones(3, 2))
@@ -139,3 +143,6 @@ def memory_cleanup(module: nn.Module) -> None:
     """
     for child in module.modules():
         forget(child)
+    for param in module.parameters():
+        for name in [name for name, value in vars(param).items() if isinstance(value, BlockProduct)]:
+            delattr(param, name)

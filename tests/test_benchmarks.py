@@ -81,7 +81,7 @@ def test_targets_name_measured_rows() -> None:
         assert set(goals) <= set(PROBLEMS[problem].quantities)
 
 
-MY_RULES = '''
+MY_RULES = """
 import torch
 from bpk.jacobians import Elementwise, Multilinear, case
 
@@ -112,7 +112,7 @@ RULES = (
     Multilinear("n t i, o i -> n t o", Mixer, params=("weight",), examples=[case(Mixer, 3, 2, shape=(4, 5, 3))]),
     Elementwise("x**2", Wrong),
 )
-'''
+"""
 
 
 def test_new_rules_are_measured(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -834,3 +836,14 @@ def test_memory_of_a_field_that_somebody_holds_is_not_reused() -> None:
     for name, kept in held.items():
         for value, copy_ in zip(kept, copies[name], strict=True):
             torch.testing.assert_close(torch.as_tensor(value), copy_, rtol=0, atol=0)
+
+
+def test_cleanup_frees_a_model_whose_products_keep_a_piece_of_graph() -> None:
+    layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 3)}
+    model, loss_fn = extended(Assembled(lambda m, x: m.two(F.gelu(m.one(x))), **layers).double())
+    backward(model, loss_fn, rand(3, 3), torch.tensor([0, 1, 2]), E.HMP(), E.GGNMP(), E.PCHMP())
+    gone = [weakref.ref(model.one), weakref.ref(model.one.weight)]
+    bpk.memory_cleanup(model)
+    del model, loss_fn, layers
+    gc.collect()
+    assert all(ref() is None for ref in gone)
