@@ -53,6 +53,14 @@ class Affine(LinearInEach):
     def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
         """`[V, N, *out] -> [V, N, *in]`."""
 
+    def quick_patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
+        """The patches in the order of entries `I` that is gathered fastest, for sums over `I` and squares."""
+        return self.patches(call, samples)
+
+    def in_order(self, call: Call, matrix: Tensor) -> Tensor:
+        """Bring `[..., I]` from the order of `quick_patches` into that of `patches`."""
+        return matrix
+
     # ---- what follows ----------------------------------------------------------------------------
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         """`[V, *p] -> [V, N, *out]`."""
@@ -97,9 +105,9 @@ class Affine(LinearInEach):
             return super().squared_sum(call, mat, param, weights, per_sample)
         if param == "weight":
             columns, width = self.as_columns(call, mat), self._matrix_shape(call)[2]
-            patches = partial(self.patches, call)
+            patches = partial(self.patches if per_sample else self.quick_patches, call)
             squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
-            return self.as_weight(call, squares)
+            return self.as_weight(call, squares if per_sample else self.in_order(call, squares))
         rows = gemm.wide(self._bias_rows(call, mat)).square()
         if weights is not None:
             rows = rows * weights[..., None]
@@ -109,7 +117,7 @@ class Affine(LinearInEach):
         if param != "weight":
             return gemm.wide(self._bias_rows(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        return gemm.norm_squared(partial(self.patches, call), columns, width)
+        return gemm.norm_squared(partial(self.quick_patches, call), columns, width)
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.

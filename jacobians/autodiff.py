@@ -105,13 +105,15 @@ class Autodiff(Rule):
             return vmap(lambda column: pull(column)[0])(mat)
         wrts: tuple[Wrt, ...] = (wrt,)
 
-        def pull_sample(inputs: tuple[Tensor, ...], columns: Tensor) -> Tensor:
+        def pull_sample(inputs: tuple[Tensor, ...], column: Tensor) -> Tensor:
             lifted = Call(call.options, [x[None] for x in inputs], call.params, call.output[:1])
             function, point = as_function(self, lifted, wrts)
-            pull = vjp(function, *point)[1]
-            return vmap(lambda column: pull(column[None])[0])(columns)
+            return vjp(function, *point)[1](column[None])[0]
 
-        return vmap(pull_sample, in_dims=(0, 1), out_dims=1)(call.inputs, mat)
+        # one column after the other: torch's batching rules of some layers (PReLU) fail under a second vmap
+        pull = vmap(pull_sample)
+        rows = [pull(call.inputs, column) for column in mat]
+        return torch.stack(rows) if rows else mat.new_zeros(0, *mat.shape[1:2], *call.params[wrt].shape)
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.GENERAL
