@@ -36,11 +36,10 @@ class SignedHessian(SquareRoot):
     def start(self, step: Step, loss: Loss) -> None:
         self.bend(step, 0, step.sources[0])
         root, signs = loss.hessian_columns(step.full)
-        scale = step.grad
-        mats = step.pieces(self.rows(root, 1) * scale.abs().sqrt())
-        for k, (mat, part) in enumerate(
-            zip(mats, (self.rows(signs, 1) * scale.sign()).split(len(mats[0])), strict=True)
-        ):
+        mats = step.pieces(self.rows(root, 1) * step.grad.abs().sqrt())
+        signed = self.rows(signs, 1) * step.grad.sign()
+        parts = signed.split(len(mats[0])) if bool((signed != 1).any()) else [None] * len(mats)
+        for k, (mat, part) in enumerate(zip(mats, parts, strict=True)):
             self.send(step.sources[0], ("loss", id(step.record), k), mat, part)
 
     def visit(self, step: Step) -> Columns:

@@ -6,7 +6,7 @@ a norm, an outer product) is taken. Results are kept, so that extensions active 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -74,6 +74,14 @@ class Uses:
         """The signs of a block."""
         return next(use.arrived.signs[key] for use in self.uses if key in use.arrived.signs)
 
+    def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
+        """The signs of several blocks, one after the other (`None`: all ones)."""
+        known = {key: self.signs(key) for key in keys}
+        if all(signs is None for signs in known.values()):
+            return None
+        mats = self.uses[0].arrived.blocks
+        return join([mats[key].new_ones(mats[key].shape[:2]) if s is None else s for key, s in known.items()])
+
     @property
     def simple(self) -> bool:
         """Whether one call alone contributes, a row per sample, so that its rule's shortcuts apply."""
@@ -109,14 +117,13 @@ class Uses:
 
     def blocks(self) -> list[tuple[Tensor, Tensor | None]]:
         """The columns of the only use with their signs, small blocks joined."""
-        joined: list[tuple[list[Tensor], list[Tensor]]] = []
-        for key, mat in self.uses[0].arrived.blocks.items():
-            signs = self.signs(key)
-            if not joined or sum(m.numel() for m in joined[-1][0]) + mat.numel() > PIECE:
-                joined.append(([], []))
-            joined[-1][0].append(mat)
-            joined[-1][1].extend(() if signs is None else (signs,))
-        return [(join(mats), join(signs) if signs else None) for mats, signs in joined]
+        mats: dict[Hashable, Tensor] = self.uses[0].arrived.blocks
+        joined: list[list[Hashable]] = []
+        for key, mat in mats.items():
+            if not joined or sum(mats[k].numel() for k in joined[-1]) + mat.numel() > PIECE:
+                joined.append([])
+            joined[-1].append(key)
+        return [(join([mats[key] for key in keys]), self.signs_of(keys)) for keys in joined]
 
     def all_rows(self) -> Tensor:
         """`[V, N, *p]` over all blocks."""
@@ -154,9 +161,13 @@ class Uses:
         if not self.simple:
             return add_up([squares(self.rows(key), self.signs(key), per_sample) for key in self.keys])
         if self.keeps_rows and not self.shortcut:
-            signs = [known for key in self.keys if (known := self.signs(key)) is not None]
-            return squares(self.all_rows(), join(signs) if signs else None, per_sample)
-        use, total = self.uses[0], None
+            return squares(self.all_rows(), self.signs_of(self.keys), per_sample)
+        use, mats = self.uses[0], list(self.uses[0].arrived.blocks.values())
+        use.call.spare = self.spare
+        total = use.rule.squared_sum_of_blocks(use.call, mats, use.name, self.signs_of(self.keys), per_sample)
+        if total is not None:
+            use.call.spare = None
+            return total
         for mat, known in self.blocks():
             use.call.spare = self.spare if total is None else None
             part = use.rule.squared_sum(use.call, mat, use.name, known, per_sample)

@@ -32,12 +32,13 @@ class Columns:
 
     `signs` of a block (`[V, N]`, or `None` for all ones) belong to its birthplace; blocks of one birthplace
     that arrive over several branches are added. `own` holds what a residual contributes to a parameter itself,
-    `[V, N, *p]` by parameter name and birthplace.
+    `[V, N, *p]` by parameter name and birthplace. Blocks in `unshared` are in memory that nobody else looks at.
     """
 
     blocks: dict[Hashable, Tensor] = field(default_factory=dict)
     own: dict[str, dict[Hashable, Tensor]] = field(default_factory=dict)
     signs: dict[Hashable, Tensor | None] = field(default_factory=dict)
+    unshared: set[Hashable] = field(default_factory=set)
 
     def add(self, key: Hashable, mat: Tensor, signs: Tensor | None = None) -> None:
         """Add a block, or its share from another branch."""
@@ -178,9 +179,21 @@ class SquareRoot(Sweep):
         columns: Columns = self.arrived(step)
         for key, mat in columns.blocks.items():
             mat = columns.blocks[key] = matched(mat, step.full)
+            alone = len(step.sources) == 1
+            free = alone and key in columns.unshared and not step.record.params
             for index, source in step.sources.items():
-                self.send(source, key, step.rule.jac_t_mat_prod(step.call, mat, index), columns.signs[key])
+                step.call.spare = mat.view(-1) if free and mat.is_contiguous() else None
+                sent = step.rule.jac_t_mat_prod(step.call, mat, index)
+                step.call.spare = None
+                self.send(source, key, sent, columns.signs[key])
+                if free or (alone and sent.untyped_storage().data_ptr() != mat.untyped_storage().data_ptr()):
+                    self.unshare(source, key)
         return columns
+
+    def unshare(self, source: Source, key: Hashable) -> None:
+        """Note that what was just sent is in memory of its own, which the next layer may overwrite."""
+        if source.stretch is None and len(source.targets) == 1:
+            self.waiting[id(source.targets[0][0])].unshared.add(key)
 
     def send(self, source: Source, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
         """Hand columns to the calls that produced an input."""

@@ -11,6 +11,7 @@ its input; everything that concerns weight and bias follows here, once.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -52,14 +53,6 @@ class Affine(LinearInEach):
     @abstractmethod
     def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
         """`[V, N, *out] -> [V, N, *in]`."""
-
-    def quick_patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
-        """The patches in the order of entries `I` that is gathered fastest, for sums over `I` and squares."""
-        return self.patches(call, samples)
-
-    def in_order(self, call: Call, matrix: Tensor) -> Tensor:
-        """Bring `[..., I]` from the order of `quick_patches` into that of `patches`."""
-        return matrix
 
     # ---- what follows ----------------------------------------------------------------------------
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
@@ -105,19 +98,32 @@ class Affine(LinearInEach):
             return super().squared_sum(call, mat, param, weights, per_sample)
         if param == "weight":
             columns, width = self.as_columns(call, mat), self._matrix_shape(call)[2]
-            patches = partial(self.patches if per_sample else self.quick_patches, call)
+            patches = partial(self.patches, call)
             squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
-            return self.as_weight(call, squares if per_sample else self.in_order(call, squares))
+            return self.as_weight(call, squares)
         rows = gemm.wide(self._bias_rows(call, mat)).square()
         if weights is not None:
             rows = rows * weights[..., None]
         return (rows.sum(0) if per_sample else rows.sum((0, 1))).to(mat.dtype)
 
+    def squared_sum_of_blocks(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
+    ) -> Tensor | None:
+        """Sample by sample, so that the patches are gathered and multiplied once for all blocks."""
+        if torch.is_grad_enabled() or self.has_cheap_squares(call, param):
+            return None
+        blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
+        if not all(gemm.one_by_one(block, width) for block in blocks):
+            return None
+        patches = partial(self.patches, call)
+        squares = gemm.squared_sum_by_sample(patches, blocks, width, weights, per_sample, call.empty)
+        return self.as_weight(call, squares)
+
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         if param != "weight":
             return gemm.wide(self._bias_rows(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        return gemm.norm_squared(partial(self.quick_patches, call), columns, width)
+        return gemm.norm_squared(partial(self.patches, call), columns, width)
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.

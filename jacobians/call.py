@@ -51,6 +51,9 @@ class Call:
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory for a result, of the dtype and on the device of `like`: the spare memory, where it fits.
 
+        In the input products of layers without parameters, the spare memory may be that of the columns themselves:
+        an elementwise rule may overwrite them, others must not ask for memory before they have read all of them.
+
         On processors new memory costs up to ten times more than writing to memory that is in use already.
         """
         spare, self.spare = self.spare, None

@@ -16,7 +16,7 @@ from bpk.jacobians.affine import Affine
 from bpk.jacobians.call import Call
 from bpk.jacobians.moments import patch_moment
 from bpk.jacobians.rule import Example
-from bpk.jacobians.unfold import pad_adjoint, unfold, unfold_channels_last, unfold_transposed
+from bpk.jacobians.unfold import pad_adjoint, unfold, unfold_transposed
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -147,23 +147,6 @@ class Conv(ChannelsFirst):
         x, padding = self._padded(options, call.inputs[0][samples], kernel)
         columns = unfold(x, kernel, self.stride(options), padding, self.dilation(options))
         return columns.reshape(x.shape[0], options.groups, columns.shape[1] // options.groups, columns.shape[2])
-
-    def quick_patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
-        if not self._many_channels(call):
-            return self.patches(call, samples)
-        kernel, options = call.params["weight"].shape[2:], call.options
-        x, padding = self._padded(options, call.inputs[0][samples], kernel)
-        return unfold_channels_last(x, kernel, self.stride(options), padding, self.dilation(options))[:, None]
-
-    def in_order(self, call: Call, matrix: Tensor) -> Tensor:
-        if not self._many_channels(call):
-            return matrix
-        return matrix.unflatten(-1, (-1, call.params["weight"].shape[1])).transpose(-1, -2).flatten(-2)
-
-    def _many_channels(self, call: Call) -> bool:
-        """Whether copying a position's channels in one piece is faster (measured: 2 to 5 times from 64 channels on)."""
-        weight = call.params["weight"]
-        return call.options.groups == 1 and weight.shape[1] >= 16 and weight.shape[2:].numel() > 1 and weight.is_cpu
 
     def moment(self, call: Call, average: bool) -> Tensor:
         weight, options = call.params["weight"], call.options

@@ -27,7 +27,10 @@ class Pointwise(Rule):
         return mat * self.slope(call)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        return mat * self.slope(call)
+        slope = self.slope(call)
+        if call.spare is None or torch.is_grad_enabled() or mat.dtype != slope.dtype:
+            return mat * slope
+        return torch.mul(mat, slope, out=call.empty(mat.shape, mat))  # the spare memory may be that of `mat`
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n D_n M D_n = M * (S^T S / N)` with the slopes `S` `[N, D]`: no loop over samples."""

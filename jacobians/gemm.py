@@ -62,15 +62,25 @@ def one_by_one(m: Tensor, width: int) -> bool:
     return g == 1 and m.device.type == "cpu" and v * o * width * t >= LARGE
 
 
-def products(patches: Patches, m: Tensor, width: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Sample `n`, first column `v` and `sum_t m a^T` `[v', O, I]` of it and its successors (one group)."""
-    v, n, _, o, t = m.shape
+def products(patches: Patches, blocks: Sequence[Tensor], width: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Sample `n`, first column `v` and `sum_t m a^T` `[v', O, I]` of it and its successors (one group).
+
+    Columns may come in several `blocks`: a few of one sample are put side by side, never all of them.
+    """
+    _, n, _, o, t = blocks[0].shape
     step = max(1, min(4 * CACHE // (o * width), CACHE // (o * t)))
+    parts = [part for block in blocks for part in block[:, :, 0].tensor_split(-(-len(block) // step))]
+    groups: list[list[Tensor]] = []
+    for part in parts:
+        if not groups or sum(map(len, groups[-1])) + len(part) > step:
+            groups.append([])
+        groups[-1].append(part)
     for k in range(n):
-        a = wide(patches(slice(k, k + 1))[0, 0])
-        for first in range(0, v, step):
-            rows = wide(m[first : first + step, k, 0]).reshape(-1, t)
-            yield k, first, linear(rows, a).view(-1, o, width)
+        a, first = wide(patches(slice(k, k + 1))[0, 0]), 0
+        for group in groups:
+            m = group[0][:, k] if len(group) == 1 else torch.cat([part[:, k] for part in group])
+            yield k, first, linear(wide(m).reshape(-1, t), a).view(-1, o, width)
+            first += len(m)
 
 
 def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty) -> Tensor:
@@ -82,7 +92,7 @@ def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty) -> Tensor:
     if t == 1:
         return torch.mul(m, patches(slice(0, n)).transpose(-1, -2), out=out)
     if one_by_one(m, width):
-        for k, first, buffer in products(patches, m, width):
+        for k, first, buffer in products(patches, [m], width):
             out[first : first + len(buffer), k, 0] = buffer
         return out
     for part in chunks(n, g * (width * t + v * o * width), m.device):
@@ -90,19 +100,28 @@ def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty) -> Tensor:
     return out
 
 
+def squared_sum_by_sample(
+    patches: Patches, blocks: Sequence[Tensor], width: int, weights: Tensor | None, keep: bool, empty: Empty
+) -> Tensor:
+    """`squared_sum` of large products (one group), of columns in several blocks."""
+    _, n, g, o, _ = blocks[0].shape
+    total = empty((n if keep else 1, g, o, width), wide(blocks[0][:0])).zero_()
+    scale = None if weights is None else weights.tolist()
+    for k, first, buffer in products(patches, blocks, width):
+        goal = total[k if keep else 0, 0]
+        for j, row in enumerate(buffer, start=first):
+            goal.addcmul_(row, row, value=1.0 if scale is None else scale[j][k])
+    return (total if keep else total[0]).to(blocks[0].dtype)
+
+
 def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None, keep: bool, empty: Empty) -> Tensor:
     """`sum_v w_vn (sum_t m a^T)^2`: `[G, O, I]`, or `[N, G, O, I]` where `keep`. No graph is built."""
     v, n, g, o, t = m.shape
     if t == 1:
         return _squared_outer(patches(slice(0, n)), m, weights, keep, empty)
-    total = empty((n if keep else 1, g, o, width), wide(m[:0])).zero_()
     if one_by_one(m, width):
-        scale = None if weights is None else weights.tolist()
-        for k, first, buffer in products(patches, m, width):
-            goal = total[k if keep else 0, 0]
-            for j, row in enumerate(buffer, start=first):
-                goal.addcmul_(row, row, value=1.0 if scale is None else scale[j][k])
-        return (total if keep else total[0]).to(m.dtype)
+        return squared_sum_by_sample(patches, [m], width, weights, keep, empty)
+    total = empty((n if keep else 1, g, o, width), wide(m[:0])).zero_()
     for part in chunks(n, g * (v * o * width + width * t), m.device):
         buffer = torch.matmul(wide(m[:, part]), wide(patches(part)).transpose(-1, -2)).square_()
         if weights is not None:

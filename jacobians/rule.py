@@ -215,6 +215,12 @@ class Rule(ABC):
             rows = rows * weights.reshape(weights.shape + (1,) * (rows.dim() - 2))
         return rows.sum(0) if per_sample else rows.sum((0, 1))
 
+    def squared_sum_of_blocks(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
+    ) -> Tensor | None:
+        """`squared_sum` of columns that come in several blocks, or `None` to be given them one after the other."""
+        return None
+
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""
         return self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0].flatten(1).square().sum(1)

@@ -33,19 +33,6 @@ def unfold(
     return seen.reshape(x.shape[0], x.shape[1] * prod(kernel), prod(seen.shape[2 + len(kernel) :]))
 
 
-def unfold_channels_last(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
-    """The same patches with the channels innermost: `[N, prod(kernel) * C, T]`, transposed in memory."""
-    last = x.movedim(1, -1)
-    margins = [0, 0, *(p for p in reversed(padding) for _ in range(2))]
-    last = F.pad(last, margins) if any(margins) else last.contiguous()
-    seen = windows(last.movedim(-1, 1), kernel, stride, (0,) * len(kernel), dilation)
-    d = len(kernel)
-    rows = seen.permute(0, *range(2 + d, 2 + 2 * d), *range(2, 2 + d), 1)  # [N, *positions, *kernel, C]
-    return rows.reshape(x.shape[0], prod(seen.shape[2 + d :]), -1).transpose(1, 2)
-
-
 def unfold_transposed(
     x: Tensor,
     kernel: Sequence[int],

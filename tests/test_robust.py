@@ -847,3 +847,15 @@ def test_cleanup_frees_a_model_whose_products_keep_a_piece_of_graph() -> None:
     del model, loss_fn, layers
     gc.collect()
     assert all(ref() is None for ref in gone)
+
+
+def test_columns_are_overwritten_only_where_nobody_else_looks() -> None:
+    """Chains and branches of layers without parameters, joined by functions and by a bilinear layer."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.one(x)
+        left, right = m.tanh(m.sigmoid(h)), m.softplus(m.sigmoid(h))
+        return m.two(m.tanh(m.flatten(left + right)) * m.sigmoid(right))
+
+    layers = {"tanh": nn.Tanh(), "sigmoid": nn.Sigmoid(), "softplus": nn.Softplus(), "flatten": nn.Flatten()}
+    check(Assembled(forward, one=nn.Linear(3, 4), two=nn.Linear(4, 3), **layers), rand(3, 3))
