@@ -7,24 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bpk.extensions.backprop_extension import positive
-from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.statistics import Uses
-from bpk.sweeps import SquareRoot, Sweep
 
 
-class DiagGGN(SecondOrderBackpropExtension):
+class DiagGGN(SquareRootExtension):
     """Common part: `diag(J^T H J) = sum_v (J^T S_v)^2` with `H = S S^T`, the loss Hessian at the model's output."""
-
-    def __init__(self, savefield: str, mc_samples: int | None, subsampling: Sequence[int] | None) -> None:
-        super().__init__(savefield, subsampling=subsampling)
-        self.mc_samples = mc_samples
-
-    def get_num_mc_samples(self) -> int | None:
-        """The number of Monte-Carlo samples (`None`: exact)."""
-        return self.mc_samples
-
-    def sweep(self) -> Sweep:
-        return SquareRoot(self.mc_samples, self.subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.squared_sum(per_sample=self.needs_samples)
