@@ -71,13 +71,13 @@ class Backward:
         self.closed = False
 
     # ---- life cycle ------------------------------------------------------------------------------
-    def visit(self, record: Record, grad: Tensor) -> None:
+    def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         """Work on one call; if anything fails, leave nothing half-done behind."""
-        device = grad.device.type
+        device = next(g.device.type for g in grads if g is not None)
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         try:
             with plain, CTX.quietly():
-                self._visit(record, grad)
+                self._visit(record, grads)
         except BaseException:
             self.abort()
             raise
@@ -108,7 +108,7 @@ class Backward:
         self.sweeps, self.sources, self.visited = {}, {}, {}
 
     # ---- one call --------------------------------------------------------------------------------
-    def _visit(self, record: Record, grad: Tensor) -> None:
+    def _visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         if record.released:
             raise RuntimeError(already_released(record))
         require_batch(record)
@@ -117,6 +117,8 @@ class Backward:
         self.require(record)
         if isinstance(record.rule, Loss):
             self.survey(record)
+        grad = record.gradient(grads)
+        assert grad is not None
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         written = self.apply_module_extensions(record, grad)
@@ -142,7 +144,7 @@ class Backward:
         verified = VERIFIED.setdefault(loss.module, set())
         self.survey_batch(loss, above, key in verified)
         verified.add(key)
-        self.largest = max([self.largest, *(record.output.numel() for record in above)])
+        self.largest = max([self.largest, *(record.largest for record in above)])
 
     def survey_batch(self, loss: Record, above: list[Record], verified: bool) -> None:
         """Find out what rows are; checks that a graph of this form has passed before are left out."""
@@ -170,7 +172,7 @@ class Backward:
     def sources_of(self, record: Record) -> dict[int, Source]:
         """By input index: where the call's inputs come from."""
         if id(record) not in self.sources:
-            traced = {index: trace(edge) for index, edge in enumerate(record.edges)}
+            traced = {index: trace(record, index) for index in range(len(record.edges))}
             self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
         return self.sources[id(record)]
 
@@ -217,13 +219,16 @@ class Backward:
 
     def pull_through(self, record: Record) -> Callable[[Tensor], Tensor]:
         """The transposed Jacobian of the call that is being visited, by autograd's own graph."""
-        here, edge = (engine.current_node(), record.out_nr), record.edges[0]
+        here, edge = (engine.current_node(), next(iter(record.places))), record.edges[0]
+        leave, enter = record.exit(record.used[0]), record.entrance(0)
 
         def pull(vector: Tensor) -> Tensor:
+            at_output = leave.one_to_graph(vector)
             with CTX.quietly(record):
-                return torch.autograd.grad(
-                    (gradient_edge(here),), (gradient_edge(edge),), (vector,), retain_graph=True
-                )[0]
+                pulled = torch.autograd.grad(
+                    (gradient_edge(here),), (gradient_edge(edge),), (at_output,), retain_graph=True
+                )
+            return enter.one_to_rule(pulled[0])
 
         return pull
 
@@ -278,7 +283,7 @@ class Backward:
         edges = [gradient_edge(edge) for edge in record.edges if edge[0] is not None]
         if not edges:
             return (None,) * len(record.edges)
-        here = gradient_edge((engine.current_node(), record.out_nr))
+        here = gradient_edge((engine.current_node(), next(iter(record.places))))
         with CTX.quietly(record):
             found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))
         return tuple(next(found) if edge[0] is not None else None for edge in record.edges)

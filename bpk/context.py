@@ -174,9 +174,9 @@ class Context:
         finally:
             self.quiet, self.passing = before
 
-    def visit(self, record: Record, grad: Tensor | None) -> None:
+    def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         """A backward pass has reached a recorded call: let the active context work on it."""
-        if not self.stack or grad is None:
+        if not self.stack or all(grads[nr] is None for nr in record.places):
             if not engine.keeps_graph():
                 record.release()
             return
@@ -188,7 +188,7 @@ class Context:
 
             context.backwards[task] = Backward(context, task)
             engine.when_finished(context.backwards[task].close)
-        context.backwards[task].visit(record, grad)
+        context.backwards[task].visit(record, grads)
 
 
 CTX = Context()

@@ -13,6 +13,7 @@ from bpk import engine
 from bpk.context import CTX
 from bpk.jacobians.autodiff import factor
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.ports import Port
 from bpk.records import OWNER, Edge, Record
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -22,19 +23,24 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 class Source:
     """Where an input of a call comes from.
 
-    `targets` are recorded calls with the graph edge of their output. Without a `stretch` the input
-    *is* the output of the only target; with one, plain autograd lies in between and is asked for the products.
-    `leaves` are the parameters that the stretch uses directly.
+    `consumer` is that call, `index` the input. `targets` are recorded calls with the graph edge of their output.
+    Without a `stretch` the input *is* the output of the only target; with one, plain autograd lies in between and is
+    asked for the products. `leaves` are the parameters that the stretch uses directly.
+
+    Columns are those that rules see (`[V, N, ...]`, batch axis in front); ports translate to autograd's tensors.
     """
 
+    consumer: Record
+    index: int
     targets: tuple[tuple[Record, Edge], ...]
     stretch: Edge | None = None
     leaves: tuple[Tensor, ...] = ()
 
     def pull(self, mat: Tensor) -> list[tuple[Record, Tensor]]:
         """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch."""
+        mat = self.entrance.to_graph(mat)
         if self.stretch is None:
-            return [(record, mat) for record, _ in self.targets]
+            return [(record, port.to_rule(mat)) for (record, _), port in zip(self.targets, self.exits, strict=True)]
         ends = [gradient_edge(self.stretch)]
         with CTX.quietly():
             grads = torch.autograd.grad(
@@ -46,18 +52,30 @@ class Source:
                 allow_unused=True,
                 create_graph=torch.is_grad_enabled(),
             )
-        return [(r, g) for (r, _), g in zip(self.targets, grads, strict=True) if g is not None]
+        found = zip(self.targets, self.exits, grads, strict=True)
+        return [(record, port.to_rule(g)) for (record, _), port, g in found if g is not None]
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
         """The gradient at the targets as a differentiable function of them, and of `grad` (stretches only)."""
         assert self.stretch is not None
         ends = [gradient_edge(self.stretch)]
         with torch.enable_grad(), CTX.quietly():
-            return torch.autograd.grad(ends, self.target_edges(), (grad,), retain_graph=True, create_graph=True)
+            at_end = self.entrance.one_to_graph(grad)
+            return torch.autograd.grad(ends, self.target_edges(), (at_end,), retain_graph=True, create_graph=True)
 
     def target_edges(self) -> list[GradientEdge]:
         """The outputs of the calls that feed the stretch."""
         return [gradient_edge(edge) for _, edge in self.targets]
+
+    @property
+    def entrance(self) -> Port:
+        """How the input is connected."""
+        return self.consumer.entrance(self.index)
+
+    @property
+    def exits(self) -> list[Port]:
+        """How the results of the targets are connected."""
+        return [record.exit(record.places[edge[1]]) for record, edge in self.targets]
 
     def residual_columns(self, grad: Tensor) -> tuple[list[Tensor], Tensor] | None:
         """Factor the second derivative of the stretch, contracted with `grad`, sample by sample.
@@ -67,7 +85,9 @@ class Source:
         gradients = self.gradients(grad.detach())
         if not any(g.requires_grad for g in gradients):
             return None
-        shapes = [g.shape for g in gradients]
+        with torch.enable_grad():
+            seen = [port.one_to_rule(g) for port, g in zip(self.exits, gradients, strict=True)]
+        shapes = [g.shape for g in seen]
         if any(shape[0] != grad.shape[0] for shape in shapes):
             raise UnsupportedLayer(
                 explain(
@@ -77,7 +97,7 @@ class Source:
                 )
             )
         sizes = [shape[1:].numel() for shape in shapes]
-        rows = torch.cat([self._dense_rows(g, shapes) for g in gradients])
+        rows = torch.cat([self._dense_rows(g, shapes) for g in seen])
         vectors, signs = factor(rows.transpose(0, 1))
         parts = vectors.split(sizes, 2)
         return [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)], signs
@@ -98,7 +118,8 @@ class Source:
                 retain_graph=True,
                 allow_unused=True,
             )
-        full = [gradient.new_zeros(size, *s) if p is None else p for p, s in zip(pulled, shapes, strict=True)]
+        found = zip(pulled, self.exits, shapes, strict=True)
+        full = [gradient.new_zeros(size, *s) if p is None else port.to_rule(p) for p, port, s in found]
         return torch.cat([f.flatten(2) for f in full], 2)
 
 
@@ -113,18 +134,20 @@ def owner(edge: Edge) -> Record | None:
     """The recorded call whose output this edge leads to."""
     node, nr = edge
     record = engine.belongings(node).get(OWNER) if node is not None else None
-    return record if record is not None and record.out_nr == nr else None
+    return record if record is not None and nr in record.places else None
 
 
-def trace(edge: Edge) -> Source | None:
-    """Follow an edge upwards to the recorded calls that feed it (`None`: there are none)."""
+def trace(consumer: Record, index: int) -> Source | None:
+    """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none)."""
+    edge = consumer.edges[index]
     node = edge[0]
     if node is None:
         return None
     direct = owner(edge)
     if direct is not None:
-        return Source(((direct, edge),))
-    targets: dict[int, tuple[Record, Edge]] = {}
+        direct.use(direct.places[edge[1]])
+        return Source(consumer, index, ((direct, edge),))
+    targets: dict[tuple[int, int], tuple[Record, Edge]] = {}
     leaves: list[Tensor] = []
     seen: set[Node] = {node}
     waiting = [node]
@@ -132,13 +155,14 @@ def trace(edge: Edge) -> Source | None:
         for upstream in waiting.pop().next_functions:
             found = owner(upstream)
             if found is not None:
-                targets[id(found)] = (found, upstream)
+                targets[id(found), upstream[1]] = (found, upstream)
+                found.use(found.places[upstream[1]])
             elif upstream[0] is not None and upstream[0] not in seen:
                 seen.add(upstream[0])
                 waiting.append(upstream[0])
                 if upstream[0].name() == ACCUMULATE:
                     leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
-    return Source(tuple(targets.values()), edge, tuple(leaves)) if targets or leaves else None
+    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves)) if targets or leaves else None
 
 
 def parameter_edges(node: Node, inputs: Sequence[Edge], params: dict[str, Tensor]) -> dict[str, tuple[Node, int]]:

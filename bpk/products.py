@@ -21,6 +21,7 @@ from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.errors import explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual, Rule
+from bpk.ports import Port
 from bpk.statistics import Uses
 from bpk.stretch import Modify, Stretch, positive, through_columns
 from bpk.sweeps import Step, Sweep, matched
@@ -61,18 +62,23 @@ class Feed:
 
     producers: tuple[int, ...]
     stretch: Stretch | None
+    entrance: Port
+    exit: Port
 
     def push(self, tangents: dict[int, Tensor]) -> Tensor | None:
         """The tangent at the input, from the tangents at the producers' outputs."""
         found = [tangents.get(number) for number in self.producers]
         if all(t is None for t in found):
             return None
-        return found[0] if self.stretch is None else self.stretch.push(found)
+        if self.stretch is not None:
+            return self.stretch.push(found)
+        assert found[0] is not None
+        return self.entrance.to_rule(self.exit.to_graph(found[0]))
 
     def pull(self, adjoint: Tensor) -> list[tuple[int, Tensor]]:
         """The adjoint at the input, sent to the producers."""
         if self.stretch is None:
-            return [(self.producers[0], adjoint)]
+            return [(self.producers[0], self.exit.to_rule(self.entrance.to_graph(adjoint)))]
         return self.sent(self.stretch.pull(adjoint))
 
     def curve(self, tangents: dict[int, Tensor], modify: Modify | None) -> list[tuple[int, Tensor]]:
@@ -116,7 +122,7 @@ class Tape(Sweep):
         feeds = {}
         for index, source in step.sources.items():
             producers = tuple(self.number(id(record)) for record, _ in source.targets)
-            feeds[index] = Feed(producers, self.linearise(step, index, source))
+            feeds[index] = Feed(producers, self.linearise(step, index, source), source.entrance, source.exits[0])
         kept = call if torch.is_grad_enabled() else call.detached()  # a live graph would lead back to the parameter
         grad = step.grad if isinstance(step.rule, Loss) else self.rows(step.grad)
         number = self.number(id(step.record))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from torch.autograd.graph import Node
 
 from bpk import engine
 from bpk.context import CTX
+from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import explain
+from bpk.jacobians.rule import Rule
+from bpk.jacobians.several import SeveralOutputs
 from bpk.records import DISSOLVED, INPUT_NAMES, OWNER, Edge, Record, Visit
 from bpk.rules import REGISTRY
 
@@ -44,47 +47,87 @@ def keep(x: Tensor) -> tuple[Tensor, Edge]:
     return kept, kept.grad_fn.next_functions[0]
 
 
+class Together(torch.autograd.Function):
+    """Identity of several tensors: one graph node, which gets the gradients of all results of a layer at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
     fields = module.__dict__
     stashed = fields.pop("_bpk_stash", None)
     if stashed is UNRECORDED or CTX.quiet or engine.is_transformed():
         return None
-    live = [
-        t for t in ((output,) if isinstance(output, Tensor) else output) if isinstance(t, Tensor) and t.requires_grad
-    ]
-    if not live:
+    results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
+    if not results:
         return None
-    out = live[0]
     if CTX.disabled:
-        leave_note(module, out)
+        leave_note(module, next(iter(results.values())))
         return None
-    if kwargs:
-        args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(tensors)]
-    node = out.grad_fn
-    same = stashed is None and any(out is x for x in tensors)
-    replaced = same or node is None or OWNER in engine.belongings(node)
-    if replaced:  # the layer returned its input (nn.Identity, Dropout in evaluation): give it a node of its own
-        out = out.view_as(out)
-        node = out.grad_fn
-    elif out._is_view() and not shares_memory(out, tensors):
-        out, replaced = Keep.apply(out), True  # no view of something internal, so that it may be changed in place
-        node = out.grad_fn
+    rule = REGISTRY.find(module)
+    binding = bind(module, rule, args, kwargs)
+    if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
+        binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
+    kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(binding.inputs)]
+    made = results if len(results) > 1 else alone(results, binding.inputs, stashed is not None)
+    together = Together.apply(*results.values()) if len(results) > 1 else tuple(made.values())
+    node = together[0].grad_fn
     assert node is not None
     inputs, edges = tuple(x for x, _ in kept), tuple(edge for _, edge in kept)
-    problem = "it has several differentiable outputs." if len(live) > 1 else ""
-    made = Record(module, REGISTRY.find(module), inputs, edges, out.detach(), out.output_nr, problem)
-    made.is_view = out._is_view()
-    engine.belongings(node)[OWNER] = made
-    node.register_prehook(Visit(made))
+    places = {x.output_nr: k for k, x in zip(results, together, strict=True)}
+    detached = {k: x.detach() for k, x in zip(results, together, strict=True)}
+    written = Record(module, rule, binding, inputs, edges, detached, places)
+    written.is_view = len(together) == 1 and together[0]._is_view()
+    engine.belongings(node)[OWNER] = written
+    node.register_prehook(Visit(written))
     for name, x in zip(INPUT_NAMES, inputs, strict=False):
         fields[name] = x.detach()
-    fields["output"] = made.output
-    if not replaced:
-        return None
-    return out if isinstance(output, Tensor) else tuple(out if t is live[0] else t for t in output)
+    fields["output"] = written.output
+    changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
+    return substitute(output, changed) if changed else None
+
+
+def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
+    """How the rule sees the arguments; tensors that all samples share must not depend on other layers."""
+    if rule is None:
+        given = (*args, *kwargs.values())
+        return Binding(module, tuple(x for x in given if isinstance(x, Tensor)))
+    binding = rule.bind(module, args, kwargs)
+    for k, x in enumerate(binding.inputs):
+        if binding.axis(k) is None and x.requires_grad and not binding.problem:
+            reason = f"its input {k} has no batch axis, and depends on parameters."
+            return dataclasses.replace(binding, problem=reason, do="repeat it for every sample, batch axis first.")
+    return binding
+
+
+def alone(results: dict[int, Tensor], inputs: tuple[Tensor, ...], in_place: bool) -> dict[int, Tensor]:
+    """The only result of a layer, at a graph node that belongs to this call alone."""
+    ((number, out),) = results.items()
+    node = out.grad_fn
+    same = not in_place and any(out is x for x in inputs)
+    if same or node is None or OWNER in engine.belongings(node):
+        return {number: out.view_as(out)}  # the layer returned its input (nn.Identity, Dropout in evaluation)
+    if out._is_view() and not shares_memory(out, inputs):
+        return {number: Keep.apply(out)}  # no view of something internal, so that it may be changed in place
+    return results
+
+
+def substitute(output: Any, changed: dict[int, Tensor]) -> Any:
+    """Nested results with some tensors replaced."""
+    if isinstance(output, Tensor):
+        return changed.get(id(output), output)
+    if isinstance(output, (tuple, list)):
+        parts = [substitute(part, changed) for part in output]
+        return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)  # a named tuple
+    return output
 
 
 def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -105,7 +148,7 @@ def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
     module.__dict__["_bpk_stash"] = (kept, edge)
 
 
-def shares_memory(out: Tensor, inputs: list[Tensor]) -> bool:
+def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
     """Whether a view looks at memory that an input looks at, too."""
     return any(out._base is (x._base if x._is_view() else x) for x in inputs)
 

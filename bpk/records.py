@@ -8,15 +8,18 @@ everything.
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.context import CTX
+from bpk.jacobians.binding import Binding
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
-from bpk.jacobians.rule import Rule
+from bpk.jacobians.rule import Rule, add_up
+from bpk.ports import Port
 
 OWNER = "bpk.record"
 """Key under which a graph node owns the record of the layer call that produced it."""
@@ -50,24 +53,32 @@ def forget(module: nn.Module) -> None:
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
     """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
     own = module._parameters
-    names = own if rule is None else rule.params
-    return {name: p for name in names if (p := own[name] if name in own else getattr(module, name)) is not None}
+    if rule is None:
+        return {name: p for name, p in own.items() if p is not None}
+    found = {name: own[name] if name in own else attrgetter(name)(module) for name in rule.params_of(module)}
+    return {name: p for name, p in found.items() if p is not None}
 
 
 class Record:
-    """One recorded call of a layer: module, rule, inputs, output, and the edges towards its inputs."""
+    """One recorded call of a layer: module, rule, inputs, results, and the edges towards its inputs.
+
+    `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which of
+    them an output of the graph node is. `used` are those that something behind the call has asked for.
+    """
 
     __slots__ = (
+        "binding",
         "edges",
         "inputs",
         "is_view",
         "module",
         "open",
-        "out_nr",
-        "output",
         "params",
-        "problem",
+        "places",
+        "results",
         "rule",
+        "shifted",
+        "used",
         "versions",
     )
 
@@ -75,25 +86,93 @@ class Record:
         self,
         module: nn.Module,
         rule: Rule | None,
+        binding: Binding,
         inputs: tuple[Tensor, ...],
         edges: tuple[Edge, ...],
-        output: Tensor,
-        out_nr: int,
-        problem: str = "",
+        results: dict[int, Tensor],
+        places: dict[int, int],
     ) -> None:
         self.module = module
         self.rule = rule
+        self.binding = binding
         self.inputs = inputs
         self.edges = edges
-        self.output = output
-        self.out_nr = out_nr
-        self.problem = problem
+        self.results = results
+        self.places = places
+        self.used: list[int] = [] if len(results) > 1 else list(results)
         self.is_view = False
-        self.versions = [x._version for x in (*inputs, output)]
+        self.shifted = 0
+        self.versions = [x._version for x in (*inputs, *results.values())]
         self.params = parameters_of(module, rule)
         self.open = True
         for p in self.params.values():
             OPEN_USES[id(p)] += 1
+
+    # ---- how the rule sees it ----------------------------------------------------------------------
+    @property
+    def problem(self) -> str:
+        """Why the rule cannot serve this call (`""`: it can)."""
+        return self.binding.problem
+
+    @property
+    def output(self) -> Tensor:
+        """The first result."""
+        return next(iter(self.results.values())) if self.results else NOTHING
+
+    @property
+    def largest(self) -> int:
+        """The number of entries of what is used of the results."""
+        return max(1, sum(self.results[k].numel() for k in self.used))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the rule sees all tensors as they are."""
+        binding = self.binding
+        moved = self.shifted or binding.axes or binding.out_axes or binding.options is not self.module
+        return not moved and len(self.used) == 1
+
+    def use(self, number: int) -> None:
+        """Something behind the call depends on this result."""
+        if number not in self.used:
+            self.used = sorted((*self.used, number))
+
+    def shift(self, axis: int) -> None:
+        """The batch axis is not in front, but here (in all inputs and results)."""
+        self.shifted = axis
+
+    def axis(self, index: int) -> int:
+        """The batch axis of an input."""
+        return self.shifted or self.binding.axis(index) or 0
+
+    def out_axis(self, number: int) -> int:
+        """The batch axis of a result."""
+        return self.shifted or self.binding.out_axis(number)
+
+    def entrance(self, index: int) -> Port:
+        """How an input is connected."""
+        return Port(self.axis(index))
+
+    def exit(self, number: int) -> Port:
+        """How a result is connected."""
+        if len(self.used) == 1:
+            return Port(self.out_axis(number))
+        shapes = {k: self.shape_of(k) for k in self.used}
+        sizes = [shape.numel() for shape in shapes.values()]
+        start = sum(sizes[: self.used.index(number)])
+        return Port(self.out_axis(number), shapes[number], start, sum(sizes))
+
+    def shape_of(self, number: int) -> torch.Size:
+        """The shape `[*out]` of one sample of a result."""
+        shape, axis = self.results[number].shape, self.out_axis(number)
+        return torch.Size((*shape[:axis], *shape[axis + 1 :]))
+
+    def gradient(self, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """The gradient of the output as the rule sees it, from those of the graph node's outputs."""
+        known = {number: grads[nr] for nr, number in self.places.items() if grads[nr] is not None}
+        for number in known:
+            self.use(number)
+        found = [self.exit(number).one_to_rule(g) for number, g in known.items() if g is not None]
+        return add_up(found) if found else None
 
     @property
     def path(self) -> str:
@@ -103,26 +182,41 @@ class Record:
     @property
     def batch_size(self) -> int:
         """`N`."""
-        return self.inputs[0].shape[0] if self.inputs and self.inputs[0].dim() else 1
+        for k, x in enumerate(self.inputs):
+            if x.dim() and (not self.binding.axes or self.binding.axes[k] is not None):
+                return x.shape[self.axis(k)]
+        return 1
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        if self.rule is None or not self.rule.reads_values:
-            return Call(self.module, self.inputs, self.params, self.output)
         inputs = list(self.inputs)
-        for k, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
-            if x._version != version:
-                if not self.rule.from_output or self.output._version != self.versions[-1]:
-                    raise RuntimeError(
-                        explain(
-                            f"Input {k} of '{self.path}' ({type(self.module).__name__}) was changed in place after the "
-                            "layer had read it.",
-                            "its Jacobian would be computed from the wrong values.",
-                            "replace the in-place operation that follows (for example 'x += y' by 'x = x + y').",
-                        )
-                    )
-                inputs[k] = self.output
-        return Call(self.module, inputs, self.params, self.output)
+        if self.rule is not None and self.rule.reads_values:
+            inputs = [self.unchanged(k, self.rule) for k in range(len(inputs))]
+        if self.plain:
+            return Call(self.module, inputs, self.params, self.results[self.used[0]])
+        used = self.used or list(self.results)[:1]
+        if self.shifted:
+            seen, results = [x.movedim(self.shifted, 0) for x in inputs], self.results[used[0]].movedim(self.shifted, 0)
+            return Call(self.module, seen, self.params, results)
+        assert self.rule is not None
+        output, shapes = self.rule.join(self.binding, {**self.results}, used)
+        return Call(self.binding.options, self.binding.seen(inputs), self.params, output, used=shapes)
+
+    def unchanged(self, index: int, rule: Rule) -> Tensor:
+        """An input, or in its place the output of a layer that works in place and needs no more than that."""
+        x = self.inputs[index]
+        if x._version == self.versions[index]:
+            return x
+        if not rule.from_output or self.output._version != self.versions[len(self.inputs)]:
+            raise RuntimeError(
+                explain(
+                    f"Input {index} of '{self.path}' ({type(self.module).__name__}) was changed in place after the "
+                    "layer had read it.",
+                    "its Jacobian would be computed from the wrong values.",
+                    "replace the in-place operation that follows (for example 'x += y' by 'x = x + y').",
+                )
+            )
+        return self.output
 
     def close(self) -> None:
         """This use of the parameters is over."""
@@ -138,12 +232,12 @@ class Record:
         self.close()
         if self.output is self.module.__dict__.get("output"):
             forget(self.module)
-        self.inputs, self.output = (), NOTHING
+        self.inputs, self.results = (), {}
 
     @property
     def released(self) -> bool:
         """Whether the tensors are gone."""
-        return not self.inputs
+        return not self.results
 
     def __del__(self) -> None:
         self.close()
@@ -162,5 +256,5 @@ class Visit:
             return None
         if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
             return tuple(None if g is None else torch.zeros_like(g) for g in grads)
-        CTX.visit(self.record, grads[self.record.out_nr])
+        CTX.visit(self.record, grads)
         return None

@@ -36,6 +36,7 @@ class Stretch:
         self, source: Source, at_input: Tensor, share: Tensor, samples: tuple[int, ...] | None, factored: bool
     ) -> None:
         self.samples = samples
+        self.exits = source.exits
         self.cotangent = torch.zeros_like(at_input, requires_grad=True)
         self.pulled = source.gradients(self.cotangent)
         with torch.enable_grad(), CTX.quietly():
@@ -60,8 +61,8 @@ class Stretch:
         """`J t`: from tangents at the producers' outputs to the tangent at the input."""
         known = next(t for t in tangents if t is not None)
         full = [
-            self.widen(t) if t is not None else torch.zeros(known.shape[0], *p.shape, dtype=p.dtype, device=p.device)
-            for t, p in zip(tangents, self.pulled, strict=True)
+            torch.zeros(known.shape[0], *p.shape, dtype=p.dtype, device=p.device) if t is None else t
+            for t, p in zip(self.at_graph(tangents), self.pulled, strict=True)
         ]
         parts = [p for p in zip(self.pulled, full, strict=True) if p[0].requires_grad]
         out = derivative([p for p, _ in parts], [self.cotangent], [t for _, t in parts])[0]
@@ -77,9 +78,9 @@ class Stretch:
         if modify is not None:
             return self.curve_positively(tangents, modify)
         total: list[Tensor | None] = [None] * len(self.tangents)
-        for bent, t in zip(self.bent, tangents, strict=True) if self.bent else ():
+        for bent, t in zip(self.bent, self.at_graph(tangents), strict=True) if self.bent else ():
             if bent is not None and bent.requires_grad and t is not None:
-                extra = derivative((bent,), self.probes, (self.widen(t),))
+                extra = derivative((bent,), self.probes, (t,))
                 total = [add(p, e) for p, e in zip(total, extra, strict=True)]
         return self.each(total)
 
@@ -91,11 +92,17 @@ class Stretch:
         known: dict[Wrt, Tensor] = {k: self.widen(t) for k, t in enumerate(tangents) if t is not None}
         columns: dict[Wrt, Tensor] = {k: parts[k] for k in known if isinstance(k, int)}
         found = through_columns(columns, positive(signs, modify), known)
-        return self.each([found.get(k) for k in range(len(self.tangents))])
+        return [self.narrow(found[k]) if k in found else None for k in range(len(self.tangents))]
+
+    def at_graph(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Columns of each producer over the whole batch, as autograd sees them."""
+        pairs = zip(mats, self.exits, strict=True)
+        return [None if mat is None else port.to_graph(self.widen(mat)) for mat, port in pairs]
 
     def each(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Restrict what belongs to each producer to the considered samples."""
-        return [None if mat is None else self.narrow(mat) for mat in mats]
+        """Columns of each producer as its rule sees them, restricted to the considered samples."""
+        pairs = zip(mats, self.exits, strict=True)
+        return [None if mat is None else self.narrow(port.to_rule(mat)) for mat, port in pairs]
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns over the whole batch, zero for samples that are left out."""

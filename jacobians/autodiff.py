@@ -22,7 +22,7 @@ def as_function(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Callable[.
                 inputs[wrt] = arg
             else:
                 params[wrt] = arg
-        return rule.forward(call.options, inputs, params)
+        return rule.evaluate(call, inputs, params)
 
     point = tuple(call.inputs[w] if isinstance(w, int) else call.params[w] for w in wrts)
     return function, point
@@ -106,7 +106,7 @@ class Autodiff(Rule):
         wrts: tuple[Wrt, ...] = (wrt,)
 
         def pull_sample(inputs: tuple[Tensor, ...], column: Tensor) -> Tensor:
-            lifted = Call(call.options, [x[None] for x in inputs], call.params, call.output[:1])
+            lifted = Call(call.options, [x[None] for x in inputs], call.params, call.output[:1], used=call.used)
             function, point = as_function(self, lifted, wrts)
             return vjp(function, *point)[1](column[None])[0]
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from bpk.jacobians.binding import tensors_in
+
+if TYPE_CHECKING:
+    from bpk.jacobians.rule import Rule
 
 Wrt = int | str
 """What to differentiate with respect to: the index of an input or the name of a parameter."""
@@ -18,8 +23,8 @@ Options = Any
 class Call:
     """One evaluation `output = layer(*inputs; params)` on a batch of `N` samples.
 
-    Axis 0 of every input and of the output is the batch axis. `options` carries the
-    hyperparameters as attributes (for a module: the module). `pull`, where present, multiplies
+    Axis 0 of every input and of the output is the batch axis. Of a layer with several results, `used` names those
+    that matter; if these are several, `output` holds them flattened, side by side. `options` carries the hyperparameters as attributes (for a module: the module). `pull`, where present, multiplies
     `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules
     of layers that draw random numbers need it. `saved`, where present, looks up what autograd kept
     of the forward pass under a name, so that a rule need not compute it again. Both exist during
@@ -33,12 +38,14 @@ class Call:
         params: Mapping[str, Tensor],
         output: Tensor,
         pull: Callable[[Tensor], Tensor] | None = None,
+        used: Mapping[int, torch.Size] | None = None,
     ) -> None:
         self.options = options
         self.inputs = tuple(inputs)
         self.params = dict(params)
         self.output = output
         self.pull = pull
+        self.used = {0: output.shape[1:]} if used is None else dict(used)
         self.saved: Callable[[str], Tensor | None] | None = None
         self.spare: Tensor | None = None
         self._memo: dict[Hashable, Any] = {}
@@ -79,6 +86,7 @@ class Call:
             [x.detach() for x in self.inputs],
             {name: p.detach() for name, p in self.params.items()},
             self.output.detach(),
+            used=self.used,
         )
         call._memo = self._memo
         return call
@@ -95,6 +103,7 @@ class Call:
             [x[index] for x in self.inputs],
             self.params,
             self.output[index] if self.output.dim() else self.output,
+            used=self.used,
         )
         kept._memo = {
             key: value[index] for key, value in self._memo.items() if key == "slope"
@@ -112,13 +121,18 @@ class Call:
             [to(x) for x in self.inputs],
             {name: to(p) for name, p in self.params.items()},
             to(self.output),
+            used=self.used,
         )
         cast._memo = {key: to(value) for key, value in self._memo.items() if key == "slope"}
         return cast
 
     @classmethod
-    def of(cls, module: nn.Module, *inputs: Tensor, params: Sequence[str] = ()) -> Call:
+    def of(
+        cls, module: nn.Module, *inputs: Tensor, params: Sequence[str] = (), rule: Rule | None = None, used: Any = None
+    ) -> Call:
         """Evaluate `module` and return the call, ready to hand to its rule.
+
+        `rule` is asked how the layer's arguments are to be seen; `used` names the results that matter.
 
         >>> call = Call.of(nn.Linear(2, 3), torch.ones(4, 2), params=("weight", "bias"))
         >>> call.output.shape, call.batch_size
@@ -126,11 +140,18 @@ class Call:
         """
         with torch.enable_grad():
             live = [x.detach().requires_grad_() if x.is_floating_point() else x.detach() for x in inputs]
-            out = module(*[x * 1 if x.requires_grad else x for x in live])  # survives in-place layers
-        output = out if isinstance(out, Tensor) else next(t for t in out if isinstance(t, Tensor))
+            given = [x * 1 if x.requires_grad else x for x in live]  # survives in-place layers
+            out = module(*given)
+        results = list(tensors_in(out))
 
         def pull(vector: Tensor) -> Tensor:
-            return torch.autograd.grad(output, live[0], vector, retain_graph=True)[0]
+            return torch.autograd.grad(results[0], live[0], vector, retain_graph=True)[0]
 
-        own = {n: p for n in params if (p := dict(module.named_parameters()).get(n)) is not None}
-        return cls(module, [x.detach() for x in live], own, output.detach(), pull)
+        every = dict(module.named_parameters())
+        own = {n: p for n in params if (p := every.get(n)) is not None}
+        if rule is None:
+            return cls(module, [x.detach() for x in live], own, results[0].detach(), pull)
+        binding = rule.bind(module, tuple(live), {})
+        seen = binding.seen([x.detach() for x in binding.inputs])
+        output, shapes = rule.join(binding, [x.detach() for x in results], used or (0,))
+        return cls(binding.options, seen, own, output, pull, shapes)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.binding import Binding, in_front
 from bpk.jacobians.call import Call, Options, Wrt
 
 
@@ -132,9 +133,40 @@ class Rule(ABC):
     def __repr__(self) -> str:
         return self.name
 
-    def obstacle(self, call: Call) -> str | None:
-        """Why second-order quantities cannot pass this call, or `None` where they can."""
+    def params_of(self, module: nn.Module) -> Sequence[str]:
+        """The names of a module's parameters (of a child's: `"child.weight"`). Default: `params`."""
+        return self.params
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        """From the arguments of a forward call to what the rule sees. Default: the tensors among them, as they are."""
+        if kwargs:
+            args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
+        return Binding(module, tuple(x for x in args if isinstance(x, Tensor)))
+
+    def join(
+        self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]
+    ) -> tuple[Tensor, dict[int, torch.Size]]:
+        """The results that matter as one output, batch axis in front, and their shapes `[*out]` by number."""
+        seen = {k: in_front(results[k], binding.out_axis(k), 1) if results[k].dim() else results[k] for k in used}
+        shapes = {k: x.shape[1:] for k, x in seen.items()}
+        if len(seen) == 1:
+            return next(iter(seen.values())), shapes
+        return torch.cat([x.flatten(1) for x in seen.values()], 1), shapes
+
+    def acts_on(self, call: Call) -> int | None:
+        """How many trailing axes of its input the layer looks at, so that the batch axis may be any before them.
+
+        `None` (the default): the batch axis must be the first one.
+        """
         return None
+
+    def mixing(self, call: Call) -> str | None:
+        """Why this call mixes samples, so that first-order quantities are those of the chain rule, layer by layer."""
+        return None
+
+    def obstacle(self, call: Call) -> str | None:
+        """Why second-order quantities cannot pass this call, or `None` where they can. Default: `mixing`."""
+        return self.mixing(call)
 
     def capture(self, call: Call) -> None:
         """Compute what is only available during the backward pass (random masks). Default: nothing."""
@@ -144,6 +176,10 @@ class Rule(ABC):
         """The layer as a pure function. Default: the module, called with these parameters."""
         out = torch.func.functional_call(options, dict(params), tuple(inputs))
         return out if isinstance(out, Tensor) else out[0]
+
+    def evaluate(self, call: Call, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        """The output of `call` at other inputs and parameters."""
+        return self.forward(call.options, inputs, params)
 
     @abstractmethod
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:

@@ -1,0 +1,51 @@
+"""Where a call is connected to autograd's graph: its rule sees the batch axis in front, the graph sees the tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or one result of a recorded call.
+
+    `axis` is the batch axis of the tensor. Of a call several of whose results are used, the rule sees all of them
+    flattened, side by side: `shape` is that of this result without the batch axis, and it lies at `start` of `total`.
+    """
+
+    axis: int = 0
+    shape: torch.Size = torch.Size()
+    start: int = 0
+    total: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether rule and graph see the same."""
+        return self.axis == 0 and self.total == 0
+
+    def to_rule(self, mat: Tensor) -> Tensor:
+        """Columns `[V, *tensor]` of the graph as columns `[V, N, *out]` of the rule."""
+        if self.axis:
+            mat = mat.movedim(1 + self.axis, 1)
+        if not self.total:
+            return mat
+        size = self.shape.numel()
+        zeros = [mat.new_zeros(*mat.shape[:2], k) for k in (self.start, self.total - self.start - size)]
+        return torch.cat([zeros[0], mat.flatten(2) if mat.dim() > 2 else mat[..., None], zeros[1]], 2)
+
+    def to_graph(self, mat: Tensor) -> Tensor:
+        """Columns `[V, N, *out]` of the rule as columns `[V, *tensor]` of the graph."""
+        if self.total:
+            mat = mat[..., self.start : self.start + self.shape.numel()].reshape(*mat.shape[:2], *self.shape)
+        return mat.movedim(1, 1 + self.axis) if self.axis else mat
+
+    def one_to_rule(self, x: Tensor) -> Tensor:
+        """A single tensor of the graph as the rule sees it."""
+        return x if self.plain else self.to_rule(x[None])[0]
+
+    def one_to_graph(self, x: Tensor) -> Tensor:
+        """A single tensor `[N, *out]` of the rule as the graph sees it."""
+        return x if self.plain else self.to_graph(x[None])[0]

@@ -1,0 +1,66 @@
+"""From the arguments of a layer's forward call to what its rule sees: tensors with the batch axis in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+Axis = int | None
+"""Where a tensor has its batch axis; `None`: it has none, all samples share it."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How one forward call is seen by a rule.
+
+    `options` carries the hyperparameters, `inputs` the tensors that the layer was given, `axes` their batch axes,
+    `out_axes` those of the results (left out: axis 0 everywhere). A `problem` says why the rule cannot serve
+    the call, and `do` what to write instead.
+    """
+
+    options: Any
+    inputs: tuple[Tensor, ...]
+    axes: tuple[Axis, ...] = ()
+    out_axes: tuple[int, ...] = ()
+    problem: str = ""
+    do: str = "use one of the outputs only, or a first-order extension."
+
+    def axis(self, index: int) -> Axis:
+        """The batch axis of an input."""
+        return self.axes[index] if self.axes else 0
+
+    def out_axis(self, number: int) -> int:
+        """The batch axis of a result."""
+        return self.out_axes[number] if self.out_axes else 0
+
+    def seen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Inputs as the rule sees them: batch axis in front, what is shared repeated (as a view)."""
+        n = next((x.shape[a] for k, x in enumerate(tensors) if (a := self.axis(k)) is not None and x.dim()), 1)
+        return [in_front(x, self.axis(k), n) for k, x in enumerate(tensors)]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A module together with the arguments of one call that are no tensors."""
+
+    module: nn.Module
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def in_front(x: Tensor, axis: Axis, n: int) -> Tensor:
+    """Move the batch axis to the front; without one, repeat for `n` samples."""
+    if axis is None:
+        return x.expand(n, *x.shape)
+    return x if axis == 0 else x.movedim(axis, 0)
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """The tensors of nested tuples and lists, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
