@@ -1,13 +1,13 @@
-"""Which sample does a row belong to, where a model merges its batch axis with another one?
+"""Which sample does a row belong to, and which axis is the batch axis, where a model moves or merges it?
 
-Windows, heads or time steps may be folded into the batch axis (`[N, T, D] -> [N*T, D]`), in any order. The graph
-tells: two gradients are sent back from the loss, one of them scaled by the number of its sample. At a row that feeds
-one sample only, they differ by exactly that number.
+Windows, heads or time steps may be folded into the batch axis (`[N, T, D] -> [N*T, D]`), in any order, or come before it
+(`[T, N, D]`). The graph tells: two gradients are sent back from the loss, one of them scaled by the number of its
+sample. At an entry that feeds one sample only, they differ by exactly that number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,72 +20,150 @@ from bpk.records import Edge, Record
 SourcesOf = Mapping[int, dict[int, Source]]
 
 
-def attribute(loss: Record, above: list[Record], sources: SourcesOf) -> dict[int, Tensor]:
-    """By `id` of a record: the sample `[R]` of every row, where rows are not simply the samples in order.
+class NotInFront(Exception):
+    """A layer without parameters whose rule needs the batch axis in front, where it is not."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record.path)
+        self.record = record
+
+
+def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]]:
+    """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
+
+    Returns the number of samples and, by `id` of a record, the sample `[R]` of every row, where rows are not simply the samples in order.
 
     Raises:
+        NotInFront: If a layer without parameters has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
-    n = loss.batch_size
-    number = torch.arange(1, n + 1, dtype=torch.float64)
-    found: dict[int, Tensor] = {}
-    for record, mat in sweep(loss, above, sources, torch.stack([torch.ones(n, dtype=torch.float64), number])):
-        samples = decode(record, mat, n)
-        found[id(record)] = samples
+    refusal: UnsupportedLayer | None = None
+    for movable in (False, True):  # the batch axis is the first one unless only another one is possible
+        for n in numbers_of_samples(root, above):
+            for numbers in numberings(root.batch_size, n):
+                before = [(record, record.shifted) for record in above]
+                try:
+                    return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+                except UnsupportedLayer as error:
+                    refusal = refusal or error
+                    for record, axis in before:
+                        record.shift(axis)
+    raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
+
+
+def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
+    """Hypotheses about `N`: what layers that know their batch axis say; the rows of the root, or fewer."""
+    records = list(above)
+    known = {record.batch_size for record in records if record.knows_batch}
+    if len(known) > 1:
+        raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
+    if known:
+        return list(known)
+    fewer = {r.batch_size for r in records if r.params and r.batch_size < root.batch_size}
+    return [root.batch_size, *sorted(fewer, reverse=True)]
+
+
+def numberings(rows: int, n: int) -> Iterator[Tensor]:
+    """Hypotheses about which sample `0 .. n - 1` each row is of: samples first, last, or between other axes."""
+    if n == 0 or rows % n:
+        return
+    number, share = torch.arange(rows), rows // n
+    for inner in sorted((d for d in range(1, share + 1) if share % d == 0), reverse=True):
+        yield (number // inner) % n
+
+
+def follow(
+    root: Record, above: list[Record], sources: SourcesOf, numbers: Tensor, n: int, movable: bool
+) -> dict[int, Tensor]:
+    """Test one hypothesis about the rows of the root throughout the graph."""
+    found: dict[int, Tensor] = {id(root): numbers}
+    reached: set[int] = set()
+    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(numbers), numbers + 1]).double()):
+        reached.add(id(record))
+        found[id(record)] = numbers_of(record, mat, n, movable)
     for record in above:
-        if id(record) not in found and record.batch_size != n and record.params:
+        if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
     return {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
 
 
-def require_separate_rows(loss: Record, above: list[Record], sources: SourcesOf) -> None:
-    """Where a loss has more rows than the layers have, make sure that none of its rows is fed by several of theirs.
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool) -> Tensor:
+    """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`."""
+    rows = decode(mat, n)
+    if rows is not None:
+        if record.knows_batch and not torch.equal(rows, torch.arange(n, device=rows.device)):
+            raise mixed(f"rows of '{record.path}' ({type(record.module).__name__}) are not, one by one, those of the {n}")
+        return rows
+    axis = next((a for a in range(1, mat.dim() - 1) if is_batch(mat.movedim(1 + a, 1), n)), 0)
+    what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
+    if axis == 0 or not movable or record.knows_batch or record.rule is None:
+        raise mixed(f"one {what}")
+    looks_at = record.rule.acts_on(record.call())
+    if looks_at is not None and axis < record.inputs[0].dim() - looks_at:
+        record.shift(axis)
+        return torch.arange(n, device=mat.device)
+    if record.params:
+        raise mixed(f"its batch axis is axis {axis}, and one {what}")
+    raise NotInFront(record)
 
-    Then the rows of the layers are the samples (a language model whose loss sees `[N*T, C]`). Looks at some rows of
-    the loss, spread evenly.
 
-    Raises:
-        UnsupportedLayer: If a row of the loss is fed by several rows of a layer.
+def is_batch(mat: Tensor, n: int) -> bool:
+    """Whether rows are the samples in order."""
+    rows = decode(mat, n)
+    return rows is not None and torch.equal(rows, torch.arange(n, device=rows.device))
+
+
+def decode(mat: Tensor, n: int) -> Tensor | None:
+    """The sample `[R]` of every row from the two gradients `[2, R, ...]`, or `None` if a row feeds several samples.
+
+    Rows that feed nothing count as the sample of their number, or as the first one.
     """
-    n = loss.batch_size
-    some = torch.linspace(0, n - 1, min(n, 8)).long()
-    for record, mat in sweep(loss, above, sources, torch.eye(n, dtype=torch.float64)[some]):
-        reached = mat.reshape(*mat.shape[:2], -1).nan_to_num(0.0).ne(0).any(2).sum(1)
-        if record.params and int(reached.max()) > 1:
-            raise mixed(
-                f"{int(reached.max())} rows at '{record.path}' ({type(record.module).__name__}) feed one sample"
-            )
+    plain, scaled = mat.reshape(*mat.shape[:2], -1).double().nan_to_num(0.0)
+    size = plain.square().sum(1)
+    number = (plain * scaled).sum(1) / torch.where(size > 0, size, 1.0)
+    off = (scaled - number[:, None] * plain).norm(dim=1) > 1e-3 * scaled.norm(dim=1)
+    off |= (size > 0) & ((number - number.round()).abs() > 0.2)
+    if off.any():
+        return None
+    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.zeros_like(size).long()
+    return torch.where(size > 0, (number.round().long() - 1).clamp(0, n - 1), alone)
 
 
-def sweep(loss: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
-    """Send gradients `[V, N]`, spread over each sample's prediction, back; yield what reaches each call."""
-    prediction = loss.inputs[0]
-    probe = torch.arange(prediction.numel(), device=prediction.device).add(1.0).cos().add(1.5).reshape(prediction.shape)
-    spread = weights.to(prediction.device).reshape(*weights.shape, *[1] * (prediction.dim() - 1))
+def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
+    """Send gradients `[V, N]`, spread over the entries of each row of the root, back; yield what reaches each call."""
+    start = root.inputs[0]
+    probe = torch.arange(start.numel(), device=start.device).add(1.0).cos().add(1.5).reshape(start.shape)
+    spread = weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
     arrived: dict[int, Tensor] = {}
-    send(sources[id(loss)].get(0), (probe * spread).to(wide(prediction.dtype)), arrived)
-    edges = {id(r): edge for source in sources.values() for s in source.values() for r, edge in s.targets}
+    send(sources[id(root)].get(0), (probe * spread).to(wide(start.dtype)), arrived)
+    edges = {(id(r), edge[1]): edge for source in sources.values() for s in source.values() for r, edge in s.targets}
     with torch.no_grad():
-        for record in consumers_first(loss, above, sources):
+        for record in consumers_first(root, above, sources):
             mat = arrived.pop(id(record), None)
             if mat is not None:
+                before = record.shifted
                 yield record, mat
-                pass_on(record, edges[id(record)], mat, sources[id(record)], arrived)
+                if record.shifted != before:
+                    mat = mat.movedim(1 + record.shifted, 1)
+                first = next(edge for (owner, _), edge in edges.items() if owner == id(record))
+                pass_on(record, first, mat, sources[id(record)], arrived)
 
 
 def pass_on(record: Record, edge: Edge, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]) -> None:
     """Send the two gradients through a call's rule to what feeds it."""
     if record.rule is None:
         return
+    leave, enter = record.exit(record.used[0]), record.entrance(0)
 
     def pull(vector: Tensor) -> Tensor:
         with CTX.quietly(record):
             ends, inputs = (gradient_edge(edge),), (gradient_edge(record.edges[0]),)
-            return torch.autograd.grad(ends, inputs, (vector,), retain_graph=True)[0]
+            at_output = leave.one_to_graph(vector)
+            return enter.one_to_rule(torch.autograd.grad(ends, inputs, (at_output,), retain_graph=True)[0])
 
     call = record.call()
     if record.rule.obstacle(call) is not None:
-        raise mixed(f"'{record.path}' ({type(record.module).__name__}) mixes or moves those")
+        return
     call.pull = pull
     record.rule.capture(call)
     call = call.cast(mat.dtype)
@@ -99,39 +177,27 @@ def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None
         arrived[id(record)] = arrived[id(record)] + part if id(record) in arrived else part
 
 
-def decode(record: Record, mat: Tensor, n: int) -> Tensor:
-    """The sample `[R]` of every row from the two gradients `[2, R, *out]` (rows that feed nothing: sample 0)."""
-    plain, scaled = mat.flatten(2).double().nan_to_num(0.0) if mat.dim() > 2 else mat[..., None].double()
-    size = plain.square().sum(1)
-    number = (plain * scaled).sum(1) / torch.where(size > 0, size, 1.0)
-    off = (scaled - number[:, None] * plain).norm(dim=1) > 1e-3 * scaled.norm(dim=1)
-    off |= (size > 0) & ((number - number.round()).abs() > 0.2)
-    if off.any():
-        row = f"row {int(off.nonzero()[0])} of {len(off)}"
-        raise mixed(f"{row} at '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples")
-    return (number.round().long() - 1).clamp(0, n - 1)
-
-
 def mixed(what: str) -> UnsupportedLayer:
     """The refusal of graphs in which samples cannot be told apart by rows."""
     return UnsupportedLayer(
         explain(
-            f"Rows are not samples: {what} of the loss.",
-            "the batch axis was moved or merged with another one, and samples cannot be told apart.",
-            "keep the batch axis first and apart: layers take extra axes ([N, T, D]), losses take [N, C, T].",
+            f"Rows are not samples: {what}.",
+            "a function or a layer mixes samples, or the batch axis was moved or merged and samples cannot be told apart.",
+            "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
+            "losses take [N, C, T].",
         )
     )
 
 
-def consumers_first(loss: Record, above: list[Record], sources: SourcesOf) -> list[Record]:
-    """The records behind a loss, each after all that it feeds."""
+def consumers_first(root: Record, above: list[Record], sources: SourcesOf) -> list[Record]:
+    """The records behind a root, each after all that it feeds."""
     feeds = {id(r): 0 for r in above}
-    for record in (*above, loss):
+    for record in (*above, root):
         for source in sources[id(record)].values():
             for producer, _ in source.targets:
                 feeds[id(producer)] += 1
     order: list[Record] = []
-    waiting = [loss]
+    waiting = [root]
     while waiting:
         record = waiting.pop()
         order.append(record)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from bpk import engine
-from bpk.attribution import attribute, require_separate_rows
 from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
@@ -28,19 +27,11 @@ from bpk.jacobians.errors import explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.parameters import Parameters, is_trained
-from bpk.records import OPEN_USES, Record
+from bpk.placement import place
+from bpk.records import ASIDE, OPEN_USES, Record
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
-from bpk.survey import (
-    VERIFIED,
-    Batch,
-    batch_axis,
-    require_layers,
-    require_own_use,
-    require_separate_samples,
-    require_whole_batch,
-    upstream,
-)
+from bpk.survey import require_layers, require_own_use, require_whole_batch
 from bpk.sweeps import Step, Sweep
 
 
@@ -67,7 +58,8 @@ class Backward:
         self.hooked: set[int] = set()
         self.largest = 1
         self.samples_of_rows: dict[int, Tensor] = {}
-        self.merged: dict[int, int] = {}
+        self.batch_sizes: dict[int, int] = {}
+        self.placed: set[int] = set()
         self.closed = False
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -115,7 +107,7 @@ class Backward:
         for extension in self.extensions:
             check_samples(extension, record)
         self.require(record)
-        if isinstance(record.rule, Loss):
+        if isinstance(record.rule, Loss) or (ASIDE and id(record) not in self.placed):
             self.survey(record)
         grad = record.gradient(grads)
         assert grad is not None
@@ -132,32 +124,23 @@ class Backward:
         if not self.parameters.is_waiting(record.module):
             self.run_hook(record.module)
 
-    def survey(self, loss: Record) -> None:
-        """Check everything behind a loss before computing anything."""
-        above = upstream(loss, self.sources_of)
-        require_layers(loss, above, self.sources_of)
-        require_own_use([*above, loss], self.sources_of)
+    def survey(self, root: Record) -> None:
+        """Check everything behind a loss (or behind the last layer) before computing anything."""
+        placement = place(root, self.sources_of, self.second_order, self.sources.clear)
+        above = placement.above
+        self.placed.update(id(record) for record in (*above, root))
+        if placement.rows:
+            require_whole_batch(self.extensions, root)
+            self.samples_of_rows.update(placement.rows)
+            self.batch_sizes.update({id(record): placement.n for record in (*above, root)})
+        if not isinstance(root.rule, Loss):
+            return
+        require_layers(root, above, self.sources_of)
+        require_own_use([*above, root], self.sources_of)
         if self.second_order:
             for record in above:
                 self.require(record)
-        key = (self.second_order, *((id(r.module), r.output.shape) for r in (*above, loss)))
-        verified = VERIFIED.setdefault(loss.module, set())
-        self.survey_batch(loss, above, key in verified)
-        verified.add(key)
         self.largest = max([self.largest, *(record.largest for record in above)])
-
-    def survey_batch(self, loss: Record, above: list[Record], verified: bool) -> None:
-        """Find out what rows are; checks that a graph of this form has passed before are left out."""
-        batch = batch_axis(loss, above, self.second_order)
-        sources = {id(r): self.feeding(r) for r in (*above, loss)}
-        if batch is Batch.MERGED:
-            require_whole_batch(self.extensions, loss)
-            self.samples_of_rows.update(attribute(loss, above, sources))
-            self.merged.update({id(record): loss.batch_size for record in above})
-        elif batch is Batch.LOSS_MERGED and not verified:
-            require_separate_rows(loss, above, sources)
-        if self.second_order and not verified:
-            require_separate_samples([*above, loss], self.sources_of)
 
     def require(self, record: Record) -> None:
         """Refuse, before anything is computed, what some active extension cannot do."""
@@ -193,7 +176,7 @@ class Backward:
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
         later = {name: OPEN_USES[id(p)] - record.open > 0 for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
-        samples, batch_size = self.samples_of_rows.get(id(record)), self.merged.get(id(record), record.batch_size)
+        samples, batch_size = self.samples_of_rows.get(id(record)), self.batch_sizes.get(id(record), record.batch_size)
         for key, sweep in self.sweeps.items():
             if key in written:
                 continue

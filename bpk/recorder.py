@@ -15,7 +15,7 @@ from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import explain
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import DISSOLVED, INPUT_NAMES, OWNER, Edge, Record, Visit
+from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd
 from bpk.rules import REGISTRY
 
 UNRECORDED = object()
@@ -160,9 +160,7 @@ def dissolve(node: Node | None) -> None:
         if found is not None and not found.is_view:
             return
         if found is not None:
-            found.close()
-            del engine.belongings(node)[OWNER]
-            found.module = DISSOLVED
+            leave_to_autograd(found, node)
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bpk import engine
 from bpk.context import CTX
 from bpk.jacobians.binding import Binding
 from bpk.jacobians.call import Call
@@ -26,6 +27,9 @@ OWNER = "bpk.record"
 
 OPEN_USES: Counter[int] = Counter()
 """By `id(parameter)`: how many recorded calls that use it still await their backward pass."""
+
+ASIDE: set[int] = set()
+"""By `id`: open records of layers that know their batch axis, and have it elsewhere than in front."""
 
 NOTHING = torch.empty(0)
 """Stands in for tensors that were let go."""
@@ -107,6 +111,8 @@ class Record:
         self.open = True
         for p in self.params.values():
             OPEN_USES[id(p)] += 1
+        if any((*binding.axes, *binding.out_axes)):
+            ASIDE.add(id(self))
 
     # ---- how the rule sees it ----------------------------------------------------------------------
     @property
@@ -135,6 +141,11 @@ class Record:
         """Something behind the call depends on this result."""
         if number not in self.used:
             self.used = sorted((*self.used, number))
+
+    @property
+    def knows_batch(self) -> bool:
+        """Whether the layer itself says which axis is the batch axis."""
+        return bool(self.binding.axes)
 
     def shift(self, axis: int) -> None:
         """The batch axis is not in front, but here (in all inputs and results)."""
@@ -222,6 +233,7 @@ class Record:
         """This use of the parameters is over."""
         if self.open:
             self.open = False
+            ASIDE.discard(id(self))
             for p in self.params.values():
                 OPEN_USES[id(p)] -= 1
                 if OPEN_USES[id(p)] <= 0:
@@ -241,6 +253,13 @@ class Record:
 
     def __del__(self) -> None:
         self.close()
+
+
+def leave_to_autograd(record: Record, node: Node) -> None:
+    """Forget a call: it becomes part of the plain autograd between two recorded calls."""
+    record.close()
+    del engine.belongings(node)[OWNER]
+    record.module = DISSOLVED
 
 
 class Visit:

@@ -7,13 +7,13 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from bpk.attribution import slots, to_samples
+from bpk.attribution import to_samples
 from bpk.graph import Source
 from bpk.jacobians.call import Wrt
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual
 from bpk.records import Record
-from bpk.sweeps import Columns, SquareRoot, Step
+from bpk.sweeps import Columns, SquareRoot, Step, apart
 
 
 class SignedHessian(SquareRoot):
@@ -36,6 +36,9 @@ class SignedHessian(SquareRoot):
     def start(self, step: Step, loss: Loss) -> None:
         self.bend(step, 0, step.sources[0])
         root, signs = loss.hessian_columns(step.full)
+        if step.samples_of_rows is not None:
+            split, signs = split_rows({0: root}, signs, step.samples_of_rows, step.batch_size)
+            root = split[0]
         mats = step.pieces(self.rows(root, 1) * step.grad.abs().sqrt())
         signed = self.rows(signs, 1) * step.grad.sign()
         parts = signed.split(len(mats[0])) if bool((signed != 1).any()) else [None] * len(mats)
@@ -86,8 +89,4 @@ class SignedHessian(SquareRoot):
 
 def split_rows(columns: dict[Wrt, Tensor], signs: Tensor, samples: Tensor, n: int) -> tuple[dict[Wrt, Tensor], Tensor]:
     """Columns of their own for each row of a sample: `[K, R, ...]` to `[K S, R, ...]`, signs `[K, R]` to `[K S, N]`."""
-    slot = slots(samples)
-    masks = torch.stack([slot == s for s in range(int(slot.max()) + 1)]).to(signs.dtype)  # [S, R]
-    split = {wrt: mat[:, None] * masks.reshape(1, *masks.shape, *[1] * (mat.dim() - 2)) for wrt, mat in columns.items()}
-    signed = to_samples((signs[:, None] * masks).flatten(0, 1), samples, n)
-    return {wrt: mat.flatten(0, 1) for wrt, mat in split.items()}, signed
+    return {wrt: apart(mat, samples) for wrt, mat in columns.items()}, to_samples(apart(signs, samples), samples, n)

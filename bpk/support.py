@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from torch import nn
 
@@ -52,6 +53,11 @@ WRITE_RULE = (
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
 
+CHAIN_RULE = "First-order quantities are what the chain rule gives, layer by layer; call model.eval() for those of samples."
+
+WARNED: WeakSet[nn.Module] = WeakSet()
+"""Layers that mix samples, and whose user has been told."""
+
 
 def support(extension: BackpropExtension, rule: Rule | None, call: Call | None = None, name: str = "it") -> Support:
     """Whether `extension` can be computed for, and pass, a layer with this rule.
@@ -71,8 +77,10 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     if reason is not None:
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", WAY_OUT)
+    mixing = rule.mixing(call) if call is not None else None
+    caution = mixing.rstrip(".") + "." if mixing is not None else ""
     generic = isinstance(rule, Autodiff) and not isinstance(rule, Loss)
-    return Support(Kind.GENERIC if generic else Kind.SUPPORTED)
+    return Support(Kind.GENERIC if generic else Kind.SUPPORTED, caution, CHAIN_RULE if caution else "")
 
 
 def require_support(extension: BackpropExtension, record: Record, feeds: bool) -> None:
@@ -91,18 +99,29 @@ def require_support(extension: BackpropExtension, record: Record, feeds: bool) -
         )
     name = type(record.module).__name__
     has_params = any(p.requires_grad for p in record.params.values())
-    if record.problem and extension.second_order:
-        answer = Support(Kind.REFUSED, record.problem, "use one of the outputs only, or a first-order extension.")
+    if record.problem:
+        answer = Support(Kind.REFUSED, record.problem, record.binding.do)
     else:
-        call = record.call() if record.rule is not None and extension.second_order else None
-        answer = support(extension, record.rule, call, name)
-    if answer.kind is not Kind.REFUSED or not (feeds or has_params):
+        asks = record.rule is not None and (extension.second_order or type(record.rule).mixing is not Rule.mixing)
+        answer = support(extension, record.rule, record.call() if asks else None, name)
+    if answer.kind is not Kind.REFUSED:
+        caution(record, answer)
+        return
+    if not (feeds or has_params):
         return
     message = refusal(extension, record, answer)
-    if extension.fail_mode == FAIL_ERROR:
+    if extension.fail_mode == FAIL_ERROR or (record.problem and record.rule is not None and has_params):
         raise UnsupportedLayer(message)
     if has_params and extension.fail_mode != FAIL_SILENT:
         warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def caution(record: Record, answer: Support) -> None:
+    """Tell the user once that a layer mixes samples."""
+    if answer.reason and record.module not in WARNED:
+        WARNED.add(record.module)
+        what = f"Layer '{record.path}' ({type(record.module).__name__}) mixes samples."
+        warnings.warn(explain(what, answer.reason, answer.do), UserWarning, stacklevel=2)
 
 
 def refusal(extension: BackpropExtension, record: Record, answer: Support) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpk.attribution import slots
 from bpk.graph import Source
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain
@@ -170,6 +171,8 @@ class SquareRoot(Sweep):
         scale = positive_scale(step)
         if self.mc_samples is None:
             root = loss.sqrt_hessian(step.full)
+            if step.samples_of_rows is not None:
+                root = apart(root, step.samples_of_rows)
         else:
             root = loss.sqrt_hessian_sampled(step.full, self.mc_samples)
         for k, piece in enumerate(step.pieces(self.rows(root, 1) * scale.sqrt())):
@@ -222,6 +225,13 @@ class SquareRoot(Sweep):
         n = source.targets[0][0].batch_size
         full = mat.new_zeros(mat.shape[0], n, *mat.shape[2:])
         return full.index_copy(1, torch.as_tensor(self.samples, device=mat.device), mat)
+
+
+def apart(columns: Tensor, samples: Tensor) -> Tensor:
+    """Columns of their own for each row of a sample: `[K, R, ...]` to `[K S, R, ...]`."""
+    slot = slots(samples)
+    masks = torch.stack([slot == s for s in range(int(slot.max()) + 1)]).to(columns.dtype)  # [S, R]
+    return (columns[:, None] * masks.reshape(1, *masks.shape, *[1] * (columns.dim() - 2))).flatten(0, 1)
 
 
 def matched(mat: Tensor, call: Call) -> Tensor:

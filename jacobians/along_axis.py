@@ -32,7 +32,10 @@ class AlongAxis(Rule):
     def _dim(self, call: Call) -> int:
         return self.dim(call.options, call.inputs[0].dim())
 
-    def obstacle(self, call: Call) -> str | None:
+    def acts_on(self, call: Call) -> int | None:
+        return call.inputs[0].dim() - self._dim(call)
+
+    def mixing(self, call: Call) -> str | None:
         return "it mixes samples: its dim is the batch axis." if self._dim(call) == 0 else None
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:

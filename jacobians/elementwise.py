@@ -23,6 +23,9 @@ class Pointwise(Rule):
     def slope(self, call: Call) -> Tensor:
         """The diagonal `[N, *in]` of the Jacobian, computed once per call."""
 
+    def acts_on(self, call: Call) -> int | None:
+        return 0
+
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return mat * self.slope(call)
 

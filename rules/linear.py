@@ -18,6 +18,9 @@ from bpk.jacobians.rule import case
 class FeaturesLast(Affine):
     """Outputs `[N, *t, O]`: one group, positions between batch and features."""
 
+    def acts_on(self, call: Call) -> int | None:
+        return 1
+
     def as_columns(self, call: Call, mat: Tensor) -> Tensor:
         positions = mat.shape[2:-1].numel()
         return mat.reshape(*mat.shape[:2], positions, mat.shape[-1]).transpose(2, 3)[:, :, None]

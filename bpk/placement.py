@@ -1,0 +1,119 @@
+"""Before a backward pass: where samples are in each call behind a loss. What was found for a graph is remembered."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from bpk.attribution import NotInFront, attribute
+from bpk.graph import Source
+from bpk.jacobians.errors import UnsupportedLayer
+from bpk.jacobians.loss import Loss
+from bpk.records import DISSOLVED, Record, leave_to_autograd
+from bpk.survey import upstream
+
+SourcesOf = Callable[[Record], dict[int, Source]]
+
+
+@dataclass
+class Placement:
+    """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
+
+    `rows` says, by `id` of a record, which sample each of its rows belongs to.
+    """
+
+    above: list[Record]
+    n: int
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is remembered of a graph of one form: which calls to leave to autograd, and the batch axes of the others."""
+
+    left: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+FORMS: WeakKeyDictionary[nn.Module, dict[Hashable, Form]] = WeakKeyDictionary()
+"""By the module of the root, and by the form of the graph behind it."""
+
+
+def place(root: Record, sources_of: SourcesOf, second_order: bool, forget: Callable[[], None]) -> Placement:
+    """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
+
+    Layers without parameters whose rule cannot have it elsewhere are left to autograd. `forget` drops what
+    `sources_of` remembers. Where samples mix, second-order quantities are refused; for first-order ones the user is
+    told once.
+    """
+    above = upstream(root, sources_of)
+    stuck = tuple(k for k, record in enumerate(above) if second_order and is_stuck(record))
+    if not stuck and not is_moved(root, above, sources_of, second_order):
+        return Placement(above, root.batch_size)
+    forms = FORMS.setdefault(root.module, {})
+    key = (second_order, *((id(r.module), tuple(x.shape for x in r.inputs)) for r in (*above, root)))
+    every, known = list(above), forms.get(key)
+    for k in stuck if known is None else known.left:
+        leave(every[k], (*above, root), sources_of, forget)
+    above = upstream(root, sources_of)
+    if known is not None:
+        for record, axis in zip((*above, root), known.axes, strict=True):
+            record.shift(axis)
+        return Placement(above, root.batch_size)
+    while True:
+        try:
+            n, rows = attribute(root, above, {id(r): feeding(r, sources_of) for r in (*above, root)})
+            break
+        except NotInFront as found:
+            leave(found.record, (*above, root), sources_of, forget)
+            above = upstream(root, sources_of)
+        except UnsupportedLayer as error:
+            if second_order or any(r.batch_size != root.batch_size for r in above if r.params):
+                raise
+            warnings.warn(f"{error} First-order quantities are those of the chain rule.", UserWarning, stacklevel=2)
+            n, rows = root.batch_size, {}
+            break
+    if not rows:
+        remaining = {id(record) for record in above}
+        left = tuple(k for k, record in enumerate(every) if id(record) not in remaining)
+        forms[key] = Form(left, tuple(record.shifted for record in (*above, root)))
+    return Placement(above, n, rows)
+
+
+def feeding(record: Record, sources_of: SourcesOf) -> dict[int, Source]:
+    """By input index: the recorded calls that feed the call's inputs."""
+    return {index: source for index, source in sources_of(record).items() if source.targets}
+
+
+def is_stuck(record: Record) -> bool:
+    """Whether a layer without parameters rearranges the batch axis, so that autograd rather than its rule passes it."""
+    if record.params or record.rule is None or isinstance(record.rule, Loss) or record.problem:
+        return False
+    call = record.call()
+    return record.rule.obstacle(call) is not None and record.rule.mixing(call) is None
+
+
+def is_moved(root: Record, above: list[Record], sources_of: SourcesOf, second_order: bool) -> bool:
+    """Whether anything in the graph might have moved or merged the batch axis."""
+    if any(record.batch_size != root.batch_size for record in above if second_order or record.params):
+        return True
+    for record in (*above, root):
+        for index, source in feeding(record, sources_of).items():
+            producers = (r.out_axis(r.places[edge[1]]) for r, edge in source.targets)
+            if source.stretch is not None or record.axis(index) or any(producers):
+                return True
+    return False
+
+
+def leave(record: Record, consumers: Iterable[Record], sources_of: SourcesOf, forget: Callable[[], None]) -> None:
+    """Leave a call to autograd."""
+    for consumer in consumers:
+        for source in sources_of(consumer).values():
+            for target, (node, _) in source.targets:
+                if target is record and node is not None and record.module is not DISSOLVED:
+                    leave_to_autograd(record, node)
+    forget()

@@ -1,0 +1,115 @@
+"""Per sample means per sample: also where the batch axis is moved or merged, and where its length is that of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from tests.compare import Assembled, check, rand
+
+N = 3
+LENGTHS = [2, 3]
+"""Of time: with as many steps as samples, only the graph tells them apart."""
+
+
+def time_first(m: Assembled, x: Tensor) -> Tensor:
+    """`[N, T, D]`, but the layers see `[T, N, D]`."""
+    z = m.second(m.act(m.first(x.transpose(0, 1))))
+    return z.transpose(0, 1).mean(1)
+
+
+def last_step(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x.transpose(0, 1))))[-1]
+
+
+def time_first_inside(m: Assembled, x: Tensor) -> Tensor:
+    z = m.first(x).transpose(0, 1) * 2
+    return m.second(m.act(z)).sum(0)
+
+
+def batch_in_the_middle(m: Assembled, x: Tensor) -> Tensor:
+    z = m.act(m.first(x)).reshape(*x.shape[:2], 2, 2).permute(2, 0, 1, 3)  # [2, N, T, 2]
+    return m.second(z.reshape(2, *x.shape[:2], 2)).permute(1, 0, 2, 3).flatten(1)[:, :3]
+
+
+def moved_in_front_of_a_softmax(m: Assembled, x: Tensor) -> Tensor:
+    z = torch.softmax(m.first(x.transpose(0, 1)), 0)
+    return (m.second(z) * torch.arange(1, len(z) + 1)[:, None, None]).sum(0)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize(
+    "forward", [time_first, last_step, time_first_inside, batch_in_the_middle, moved_in_front_of_a_softmax]
+)
+def test_moved_batch_axis(forward: Callable[[Assembled, Tensor], Tensor], steps: int) -> None:
+    torch.manual_seed(0)
+    middle = forward is batch_in_the_middle
+    second = nn.Linear(2, 2) if middle else nn.Linear(4, 3)
+    model = Assembled(forward, first=nn.Linear(2, 4), act=nn.Tanh(), second=second)
+    check(model, rand(N, steps, 2), factors=False)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_second_pass_uses_what_was_found(steps: int) -> None:
+    """The search is done once for a form of graph; new data must see the same axes."""
+    torch.manual_seed(0)
+    model = Assembled(time_first, first=nn.Linear(2, 4), act=nn.ReLU(), second=nn.Linear(4, 3)).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    for _ in range(3):
+        x, y = rand(N, steps, 2), torch.randint(3, (N,))
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+            loss_fn(model(x), y).backward()
+        for p in model.parameters():
+            rows = [torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[n : n + 1]), p)[0] / N for n in range(N)]
+            torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+def flat_rows_first(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x))).reshape(-1, 3)
+
+
+def flat_steps_first(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x))).transpose(0, 1).reshape(-1, 3)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("forward", [flat_rows_first, flat_steps_first])
+def test_loss_on_flattened_predictions(forward: Callable[[Assembled, Tensor], Tensor], steps: int) -> None:
+    """A loss on `[N T, C]` gives what the same loss gives on `[N, C, T]`."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(2, 4), "act": nn.Tanh(), "second": nn.Linear(4, 3)}
+    flat = Assembled(forward, **layers).double()
+    x, y = rand(N, steps, 2), torch.randint(3, (N, steps))
+    fields = {}
+    exts = (E.BatchGrad, E.Variance, E.DiagGGNExact, E.BatchDiagGGNExact, E.DiagHessian, E.BatchDiagHessian, E.KFLR)
+    for kind in ("flat", "apart"):
+        model = flat if kind == "flat" else Assembled(lambda m, z: m.second(m.act(m.first(z))).mT, **layers).double()
+        target = y if kind == "apart" else y.flatten() if forward is flat_rows_first else y.T.flatten()
+        model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+        with bpk.backpack(*[e() for e in exts]):
+            loss_fn(model(x), target).backward()
+        fields[kind] = [[getattr(p, e().savefield) for e in exts] for p in model.parameters()]
+    for found, expected in zip(fields["flat"], fields["apart"], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def mix(m: Assembled, x: Tensor) -> Tensor:
+    z = m.first(x)
+    return m.second(z - z.mean(0))
+
+
+def test_mixing_function_warns_first_order_and_is_refused_second_order() -> None:
+    model = Assembled(mix, first=nn.Linear(2, 4), second=nn.Linear(4, 3)).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    x, y = rand(N, 2), torch.randint(3, (N,))
+    with pytest.warns(UserWarning, match="Rows are not samples"), bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+    with pytest.raises(NotImplementedError, match="mixes samples"), bpk.backpack(E.DiagGGNExact()):
+        loss_fn(model(x), y).backward()
