@@ -104,9 +104,9 @@ class Backward:
         if record.released:
             raise RuntimeError(already_released(record))
         require_batch(record)
+        self.require(record)
         for extension in self.extensions:
             check_samples(extension, record)
-        self.require(record)
         if isinstance(record.rule, Loss) or (ASIDE and id(record) not in self.placed):
             self.survey(record)
         grad = record.gradient(grads)

@@ -6,6 +6,7 @@ import weakref
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bpk.context import CTX
 from bpk.jacobians.errors import explain
@@ -29,7 +30,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
         use_converter: Rewrite the model's `forward` into modules first (not available yet).
 
     Raises:
-        ValueError: If `module` is a class or no module, or has a trainable complex parameter.
+        ValueError: If `module` is a class or no module, has a trainable complex parameter, or a lazy layer that was
+            not initialised.
 
     >>> import torch, bpk
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -68,6 +70,14 @@ def check_module(module: object) -> None:
             )
         )
     for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ValueError(
+                explain(
+                    f"Parameter '{name}' is not initialised yet (a lazy layer).",
+                    "its shape, and so the layer's class, is only known after the first forward pass.",
+                    "run one forward pass, model(X), before bpk.extend(model).",
+                )
+            )
         if param.is_complex() and param.requires_grad:
             raise ValueError(
                 explain(

@@ -101,6 +101,9 @@ def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: di
         given = (*args, *kwargs.values())
         return Binding(module, tuple(x for x in given if isinstance(x, Tensor)))
     binding = rule.bind(module, args, kwargs)
+    if any(x.is_nested for x in binding.inputs):
+        reason = "it was given a nested tensor, whose samples have different lengths."
+        return dataclasses.replace(binding, problem=reason, do="pad the samples to one length (with a mask).")
     for k, x in enumerate(binding.inputs):
         if binding.axis(k) is None and x.requires_grad and not binding.problem:
             reason = f"its input {k} has no batch axis, and depends on parameters."

@@ -154,7 +154,7 @@ def announce(warning: str | None, extensions: Iterable[BackpropExtension]) -> No
 
 def require_batch(record: Record) -> None:
     """Refuse an empty batch."""
-    if record.inputs and record.batch_size == 0:
+    if not record.problem and record.inputs and record.batch_size == 0:
         raise ValueError(
             explain(
                 f"The batch at '{record.path}' ({type(record.module).__name__}) is empty.",
