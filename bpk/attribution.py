@@ -1,13 +1,15 @@
 """Which sample does a row belong to, and which axis is the batch axis, where a model moves or merges it?
 
 Windows, heads or time steps may be folded into the batch axis (`[N, T, D] -> [N*T, D]`), in any order, or come before it
-(`[T, N, D]`). The graph tells: two gradients are sent back from the loss, one of them scaled by the number of its
-sample. At an entry that feeds one sample only, they differ by exactly that number.
+(`[T, N, D]`). The graph tells: gradients are sent back from the loss, one of all samples, and one for each binary digit
+of their numbers, of those samples that have it. At an entry that feeds one sample only, each of these is either
+the first one or zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,12 +22,37 @@ from bpk.records import Edge, Record
 SourcesOf = Mapping[int, dict[int, Source]]
 
 
+TOLERANCE = 0.05
+"""Of gradients that are equal or zero: layers may compute in bfloat16."""
+
+
 class NotInFront(Exception):
     """A layer without parameters whose rule needs the batch axis in front, where it is not."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record.path)
         self.record = record
+
+
+@dataclass
+class Attribution:
+    """By `id` of a record: the sample of each row where rows are not the samples in order, and then how many there are."""
+
+    samples: dict[int, Tensor] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    def rows(self, record: Record) -> Tensor | None:
+        """The sample `[R]` of each row (`None`: rows are the samples)."""
+        return self.samples.get(id(record))
+
+    def batch_size(self, record: Record) -> int:
+        """`N`."""
+        return self.sizes.get(id(record), record.batch_size)
+
+    def by_sample(self, record: Record, rows: Tensor) -> Tensor:
+        """Rows `[V, R, ...]` of a call as rows `[V, N, ...]` of samples."""
+        samples = self.rows(record)
+        return rows if samples is None else to_samples(rows, samples, self.batch_size(record))
 
 
 def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]]:
@@ -78,13 +105,19 @@ def follow(
     """Test one hypothesis about the rows of the root throughout the graph."""
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
-    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(numbers), numbers + 1]).double()):
+    for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
         found[id(record)] = numbers_of(record, mat, n, movable)
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
     return {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+
+
+def digits(numbers: Tensor, n: int) -> Tensor:
+    """`[1 + K, R]`: ones, and the binary digits of numbers below `n`."""
+    places = [(numbers >> k) & 1 for k in range(max(1, (n - 1).bit_length()))]
+    return torch.stack([torch.ones_like(numbers), *places])
 
 
 def numbers_of(record: Record, mat: Tensor, n: int, movable: bool) -> Tensor:
@@ -114,23 +147,25 @@ def is_batch(mat: Tensor, n: int) -> bool:
 
 
 def decode(mat: Tensor, n: int) -> Tensor | None:
-    """The sample `[R]` of every row from the two gradients `[2, R, ...]`, or `None` if a row feeds several samples.
+    """The sample `[R]` of every row from gradients `[1 + K, R, ...]`, or `None` if a row feeds several samples.
 
     Rows that feed nothing count as the sample of their number, or as the first one.
     """
-    plain, scaled = mat.reshape(*mat.shape[:2], -1).double().nan_to_num(0.0)
+    flat = mat.reshape(*mat.shape[:2], -1).double().nan_to_num(0.0)
+    plain, masked = flat[0], flat[1:]
     size = plain.square().sum(1)
-    number = (plain * scaled).sum(1) / torch.where(size > 0, size, 1.0)
-    off = (scaled - number[:, None] * plain).norm(dim=1) > 1e-3 * scaled.norm(dim=1)
-    off |= (size > 0) & ((number - number.round()).abs() > 0.2)
+    digit = ((masked * plain).sum(2) / torch.where(size > 0, size, 1.0)).round().clamp(0, 1)  # [K, R]
+    off = (masked - digit[..., None] * plain).square().sum(2) > TOLERANCE**2 * size
     if off.any():
         return None
-    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.zeros_like(size).long()
-    return torch.where(size > 0, (number.round().long() - 1).clamp(0, n - 1), alone)
+    place = 2 ** torch.arange(len(digit), device=mat.device)
+    number = (digit.long() * place[:, None]).sum(0).clamp(0, n - 1)
+    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.zeros_like(number)
+    return torch.where(size > 0, number, alone)
 
 
 def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
-    """Send gradients `[V, N]`, spread over the entries of each row of the root, back; yield what reaches each call."""
+    """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
     start = root.inputs[0]
     probe = torch.arange(start.numel(), device=start.device).add(1.0).cos().add(1.5).reshape(start.shape)
     spread = weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
@@ -150,7 +185,7 @@ def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor
 
 
 def pass_on(record: Record, edge: Edge, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]) -> None:
-    """Send the two gradients through a call's rule to what feeds it."""
+    """Send the gradients through a call's rule to what feeds it."""
     if record.rule is None:
         return
     leave, enter = record.exit(record.used[0]), record.entrance(0)

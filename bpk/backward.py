@@ -20,19 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from bpk import engine
+from bpk.attribution import Attribution
 from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
 from bpk.jacobians.loss import Loss
+from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
 from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
-from bpk.records import ASIDE, OPEN_USES, Record
+from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
-from bpk.survey import require_layers, require_own_use, require_whole_batch
-from bpk.sweeps import Step, Sweep
+from bpk.survey import require_layers, require_whole_batch
+from bpk.sweeps import DIRECT, Gradient, Step, Sweep
 
 
 class Backward:
@@ -57,8 +59,9 @@ class Backward:
         self.visited: dict[int, nn.Module] = {}
         self.hooked: set[int] = set()
         self.largest = 1
-        self.samples_of_rows: dict[int, Tensor] = {}
-        self.batch_sizes: dict[int, int] = {}
+        self.attribution = Attribution()
+        for sweep in self.sweeps.values():
+            sweep.attribution = self.attribution
         self.placed: set[int] = set()
         self.closed = False
 
@@ -80,12 +83,20 @@ class Backward:
             return
         self.closed = True
         try:
+            self.collect_functions()
             self.parameters.finish_all()
             self.run_container_hooks()
         except BaseException:
             self.abort()
             raise
         self.clear()
+
+    def collect_functions(self) -> None:
+        """Parameters that plain functions use have received all that will come."""
+        for key, sweep in self.sweeps.items():
+            for param, direct in sweep.direct.items():
+                use = Use(Call(None, (), {}, param.new_zeros(())), PASSAGE, DIRECT, direct.arrived)
+                self.parameters.collect(self.parameters.state_of(param), key, use, direct.batch_size)
 
     def abort(self) -> None:
         """Something went wrong: remove the fields that this pass has saved."""
@@ -107,7 +118,7 @@ class Backward:
         self.require(record)
         for extension in self.extensions:
             check_samples(extension, record)
-        if isinstance(record.rule, Loss) or (ASIDE and id(record) not in self.placed):
+        if id(record) not in self.placed:
             self.survey(record)
         grad = record.gradient(grads)
         assert grad is not None
@@ -115,6 +126,7 @@ class Backward:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         written = self.apply_module_extensions(record, grad)
         if record.rule is not None:
+            self.reach_functions(record, grads)
             self.apply_rule(record, record.rule, grad, written)
         if not (self.context.retain_graph or engine.keeps_graph()):
             record.release()
@@ -131,12 +143,14 @@ class Backward:
         self.placed.update(id(record) for record in (*above, root))
         if placement.rows:
             require_whole_batch(self.extensions, root)
-            self.samples_of_rows.update(placement.rows)
-            self.batch_sizes.update({id(record): placement.n for record in (*above, root)})
+            self.attribution.samples.update(placement.rows)
+            self.attribution.sizes.update({id(record): placement.n for record in (*above, root)})
+        for record in (*above, root):
+            for source in self.sources_of(record).values():
+                self.parameters.held.update(id(p) for p in source.trained)
         if not isinstance(root.rule, Loss):
             return
         require_layers(root, above, self.sources_of)
-        require_own_use([*above, root], self.sources_of)
         if self.second_order:
             for record in above:
                 self.require(record)
@@ -150,7 +164,7 @@ class Backward:
 
     def needs_input(self, record: Record) -> bool:
         """Whether anything upstream of the call waits for second-order quantities."""
-        return any(source.targets for source in self.sources_of(record).values())
+        return bool(self.feeding(record))
 
     def sources_of(self, record: Record) -> dict[int, Source]:
         """By input index: where the call's inputs come from."""
@@ -160,8 +174,30 @@ class Backward:
         return self.sources[id(record)]
 
     def feeding(self, record: Record) -> dict[int, Source]:
-        """By input index: the recorded calls that feed the call's inputs."""
-        return {index: source for index, source in self.sources_of(record).items() if source.targets}
+        """By input index: the recorded calls, and functions with parameters, that feed the call's inputs."""
+        return {index: source for index, source in self.sources_of(record).items() if source.targets or source.trained}
+
+    def reach_functions(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
+        """Show the gradient of the call's inputs to sweeps that look at it, where functions with parameters feed them."""
+        sources = [source for source in self.sources_of(record).values() if source.trained]
+        first_order = [sweep for sweep in self.sweeps.values() if isinstance(sweep, Gradient)]
+        if not sources or not first_order:
+            return
+        here = engine.current_node()
+        ends = [(gradient_edge((here, nr)), g) for nr in record.places if (g := grads[nr]) is not None]
+        edges = [gradient_edge(record.edges[source.index]) for source in sources]
+        with CTX.quietly(record):
+            found = torch.autograd.grad(
+                [end for end, _ in ends],
+                edges,
+                [g for _, g in ends],
+                retain_graph=True,
+                allow_unused=True,
+                create_graph=torch.is_grad_enabled(),
+            )
+        for source, grad in zip(sources, found, strict=True):
+            for sweep in first_order if grad is not None else ():
+                sweep.reach(source, source.entrance.one_to_rule(grad))
 
     def apply_rule(self, record: Record, rule: Rule, grad: Tensor, written: set[Hashable]) -> None:
         """Let every sweep pass the call, and collect what it brings for the call's parameters."""
@@ -174,9 +210,9 @@ class Backward:
         views: dict[tuple[int, ...] | None, Call] = {None: call}
         trained = {n: p for n, p in record.params.items() if is_trained(p)}
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
-        later = {name: OPEN_USES[id(p)] - record.open > 0 for name, p in trained.items()}
+        later = {n: OPEN_USES[id(p)] - record.open > 0 or id(p) in self.parameters.held for n, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
-        samples, batch_size = self.samples_of_rows.get(id(record)), self.batch_sizes.get(id(record), record.batch_size)
+        samples, batch_size = self.attribution.rows(record), self.attribution.batch_size(record)
         for key, sweep in self.sweeps.items():
             if key in written:
                 continue

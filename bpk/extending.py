@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bpk.context import CTX
 from bpk.jacobians.errors import explain
+from bpk.jacobians.function_module import Plain
 from bpk.products import BlockProduct
-from bpk.recorder import record, stash
+from bpk.recorder import record, record_passage, stash
 from bpk.records import forget
 from bpk.rules import REGISTRY
 
@@ -19,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
-    """Extend a model or a loss, recursively; returns the same object.
+    """Extend a model or a loss, recursively; returns the same object (with the converter: a graph of modules).
 
     Every layer that has a rule (and every layer without children) gets a forward hook that writes its calls
     down. Extending twice changes nothing.
@@ -27,7 +29,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     Args:
         module: An instance of `nn.Module`.
         debug: Print what is extended.
-        use_converter: Rewrite the model's `forward` into modules first (not available yet).
+        use_converter: Rewrite the model's `forward` as a `torch.fx.GraphModule` made of modules first, which shares the
+            model's parameters; `result.conversion_report` says what changed.
 
     Raises:
         ValueError: If `module` is a class or no module, has a trainable complex parameter, or a lazy layer that was
@@ -40,13 +43,11 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     """
     check_module(module)
     if use_converter:
-        raise NotImplementedError(
-            explain(
-                "extend(..., use_converter=True) is not available in this version.",
-                "the converter is still being built.",
-                "call extend(model): functions between layers are handled by autograd without a converter.",
-            )
-        )
+        from bpk.converter import convert_module_to_backpack  # torch.fx loads slowly
+
+        converted = convert_module_to_backpack(module, debug)
+        attach(converted, (), "", debug)
+        return converted  # type: ignore[return-value]
     attach(module, (), "", debug)
     return module
 
@@ -92,10 +93,10 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
     """Hook a layer, or descend into a container."""
     rule = REGISTRY.find(module)
     children = dict(module.named_children())
+    layer = rule is not None or not children
     own = any(p is not None for p in module.parameters(recurse=False))
-    extended = record in module._forward_hooks.values()
-    if (rule is not None or not children or own) and not extended:
-        hook(module, path)
+    if (layer or own) and not is_hooked(module) and not isinstance(module, Plain):
+        hook(module, path, record if layer else record_passage)
         fields = module.__dict__
         fields["_bpk_containers"] = WeakModules(containers)
         if debug:
@@ -107,18 +108,24 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
     module._backpack_extend = True  # type: ignore[assignment]
 
 
-def hook(module: nn.Module, path: str) -> None:
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has been extended."""
+    hooks = module._forward_hooks.values()
+    return record in hooks or record_passage in hooks
+
+
+def hook(module: nn.Module, path: str, recorder: Callable[..., Any]) -> None:
     """Register the forward hooks of one layer."""
     module.__dict__["_bpk_path"] = path
-    module.register_forward_hook(record, with_kwargs=True)
+    module.register_forward_hook(recorder, with_kwargs=True)
     if isinstance(module.__dict__.get("inplace"), bool):
         module.register_forward_pre_hook(stash)
 
 
 def detach(module: nn.Module) -> None:
     """Take the forward hooks of one module away again."""
-    for hooks, ours in ((module._forward_hooks, record), (module._forward_pre_hooks, stash)):
-        for key in [key for key, function in hooks.items() if function is ours]:
+    for hooks, ours in ((module._forward_hooks, (record, record_passage)), (module._forward_pre_hooks, (stash,))):
+        for key in [key for key, function in hooks.items() if function in ours]:
             del hooks[key]
             module._forward_hooks_with_kwargs.pop(key, None)
     forget(module)

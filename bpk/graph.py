@@ -41,6 +41,8 @@ class Source:
         mat = self.entrance.to_graph(mat)
         if self.stretch is None:
             return [(record, port.to_rule(mat)) for (record, _), port in zip(self.targets, self.exits, strict=True)]
+        if not self.targets:
+            return []
         ends = [gradient_edge(self.stretch)]
         with CTX.quietly():
             grads = torch.autograd.grad(
@@ -56,16 +58,48 @@ class Source:
         return [(record, port.to_rule(g)) for (record, _), port, g in found if g is not None]
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """The gradient at the targets as a differentiable function of them, and of `grad` (stretches only)."""
+        """The gradient at the beginnings as a differentiable function of them, and of `grad` (stretches only)."""
         assert self.stretch is not None
         ends = [gradient_edge(self.stretch)]
         with torch.enable_grad(), CTX.quietly():
             at_end = self.entrance.one_to_graph(grad)
-            return torch.autograd.grad(ends, self.target_edges(), (at_end,), retain_graph=True, create_graph=True)
+            return torch.autograd.grad(ends, self.beginnings(), (at_end,), retain_graph=True, create_graph=True)
+
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """The parameters among the leaves."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.nn.Parameter))
+
+    def rows(self, mat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Individual products `[V, N, *p]` of columns `[V, N, *input]` with each parameter of the stretch.
+
+        Autograd sums over samples, so it is asked for one sample after the other.
+        """
+        if self.stretch is None or not self.trained:
+            return []
+        ends, found = [gradient_edge(self.stretch)], []
+        with CTX.quietly():
+            for n in range(mat.shape[1]):
+                alone = torch.zeros_like(mat).index_copy(1, torch.tensor([n], device=mat.device), mat[:, n : n + 1])
+                found.append(
+                    torch.autograd.grad(
+                        ends,
+                        self.trained,
+                        (self.entrance.to_graph(alone),),
+                        is_grads_batched=True,
+                        retain_graph=True,
+                        create_graph=torch.is_grad_enabled(),
+                    )
+                )
+        return [(leaf, torch.stack(parts, 1)) for leaf, parts in zip(self.trained, zip(*found, strict=True), strict=True)]
 
     def target_edges(self) -> list[GradientEdge]:
         """The outputs of the calls that feed the stretch."""
         return [gradient_edge(edge) for _, edge in self.targets]
+
+    def beginnings(self) -> list[GradientEdge]:
+        """What the stretch is a function of: the outputs of calls that feed it, then its parameters."""
+        return [*self.target_edges(), *(torch.autograd.graph.get_gradient_edge(p) for p in self.trained)]
 
     @property
     def entrance(self) -> Port:
@@ -80,14 +114,13 @@ class Source:
     def residual_columns(self, grad: Tensor) -> tuple[list[Tensor], Tensor] | None:
         """Factor the second derivative of the stretch, contracted with `grad`, sample by sample.
 
-        Returns columns `[K, N, *target]` per target and signs `[K, N]`, or `None` where the stretch is linear.
+        Returns columns `[K, N, *target]` per target, then `[K, N, *p]` per parameter, and signs `[K, N]`; `None`
+        where the stretch is linear.
         """
         gradients = self.gradients(grad.detach())
         if not any(g.requires_grad for g in gradients):
             return None
-        with torch.enable_grad():
-            seen = [port.one_to_rule(g) for port, g in zip(self.exits, gradients, strict=True)]
-        shapes = [g.shape for g in seen]
+        shapes = [port.one_to_rule(g).shape for port, g in zip(self.exits, gradients, strict=False)]
         if any(shape[0] != grad.shape[0] for shape in shapes):
             raise UnsupportedLayer(
                 explain(
@@ -96,31 +129,52 @@ class Source:
                     "merge and split axes by functions of their own (view, reshape), or use a GGN quantity.",
                 )
             )
-        sizes = [shape[1:].numel() for shape in shapes]
-        rows = torch.cat([self._dense_rows(g, shapes) for g in seen])
-        vectors, signs = factor(rows.transpose(0, 1))
-        parts = vectors.split(sizes, 2)
-        return [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)], signs
+        sizes = [shape[1:] for shape in shapes] + [leaf.shape for leaf in self.trained]
+        dense = torch.stack([self._dense(grad, n) for n in range(len(grad))]) if self.trained else self._blocks(gradients)
+        vectors, signs = factor(dense)
+        parts = vectors.split([size.numel() for size in sizes], 2)
+        return [part.reshape(*part.shape[:2], *size) for part, size in zip(parts, sizes, strict=True)], signs
 
-    def _dense_rows(self, gradient: Tensor, shapes: list[torch.Size]) -> Tensor:
-        """Derivatives `[D, N, D_all]` of every entry of one target's gradient."""
-        size, batch = gradient.shape[1:].numel(), gradient.shape[0]
-        if not gradient.requires_grad:
-            return gradient.new_zeros(size, batch, sum(s[1:].numel() for s in shapes))
-        unit = torch.eye(size, dtype=gradient.dtype, device=gradient.device)
-        columns = unit.reshape(size, 1, *gradient.shape[1:]).expand(size, *gradient.shape)
-        with CTX.quietly():
-            pulled = torch.autograd.grad(
-                (gradient,),
-                self.target_edges(),
-                (columns,),
-                is_grads_batched=True,
-                retain_graph=True,
-                allow_unused=True,
-            )
-        found = zip(pulled, self.exits, shapes, strict=True)
-        full = [gradient.new_zeros(size, *s) if p is None else port.to_rule(p) for p, port, s in found]
-        return torch.cat([f.flatten(2) for f in full], 2)
+    def _blocks(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The second derivative `[N, D, D]` of all samples at once: gradients of a sample depend on it alone."""
+        with torch.enable_grad():
+            seen = [port.one_to_rule(g) for port, g in zip(self.exits, gradients, strict=True)]
+        rows = []
+        for g in seen:
+            unit = torch.eye(g[0].numel(), dtype=g.dtype, device=g.device).reshape(-1, 1, *g.shape[1:])
+            rows.append(torch.cat([b.flatten(2) for b in self._derivative(g, unit.expand(-1, *g.shape), gradients)], 2))
+        return torch.cat(rows).transpose(0, 1)
+
+    def _dense(self, grad: Tensor, n: int) -> Tensor:
+        """The second derivative `[D, D]` of one sample, jointly over its targets and the parameters of the stretch."""
+        alone = torch.zeros_like(grad)
+        alone[n] = grad[n]
+        gradients = self.gradients(alone)
+        with torch.enable_grad():
+            own = [port.one_to_rule(g)[n] for port, g in zip(self.exits, gradients, strict=False)]
+            flat = torch.cat([g.flatten() for g in (*own, *gradients[len(own) :])])
+        if not flat.requires_grad:
+            return torch.zeros(len(flat), len(flat), dtype=flat.dtype, device=flat.device)
+        blocks = self._derivative(flat, torch.eye(len(flat), dtype=flat.dtype, device=flat.device), gradients)
+        targets = [b[:, n] for b in blocks[: len(own)]]
+        return torch.cat([b.flatten(1) for b in (*targets, *blocks[len(own) :])], 1)
+
+    def _derivative(self, gradient: Tensor, columns: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Columns `[K, ...]` times the derivative of a gradient, by what the stretch is a function of."""
+        pulled: Sequence[Tensor | None] = [None] * len(like)
+        if gradient.requires_grad:
+            with CTX.quietly():
+                pulled = torch.autograd.grad(
+                    (gradient,),
+                    self.beginnings(),
+                    (columns,),
+                    is_grads_batched=True,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+        full = [b.new_zeros(len(columns), *b.shape) if p is None else p for p, b in zip(pulled, like, strict=True)]
+        seen = [port.to_rule(f) for port, f in zip(self.exits, full, strict=False)]
+        return [*seen, *full[len(seen) :]]
 
 
 def gradient_edge(edge: Edge) -> GradientEdge:

@@ -30,6 +30,7 @@ class ParameterState:
 class Parameters:
     """Collects contributions to parameters, and saves a parameter's fields once all of them are in.
 
+    `held` are parameters (by `id`) that plain functions use as well: they are final only when backward has ended.
     `listens` says for each extension which sweep it listens to; `when_done` is called with a module none of whose
     parameters waits any more.
     """
@@ -46,11 +47,12 @@ class Parameters:
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
         self.handles: list[Any] = []
+        self.held: set[int] = set()
 
-    def state_of(self, param: Tensor, module: nn.Module) -> ParameterState:
+    def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
         state = self.states.setdefault(id(param), ParameterState(param))
-        if all(module is not m for m in state.modules):
+        if module is not None and all(module is not m for m in state.modules):
             state.modules.append(module)
         return state
 
@@ -84,7 +86,8 @@ class Parameters:
             fired = True
             state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
             state.awaited_gradients -= 1
-            if state.awaited_gradients == 0 and OPEN_USES[id(state.param)] <= 0:
+            last = OPEN_USES[id(state.param)] <= 0 and id(state.param) not in self.held
+            if state.awaited_gradients == 0 and last:
                 self.finish(state, final=True)
 
         return catch_gradient

@@ -24,7 +24,7 @@ from bpk.jacobians.rule import Residual, Rule
 from bpk.ports import Port
 from bpk.statistics import Uses
 from bpk.stretch import Modify, Stretch, positive, through_columns
-from bpk.sweeps import Step, Sweep, matched
+from bpk.sweeps import Direct, Step, Sweep, matched
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Frame:
 
 @dataclass
 class Feed:
-    """What feeds one input of a call: producers by number, and the stretch of plain autograd in between."""
+    """What feeds one input of a call: producers (calls, then parameters) by number, and plain autograd in between."""
 
     producers: tuple[int, ...]
     stretch: Stretch | None
@@ -121,13 +121,18 @@ class Tape(Sweep):
         """Add a frame, and give numbers to the calls that feed it."""
         feeds = {}
         for index, source in step.sources.items():
-            producers = tuple(self.number(id(record)) for record, _ in source.targets)
-            feeds[index] = Feed(producers, self.linearise(step, index, source), source.entrance, source.exits[0])
+            calls = tuple(self.number(id(record)) for record, _ in source.targets)
+            params = tuple(number_of(p) for p in source.trained)
+            direct = Port() if source.stretch is not None else source.exits[0]
+            feeds[index] = Feed(calls + params, self.linearise(step, index, source), source.entrance, direct)
         kept = call if torch.is_grad_enabled() else call.detached()  # a live graph would lead back to the parameter
         grad = step.grad if isinstance(step.rule, Loss) else self.rows(step.grad)
         number = self.number(id(step.record))
         names = {name: id(p) for name, p in step.record.params.items()}
         self.frames.append(Frame(number, step.rule, kept, grad, feeds, step.record.path, self.samples, names))
+        for source in step.sources.values():
+            for param in source.trained:
+                self.direct[param] = Direct((self, len(self.frames)), step.batch_size)
 
     def number(self, identity: int) -> int:
         """A number for a call (its `id` may be used again once it is gone)."""
@@ -141,6 +146,11 @@ class Tape(Sweep):
         scale = step.grad[None] if not isinstance(step.rule, Loss) else step.grad.reshape(1)
         share = step.rule.jac_t_mat_prod(step.full, scale, index)[0]
         return Stretch(source, at_input, share, self.samples, self.factored)
+
+
+def number_of(param: Tensor) -> int:
+    """A parameter among the producers of a stretch: a negative number, that of no call."""
+    return ~id(param)
 
 
 class BlockProduct:
@@ -174,7 +184,7 @@ class BlockProduct:
 
     def multiply(self, mat: Tensor) -> Tensor:
         """Tangents forward, adjoints backward."""
-        outs: dict[int, Tensor] = {}
+        outs: dict[int, Tensor] = {number_of(self.param): mat}
         ins: dict[int, dict[int, Tensor]] = {}
         for frame in reversed(self.frames):
             inner = {i: t for i, feed in frame.feeds.items() if (t := feed.push(outs)) is not None}
@@ -220,7 +230,8 @@ class BlockProduct:
             for number, part in parts:
                 if number in outs:
                     adjoints[number] = adjoints[number] + part if number in adjoints else part
-        return result
+        own = adjoints.get(number_of(self.param))
+        return result if own is None else result + own
 
     def names(self, frame: Frame) -> list[str]:
         """Under which names a call uses this parameter."""

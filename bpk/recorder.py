@@ -13,6 +13,7 @@ from bpk import engine
 from bpk.context import CTX
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import explain
+from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
 from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd
@@ -93,6 +94,24 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     fields["output"] = written.output
     changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
     return substitute(output, changed) if changed else None
+
+
+def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of containers with parameters of their own: functions use these, somewhere before the output."""
+    if CTX.quiet or CTX.disabled or engine.is_transformed():
+        return None
+    results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
+    if not results:
+        return None
+    kept = [keep(x) for x in results.values()]
+    marked = Together.apply(*results.values())
+    places = {x.output_nr: k for k, x in enumerate(marked)}
+    inputs, edges = tuple(x for x, _ in kept), tuple(edge for _, edge in kept)
+    detached = {k: x.detach() for k, x in enumerate(marked)}
+    written = Record(module, PASSAGE, Binding(module, inputs), inputs, edges, detached, places)
+    engine.belongings(marked[0].grad_fn)[OWNER] = written
+    marked[0].grad_fn.register_prehook(Visit(written))
+    return substitute(output, {id(old): new for old, new in zip(results.values(), marked, strict=True)})
 
 
 def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:

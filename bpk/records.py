@@ -28,9 +28,6 @@ OWNER = "bpk.record"
 OPEN_USES: Counter[int] = Counter()
 """By `id(parameter)`: how many recorded calls that use it still await their backward pass."""
 
-ASIDE: set[int] = set()
-"""By `id`: open records of layers that know their batch axis, and have it elsewhere than in front."""
-
 NOTHING = torch.empty(0)
 """Stands in for tensors that were let go."""
 
@@ -111,8 +108,6 @@ class Record:
         self.open = True
         for p in self.params.values():
             OPEN_USES[id(p)] += 1
-        if any((*binding.axes, *binding.out_axes)):
-            ASIDE.add(id(self))
 
     # ---- how the rule sees it ----------------------------------------------------------------------
     @property
@@ -233,7 +228,6 @@ class Record:
         """This use of the parameters is over."""
         if self.open:
             self.open = False
-            ASIDE.discard(id(self))
             for p in self.params.values():
                 OPEN_USES[id(p)] -= 1
                 if OPEN_USES[id(p)] <= 0:

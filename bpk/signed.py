@@ -12,8 +12,9 @@ from bpk.graph import Source
 from bpk.jacobians.call import Wrt
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual
+from bpk.parameters import is_trained
 from bpk.records import Record
-from bpk.sweeps import Columns, SquareRoot, Step, apart
+from bpk.sweeps import Columns, SquareRoot, Step, add_direct, apart
 
 
 class SignedHessian(SquareRoot):
@@ -49,6 +50,9 @@ class SignedHessian(SquareRoot):
         columns = super().visit(step)
         for index, source in step.sources.items():
             self.bend(step, index, source)
+        for name, param in step.record.params.items():
+            if is_trained(param) and name not in step.reused:
+                self.add_curvature(step, name, columns)
         wrts: tuple[Wrt, ...] = tuple(step.sources)
         joint = wrts + step.reused
         if not joint or step.rule.residual(step.call, joint) is Residual.ZERO:
@@ -66,9 +70,19 @@ class SignedHessian(SquareRoot):
                 own = pieces[name][k]
                 if step.samples_of_rows is not None:
                     own = to_samples(own, step.samples_of_rows, step.batch_size)
-                columns.own.setdefault(name, {})[key] = own
-                columns.signs[key] = part
+                columns.add_own(name, key, own, part)
         return columns
+
+    def add_curvature(self, step: Step, name: str, columns: Columns) -> None:
+        """The residual of a parameter that the layer is not linear in, and that nothing further up uses."""
+        if step.rule.residual(step.call, (name,)) is Residual.ZERO:
+            return
+        born, signs = step.rule.residual_columns(step.call, self.rows(step.grad), (name,))
+        own = born[name]
+        if step.samples_of_rows is not None:
+            born, signs = split_rows(born, signs, step.samples_of_rows, step.batch_size)
+            own = to_samples(born[name], step.samples_of_rows, step.batch_size)
+        columns.add_own(name, ("residual", id(step.record), name), own, signs)
 
     def bend(self, step: Step, index: int, source: Source) -> None:
         """Add the residual of the plain autograd that lies between this call's input and its producers."""
@@ -83,8 +97,13 @@ class SignedHessian(SquareRoot):
         if step.samples_of_rows is not None:
             columns, signs = split_rows(columns, signs, step.samples_of_rows, step.batch_size)
         key = ("stretch", id(step.record), index)
-        for (record, _), part in zip(source.targets, columns.values(), strict=True):
-            self.waiting.setdefault(id(record), Columns()).add(key, self.rows(part, 1), self.rows(signs, 1))
+        born = [self.rows(part, 1) for part in columns.values()]
+        for (record, _), part in zip(source.targets, born, strict=False):
+            self.waiting.setdefault(id(record), Columns()).add(key, part, self.rows(signs, 1))
+        for param, part in zip(source.trained, born[len(source.targets) :], strict=True):
+            if step.samples_of_rows is not None:
+                part = to_samples(part, step.samples_of_rows, step.batch_size)
+            add_direct(self, param, source, key, part, self.rows(signs, 1))
 
 
 def split_rows(columns: dict[Wrt, Tensor], signs: Tensor, samples: Tensor, n: int) -> tuple[dict[Wrt, Tensor], Tensor]:

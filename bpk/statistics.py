@@ -79,8 +79,14 @@ class Uses:
         known = {key: self.signs(key) for key in keys}
         if all(signs is None for signs in known.values()):
             return None
-        mats = self.uses[0].arrived.blocks
-        return join([mats[key].new_ones(mats[key].shape[:2]) if s is None else s for key, s in known.items()])
+        shapes = {key: self.shape_of(key) for key in known}
+        return join([self.param.new_ones(shapes[key]) if s is None else s for key, s in known.items()])
+
+    def shape_of(self, key: Hashable) -> torch.Size:
+        """`[V, N]` of a block."""
+        blocks = (use.arrived.blocks.get(key) for use in self.uses)
+        own = (use.arrived.own.get(use.name, {}).get(key) for use in self.uses)
+        return next(mat.shape[:2] for mat in (*blocks, *own) if mat is not None)
 
     @property
     def simple(self) -> bool:
@@ -190,13 +196,13 @@ class Uses:
         """`[*p]`: the single column summed over samples (for the gradient sweep: the gradient)."""
         if self.gradient is not None:
             return self.gradient
-        return add_up(
-            [
-                use.rule.jac_t_mat_prod(use.call, mat, use.name, sum_batch=True)[0]
-                for use in self.uses
-                for mat in use.arrived.blocks.values()
-            ]
-        )
+        parts = [
+            use.rule.jac_t_mat_prod(use.call, mat, use.name, sum_batch=True)[0]
+            for use in self.uses
+            for mat in use.arrived.blocks.values()
+        ]
+        own = [rows[0].sum(0) for use in self.uses for rows in use.arrived.own.get(use.name, {}).values()]
+        return add_up([*parts, *own])
 
     def factors(self, approximation: str = "default") -> list[Tensor]:
         """Kronecker factors `[G, A]`, or `[G]` for a parameter without an input factor (a bias)."""
@@ -238,7 +244,9 @@ class Uses:
 
     def averaged_factors(self) -> list[Tensor]:
         """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
-        outputs = add_up([use.rule.congruence(use.call, use.arrived, use.name) for use in self.uses])
+        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in self.uses]
+        parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
+        outputs = add_up(parts)
         inputs = self.input_factor()
         return [outputs] if inputs is None else [outputs, inputs]
 

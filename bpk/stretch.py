@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bpk.context import CTX
 from bpk.jacobians.call import Wrt
+from bpk.ports import Port
 
 if TYPE_CHECKING:
     from bpk.graph import Source
@@ -36,7 +37,7 @@ class Stretch:
         self, source: Source, at_input: Tensor, share: Tensor, samples: tuple[int, ...] | None, factored: bool
     ) -> None:
         self.samples = samples
-        self.exits = source.exits
+        self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
         self.cotangent = torch.zeros_like(at_input, requires_grad=True)
         self.pulled = source.gradients(self.cotangent)
         with torch.enable_grad(), CTX.quietly():
@@ -53,12 +54,12 @@ class Stretch:
         probes = [torch.zeros_like(g, requires_grad=True) for g in gradients]
         curved = [(g, w) for g, w in zip(gradients, probes, strict=True) if g.requires_grad]
         bent = torch.autograd.grad(
-            [g for g, _ in curved], source.target_edges(), [w for _, w in curved], create_graph=True, allow_unused=True
+            [g for g, _ in curved], source.beginnings(), [w for _, w in curved], create_graph=True, allow_unused=True
         )
         return probes, list(bent)
 
     def push(self, tangents: Sequence[Tensor | None]) -> Tensor:
-        """`J t`: from tangents at the producers' outputs to the tangent at the input."""
+        """`J t`: from tangents at the producers' outputs, then at the parameters, to the tangent at the input."""
         known = next(t for t in tangents if t is not None)
         full = [
             torch.zeros(known.shape[0], *p.shape, dtype=p.dtype, device=p.device) if t is None else t
@@ -89,20 +90,23 @@ class Stretch:
         if self.columns is None:
             return [None] * len(self.tangents)
         parts, signs = self.columns
-        known: dict[Wrt, Tensor] = {k: self.widen(t) for k, t in enumerate(tangents) if t is not None}
-        columns: dict[Wrt, Tensor] = {k: parts[k] for k in known if isinstance(k, int)}
-        found = through_columns(columns, positive(signs, modify), known)
-        return [self.narrow(found[k]) if k in found else None for k in range(len(self.tangents))]
+        names: list[Wrt] = [k if port is not None else f"parameter {k}" for k, port in enumerate(self.ports)]
+        pairs = [(name, t, part) for name, t, part in zip(names, tangents, parts, strict=True) if t is not None]
+        known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}
+        found = through_columns({name: part for name, _, part in pairs}, positive(signs, modify), known)
+        if self.samples is not None:
+            found = {name: self.narrow(mat) if isinstance(name, int) else mat for name, mat in found.items()}
+        return [found.get(name) for name in names]
 
     def at_graph(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Columns of each producer over the whole batch, as autograd sees them."""
-        pairs = zip(mats, self.exits, strict=True)
-        return [None if mat is None else port.to_graph(self.widen(mat)) for mat, port in pairs]
+        """Columns of each producer over the whole batch, as autograd sees them; those of parameters as they are."""
+        pairs = zip(mats, self.ports, strict=True)
+        return [m if m is None or port is None else port.to_graph(self.widen(m)) for m, port in pairs]
 
     def each(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Columns of each producer as its rule sees them, restricted to the considered samples."""
-        pairs = zip(mats, self.exits, strict=True)
-        return [None if mat is None else self.narrow(port.to_rule(mat)) for mat, port in pairs]
+        pairs = zip(mats, self.ports, strict=True)
+        return [m if m is None or port is None else self.narrow(port.to_rule(m)) for m, port in pairs]
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns over the whole batch, zero for samples that are left out."""

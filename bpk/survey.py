@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -42,37 +41,6 @@ def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -
                 "call bpk.extend(model) before the forward pass, and run it outside of disable().",
             )
         )
-
-
-def require_own_use(records: Iterable[Record], sources_of: SourcesOf) -> None:
-    """Refuse parameters of layers that plain functions use as well: those uses are in `.grad`, but have no rule.
-
-    A parameter that only plain functions use gets no field; the user is told.
-    """
-    known = {id(p): (r, name) for r in records for name, p in r.params.items()}
-    for record in records:
-        for leaf in (leaf for source in sources_of(record).values() for leaf in source.leaves):
-            if id(leaf) in known:
-                owner, name = known[id(leaf)]
-                raise UnsupportedLayer(
-                    explain(
-                        f"Parameter '{name}' of '{owner.path}' is also used by a plain function, before "
-                        f"'{record.path}' ({type(record.module).__name__}).",
-                        "that use contributes to its gradient, but no layer stands for it.",
-                        "replace the function by a module that holds the same parameter (other.weight = layer.weight).",
-                    )
-                )
-            if isinstance(leaf, nn.Parameter):
-                warnings.warn(
-                    explain(
-                        f"A parameter of shape {list(leaf.shape)} gets no field.",
-                        f"a plain function uses it, before '{record.path}' ({type(record.module).__name__}), and no "
-                        "layer stands for it.",
-                        "put the operation and its parameter into a module of its own and register a rule for it.",
-                    ),
-                    UserWarning,
-                    stacklevel=2,
-                )
 
 
 def require_whole_batch(extensions: Iterable[BackpropExtension], loss: Record) -> None:

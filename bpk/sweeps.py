@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.attribution import slots
+from bpk.attribution import Attribution, slots
 from bpk.graph import Source
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain
@@ -46,6 +46,24 @@ class Columns:
         self.blocks[key] = self.blocks[key] + mat if key in self.blocks else mat
         self.signs[key] = signs
 
+    def add_own(self, name: str, key: Hashable, rows: Tensor, signs: Tensor | None = None) -> None:
+        """Add rows `[V, N, *p]` that belong to a parameter itself."""
+        own = self.own.setdefault(name, {})
+        own[key] = own[key] + rows if key in own else rows
+        self.signs[key] = signs
+
+
+DIRECT = "direct"
+"""Under which name a parameter that plain functions use finds what has reached it."""
+
+
+@dataclass
+class Direct:
+    """What has reached a parameter that plain functions use, and the full batch's `N`."""
+
+    arrived: Any
+    batch_size: int
+
 
 @dataclass
 class Step:
@@ -75,7 +93,8 @@ class Step:
 class Sweep(ABC):
     """Something that travels backwards; equal `key`s are computed once.
 
-    `samples` restricts it to some samples of the batch.
+    `samples` restricts it to some samples of the batch. `waiting` holds what was sent to calls, by their `id`, and
+    `direct` what has reached parameters that plain functions use.
     """
 
     second_order = True
@@ -83,6 +102,8 @@ class Sweep(ABC):
     def __init__(self, samples: tuple[int, ...] | None = None) -> None:
         self.samples = samples
         self.waiting: dict[int, Any] = {}
+        self.direct: dict[Tensor, Direct] = {}
+        self.attribution = Attribution()
 
     @property
     @abstractmethod
@@ -135,6 +156,21 @@ class Sweep(ABC):
         )
 
 
+def collect_rows(sweep: Sweep, source: Source, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
+    """Columns at the end of a stretch, pulled back to the parameters that its functions use."""
+    for param, rows in source.rows(mat):
+        of_samples = sweep.rows(sweep.attribution.by_sample(source.consumer, rows), 1)
+        add_direct(sweep, param, source, key, of_samples, signs)
+
+
+def add_direct(
+    sweep: Sweep, param: Tensor, source: Source, key: Hashable, rows: Tensor, signs: Tensor | None
+) -> None:
+    """Rows `[V, N, *p]` of a parameter that the functions of a stretch use."""
+    n = sweep.attribution.batch_size(source.consumer)
+    sweep.direct.setdefault(param, Direct(Columns(), n)).arrived.add_own(DIRECT, key, rows, signs)
+
+
 class Gradient(Sweep):
     """The gradient of each call's output, as one column. Autograd brings it; nothing travels."""
 
@@ -151,6 +187,10 @@ class Gradient(Sweep):
         columns = Columns()
         columns.add("gradient", self.rows(step.grad)[None])
         return columns
+
+    def reach(self, source: Source, grad: Tensor) -> None:
+        """The gradient at the end of a stretch reaches the parameters that its functions use."""
+        collect_rows(self, source, "gradient", grad[None], None)
 
     def hand_over(self, record: Record) -> None:
         return None
@@ -202,6 +242,7 @@ class SquareRoot(Sweep):
         """Hand columns to the calls that produced an input."""
         if source.stretch is not None and self.samples is not None:
             mat = self.widen(mat, source)
+        collect_rows(self, source, key, mat, signs)
         for record, part in source.pull(mat):
             if source.stretch is not None:
                 part = self.rows(part, 1)
@@ -222,7 +263,7 @@ class SquareRoot(Sweep):
     def widen(self, mat: Tensor, source: Source) -> Tensor:
         """Columns over the whole batch again, zero for the samples that are left out."""
         assert self.samples is not None
-        n = source.targets[0][0].batch_size
+        n = source.consumer.batch_size
         full = mat.new_zeros(mat.shape[0], n, *mat.shape[2:])
         return full.index_copy(1, torch.as_tensor(self.samples, device=mat.device), mat)
 
