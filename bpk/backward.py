@@ -63,6 +63,7 @@ class Backward:
         for sweep in self.sweeps.values():
             sweep.attribution = self.attribution
         self.placed: set[int] = set()
+        self.required: set[int] = set()
         self.closed = False
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -158,6 +159,9 @@ class Backward:
 
     def require(self, record: Record) -> None:
         """Refuse, before anything is computed, what some active extension cannot do."""
+        if id(record) in self.required:
+            return
+        self.required.add(id(record))
         for extension in self.extensions:
             if extension.module_extension(record.module) is None:
                 require_support(extension, record, self.needs_input(record))

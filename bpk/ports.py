@@ -49,3 +49,7 @@ class Port:
     def one_to_graph(self, x: Tensor) -> Tensor:
         """A single tensor `[N, *out]` of the rule as the graph sees it."""
         return x if self.plain else self.to_graph(x[None])[0]
+
+
+PLAIN = Port()
+"""Batch axis in front, and the only result that is used."""

@@ -28,7 +28,8 @@ class Call:
     `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules
     of layers that draw random numbers need it. `saved`, where present, looks up what autograd kept
     of the forward pass under a name, so that a rule need not compute it again. Both exist during
-    the backward pass only, for `Rule.capture`. `spare` is contiguous memory that `empty` may hand out.
+    the backward pass only, for `Rule.capture`. `whole` is the call on the whole batch, where this is a part of it; only
+    rules of layers that mix samples need it. `spare` is contiguous memory that `empty` may hand out.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Call:
         self.used = {0: output.shape[1:]} if used is None else dict(used)
         self.saved: Callable[[str], Tensor | None] | None = None
         self.spare: Tensor | None = None
+        self.whole: Call | None = None
         self._memo: dict[Hashable, Any] = {}
 
     @property
@@ -105,6 +107,7 @@ class Call:
             self.output[index] if self.output.dim() else self.output,
             used=self.used,
         )
+        kept.whole = self if self.whole is None else self.whole
         kept._memo = {
             key: value[index] for key, value in self._memo.items() if key == "slope"
         }  # what a random layer drew cannot be recomputed

@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests import attention, recurrence
 
 LossOf = Callable[[Tensor], Tensor]
 KRONECKER = (
@@ -25,15 +28,44 @@ KRONECKER = (
     nn.ConvTranspose1d,
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
 )
 
 
-def hard_sigmoid(x: Tensor) -> Tensor:
+def hard_sigmoid(module: nn.Module, x: Tensor) -> Tensor:
     """The same function from operations that can be differentiated twice."""
     return torch.clamp(x / 6 + 0.5, 0, 1)
 
 
-SUBSTITUTES: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {nn.Hardsigmoid: hard_sigmoid}
+def embedding_bag(
+    module: nn.EmbeddingBag, tokens: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+) -> Tensor:
+    """Bag after bag, from operations that can be differentiated twice."""
+    if offsets is not None and offsets.is_floating_point():  # two inputs, in order
+        offsets, per_sample_weights = None, offsets
+    weights = torch.ones_like(tokens, dtype=module.weight.dtype) if per_sample_weights is None else per_sample_weights
+    if offsets is not None:
+        cuts = offsets[1:-1] if module.include_last_offset else offsets[1:]
+        bags = list(zip(tokens.tensor_split(cuts), weights.tensor_split(cuts), strict=True))
+    else:
+        bags = list(zip(tokens, weights, strict=True))
+    reduce: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda rows: rows.sum(0),
+        "mean": lambda rows: rows.mean(0),
+        "max": lambda rows: rows.amax(0),
+    }
+    out = []
+    for bag, factors in bags:
+        rows = [module.weight[k] * f for k, f in zip(bag.tolist(), factors, strict=True) if k != module.padding_idx]
+        out.append(reduce[module.mode](torch.stack(rows)) if rows else torch.zeros_like(module.weight[0]))
+    return torch.stack(out)
+
+
+SUBSTITUTES: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Hardsigmoid: hard_sigmoid,
+    nn.EmbeddingBag: embedding_bag,
+}
 """Layers of torch without a second derivative."""
 
 
@@ -63,19 +95,27 @@ class Reference:
         self.model = copy.deepcopy(model)
         for module in self.model.modules():
             if type(module) in SUBSTITUTES:
-                module.forward = SUBSTITUTES[type(module)]
+                module.forward = partial(SUBSTITUTES[type(module)], module)
+        self.maps: list[nn.Linear] = []  # one for each weight of a recurrent layer
+        for module in self.model.modules():
+            if isinstance(module, recurrence.RECURRENT):
+                maps = recurrence.maps_of(module)
+                module.forward = partial(recurrence.unrolled, module, maps)
+                self.maps.extend(maps.values())
+        self.attention = attention.watch(self.model)
         self.loss_of = loss_of
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.calls: list[LayerCall] = []
         hooks = [
             m.register_forward_hook(self._see, with_kwargs=True)
-            for m in self.model.modules()
+            for m in (*self.model.modules(), *self.maps)
             if isinstance(m, KRONECKER)
         ]
         self.seed = seed
         torch.manual_seed(seed)
         self.inputs = tuple(x.detach() for x in inputs)
-        self.pred = self.model(*[x.clone() for x in self.inputs])
+        with sdpa_kernel(SDPBackend.MATH):  # the attention that can be differentiated twice
+            self.pred = self.model(*[x.clone() for x in self.inputs])
         for hook in hooks:
             hook.remove()
         self.N = self.inputs[0].shape[0] if samples is None else samples
@@ -94,6 +134,8 @@ class Reference:
 
     @cached_property
     def _grad_batch(self) -> dict[str, Tensor]:
+        if mixes_samples(self.model):
+            return layer_by_layer(self)
         rows = [gradients(self.share(n), list(self.params.values())) for n in range(self.N)]
         return {name: torch.stack([r[i] for r in rows]) for i, name in enumerate(self.params)}
 
@@ -186,12 +228,19 @@ class Reference:
         `G` is the GGN of a bias added to the output, whether there is one or not. A weight that is used several
         times shares one such bias among its uses, and `A` sums over them.
         """
+        of_attention = attention.factors(self, name)
+        if of_attention is not None:
+            return of_attention
         param, outputs = self.params[name], [call for call in self.calls if call.output.requires_grad]
         uses = [k for k, call in enumerate(outputs) if getattr(call.module, "weight", None) is param]
         uses = [k for k in uses if self.feeds_prediction(outputs[k].output)]
         if not uses:
             return [self.ggn(name)]
-        jacs = [of_bias(outputs[k].module, self._jacobians[1][k], outputs[k].output.shape) for k in uses]
+        if getattr(outputs[uses[0]].module, "mode", "") == "max":  # a bag whose features see tokens of their own
+            return [self.ggn(name)]
+        jacs = [
+            of_bias(outputs[k].module, self._jacobians[1][k], outputs[k].output.shape, outputs[k].inputs) for k in uses
+        ]
         jac = torch.stack(jacs).sum(0)
         factor = (jac.transpose(1, 2) @ self.loss_hessian @ jac).sum(0)
         return [factor, torch.stack([input_factor(outputs[k].module, outputs[k].inputs) for k in uses]).sum(0)]
@@ -207,9 +256,37 @@ class Reference:
         return Chain(self)
 
 
-def of_bias(module: nn.Module, jac: Tensor, out_shape: torch.Size) -> Tensor:
-    """`[..., D_out] -> [..., C]`: what a bias of the layer sees (the sum over positions)."""
-    if isinstance(module, nn.Linear | nn.Bilinear):
+def mixes_samples(model: nn.Module) -> bool:
+    """Whether a layer standardises with statistics of the batch."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return any(m.training or m.running_mean is None for m in norms)
+
+
+def layer_by_layer(ref: Reference) -> dict[str, Tensor]:
+    """`[N, *p]`: what row `n` of a layer's output alone contributes to the gradient of the layer's own parameters."""
+    outputs: dict[str, Tensor] = {}
+
+    def see(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        outputs[name] = output
+
+    hooks = [m.register_forward_hook(partial(see, name)) for name, m in ref.model.named_modules()]
+    loss = ref.loss_of(ref.model(*ref.inputs))
+    for hook in hooks:
+        hook.remove()
+    rows: dict[str, list[Tensor]] = {name: [] for name in ref.params}
+    for name, param in ref.params.items():
+        output = outputs[name.rpartition(".")[0]]
+        share = gradients(loss, [output])[0] * output
+        rows[name] = [gradients(share[n].sum(), [param])[0] for n in range(ref.N)]
+    return {name: torch.stack(parts) for name, parts in rows.items()}
+
+
+def of_bias(module: nn.Module, jac: Tensor, out_shape: torch.Size, inputs: tuple[Tensor, ...]) -> Tensor:
+    """`[N, ..., D_out] -> [N, ..., C]`: what a bias of the layer sees (the sum over positions, without padding)."""
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        counts = (inputs[0] != module.padding_idx).flatten(1)[:, None, :, None]
+        return (jac.reshape(*jac.shape[:-1], -1, out_shape[-1]) * counts).sum(-2)
+    if isinstance(module, nn.Linear | nn.Bilinear | nn.Embedding):
         return jac.reshape(*jac.shape[:-1], -1, out_shape[-1]).sum(-2)
     return jac.reshape(*jac.shape[:-1], out_shape[1], -1).sum(-1)
 
@@ -218,11 +295,11 @@ def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     """`A = sum a a^T / N` over samples and positions; a row `a` is `d out[n, o, position] / d weight[o]`.
 
     With groups, this is the mean over groups. Transposed convolutions: rows of the weight with its first two
-    axes exchanged (within each group).
+    axes exchanged (within each group). Tables of embeddings: columns of the table.
     """
     weight = module.weight.detach().requires_grad_()
     out = torch.func.functional_call(module, {"weight": weight}, inputs)
-    channels_last = isinstance(module, nn.Linear | nn.Bilinear)
+    channels_last = isinstance(module, nn.Linear | nn.Bilinear | nn.Embedding)
     by_channel = out.movedim(-1, 1) if channels_last else out
     groups = getattr(module, "groups", 1)
     transposed = bool(getattr(module, "transposed", False))
@@ -231,9 +308,12 @@ def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         channel = group * (by_channel.shape[1] // groups)
         for entry in by_channel[:, channel].flatten():
             grad = gradients(entry, [weight])[0]
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                rows.append(grad[:, channel])
+                continue
             rows.append(grad.chunk(groups)[group][:, 0].flatten() if transposed else grad[channel].flatten())
     stacked = torch.stack(rows)
-    return stacked.T @ stacked / (groups * inputs[0].shape[0])
+    return stacked.T @ stacked / (groups * len(out))
 
 
 class Chain:
@@ -247,7 +327,7 @@ class Chain:
         self.outputs: list[Tensor] = []
         x = ref.inputs[0]
         for _, layer in self.layers:
-            point = x.detach().requires_grad_()
+            point = x.detach().requires_grad_(x.is_floating_point())
             out = layer(point.clone())  # the clone is for layers that work in place
             self.points.append(point)
             self.outputs.append(out)
@@ -281,6 +361,14 @@ class Chain:
         rows = [gradients(slope[:, d].sum(), [point])[0].flatten(1) for d in range(slope.shape[1])]
         return torch.stack(rows, 1)
 
+    def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
+        """`[N, P, P]`: the same with respect to a parameter."""
+        rows = []
+        for n in range(self.ref.N):
+            slope = gradients((self.outputs[k][n] * grad_out[n]).sum(), [param], create_graph=True)[0].flatten()
+            rows.append(torch.stack([gradients(entry, [param])[0].flatten() for entry in slope]))
+        return torch.stack(rows)
+
     def own_params(self, k: int) -> list[tuple[str, str, Tensor]]:
         """`(full name, own name, parameter)` of a layer."""
         prefix, layer = self.layers[k]
@@ -294,7 +382,8 @@ class Chain:
         for k in reversed(range(len(self.layers))):
             for full, _, param in self.own_params(k):
                 jac = self.param_jacobian(k, param)
-                blocks[full] = (jac.transpose(1, 2) @ matrices @ jac).sum(0)
+                own = positive(self.param_residual(k, param, grads[k]), modify)
+                blocks[full] = (jac.transpose(1, 2) @ matrices @ jac + own).sum(0)
             if k:
                 jac = self.input_jacobian(k)
                 matrices = jac.transpose(1, 2) @ matrices @ jac + positive(self.residual(k, grads[k]), modify)
@@ -307,11 +396,15 @@ class Chain:
         for k in reversed(range(len(self.layers))):
             layer = self.layers[k][1]
             for full, own, param in self.own_params(k):
-                if isinstance(layer, KRONECKER):
-                    shape = self.outputs[k].shape
-                    factor = of_bias(layer, of_bias(layer, matrix, shape).T, shape)
-                    inputs = (self.points[k].detach(),)
+                if isinstance(layer, KRONECKER) and getattr(layer, "mode", "") != "max":
+                    shape, inputs = self.outputs[k].shape, (self.points[k].detach(),)
+                    half = of_bias(layer, matrix.expand(self.ref.N, *matrix.shape), shape, inputs)
+                    factor = of_bias(layer, half.transpose(1, 2), shape, inputs).mean(0)
                     factors[full] = [factor, input_factor(layer, inputs)] if own == "weight" else [factor]
+                elif linear := next((m for m in self.ref.maps if m.weight is param), None):
+                    jac = self.param_jacobian(k, linear.bias)
+                    uses = [input_factor(linear, call.inputs) for call in self.ref.calls if call.module is linear]
+                    factors[full] = [(jac.transpose(1, 2) @ matrix @ jac).mean(0), torch.stack(uses).sum(0)]
                 else:
                     jac = self.param_jacobian(k, param)
                     factors[full] = [(jac.transpose(1, 2) @ matrix @ jac).mean(0)]

@@ -1,0 +1,59 @@
+"""Layers that compare two inputs along an axis, and the division by a norm."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import nn
+
+from bpk.jacobians.autodiff import Autodiff
+from bpk.jacobians.call import Call
+from bpk.jacobians.elementwise import FunctionLayer
+from bpk.jacobians.rule import Rule, case
+
+
+class AlongOneAxis(Autodiff):
+    """A comparison of two inputs along an axis behind the batch axis."""
+
+    def mixing(self, call: Call) -> str | None:
+        first, second = call.inputs
+        if first.dim() != second.dim() or len(first) != len(second):
+            return "it mixes samples: one of its inputs is shared by all of them"
+        if self.axis(call) % max(1, first.dim()) == 0:
+            return "it mixes samples: it compares along the batch axis"
+        return None
+
+    def axis(self, call: Call) -> int:
+        """The axis along which it compares."""
+        return -1
+
+
+class CosineRule(AlongOneAxis):
+    """`<a, b> / (|a| |b|)` along `dim`."""
+
+    def axis(self, call: Call) -> int:
+        return int(call.options.dim)
+
+
+RULES: tuple[Rule, ...] = (
+    CosineRule(
+        nn.CosineSimilarity,
+        functions=(F.cosine_similarity,),
+        examples=(
+            case(nn.CosineSimilarity, shapes=((3, 4, 2), (3, 4, 2))),
+            case(nn.CosineSimilarity, dim=-1, eps=0.1, shapes=((2, 2, 3), (2, 2, 3))),
+        ),
+    ),
+    AlongOneAxis(
+        nn.PairwiseDistance,
+        functions=(F.pairwise_distance,),
+        examples=(
+            case(nn.PairwiseDistance, keepdim=True, shapes=((3, 4), (3, 4))),
+            case(nn.PairwiseDistance, p=3.0, shapes=((2, 2, 3), (2, 2, 3))),
+            case(nn.PairwiseDistance, eps=0.1, shapes=((3, 2, 3), (3, 2, 3))),
+        ),
+    ),
+    Autodiff(
+        functions=(F.normalize,),
+        examples=(case(FunctionLayer, F.normalize, shape=(3, 4)), case(FunctionLayer, F.normalize, shape=(2, 3, 2))),
+    ),
+)
