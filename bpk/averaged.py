@@ -1,8 +1,25 @@
-"""The sweep of KFRA: a matrix, averaged over the batch, travels backwards along a chain of layers."""
+"""The sweep of KFRA: matrices, averaged over the batch, travel backwards from layer to layer.
+
+Along a chain, `G <- mean_n J_n^T G J_n` (Botev, Ritter, Barber, 2017). On any graph the same recursion holds for all
+*open* tensors side by side: those that something visited has read, and whose producers have not been visited. With
+`T_n` the Jacobian `J_n` of the visited layer in the rows of its output, and the identity in those of the other
+open tensors,
+
+    G <- mean_n T_n^T G T_n.
+
+In blocks `G_ab` `[D_a, D_b]`, for a layer with output `y` and inputs `x_i`, and every other open tensor `b`:
+
+    G_{x_i x_j} += mean_n J_in^T G_yy J_jn        G_{x_i b} += (mean_n J_in)^T G_yb
+
+Contributions to a tensor that several layers read add up in both indices, cross terms included. So `G` stays positive
+semi-definite, and is exact where Jacobians are the same for all samples. Plain autograd between two recorded calls
+counts as one layer, and a parameter that several calls use as a tensor that all of them read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,74 +27,185 @@ from torch import Tensor
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
-from bpk.jacobians.rule import add_up
+from bpk.means import mean_between, pull_mean
 from bpk.records import Record
-from bpk.sweeps import Step, Sweep, matched, positive_scale
+from bpk.sweeps import Step, Sweep, apart, matched, positive_scale
+
+
+@dataclass
+class Averages:
+    """What arrives at a call: `G_yy` `[D, D]`, and by parameter the cross terms of this use with those before."""
+
+    matrix: Tensor
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Averaged(Sweep):
-    """The recursion of KFRA: `G <- mean_n J_n^T G J_n`, a matrix `[D, D]` over the entries of one sample.
+    """The recursion of KFRA, started with the sum over samples of the loss Hessian, or of its sampled square.
 
-    Starts with the sum over samples of the loss Hessian (Botev, Ritter, Barber, 2017), or of its sampled square.
+    `waiting` holds the blocks `G_ab` by the `id` of both tensors' owners: a call stands for its output, a source for
+    the end of its stretch, a parameter (one of `params`) for itself. Missing blocks are zero.
     """
 
     def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
         super().__init__(samples)
         self.mc_samples = mc_samples
+        self.params: set[int] = set()
 
     @property
     def key(self) -> Hashable:
         return ("averaged", self.mc_samples, self.samples)
 
     def start(self, step: Step, loss: Loss) -> None:
-        scale = positive_scale(step)
-        if self.mc_samples is not None or self.samples is not None:
-            exact = self.mc_samples is None
-            root = loss.sqrt_hessian(step.full) if exact else loss.sqrt_hessian_sampled(step.full, self.mc_samples or 1)
+        scale, source, samples = positive_scale(step), step.sources[0], step.samples_of_rows
+        if self.mc_samples is None and self.samples is None and samples is None:
+            self.begin(source, loss.sum_hessian(step.full) * scale)
+            return
+        exact = self.mc_samples is None
+        root = loss.sqrt_hessian(step.full) if exact else loss.sqrt_hessian_sampled(step.full, self.mc_samples or 1)
+        if samples is None:
             flat = self.rows(root, 1).flatten(2).flatten(0, 1)
-            matrix = flat.T @ flat
-        else:
-            matrix = loss.sum_hessian(step.full)
-        self.send(step, step.sources[0], id(step.record), matrix * scale)
+            self.begin(source, flat.T @ flat * scale)
+            return
+        pulled = source.pull((apart(root, samples) if exact else root) * scale.sqrt())
+        for first, half in pulled:  # the loss has several rows per sample: begin where they are together
+            require_samples(first, half.shape[1] == step.batch_size)
+            for second, other in pulled:
+                block = half.flatten(2).flatten(0, 1).T @ other.flatten(2).flatten(0, 1)
+                self.add(id(first), id(second), block)
+
+    def visit(self, step: Step) -> Averages:
+        require_samples(step.record, step.samples_of_rows is None)
+        row = {key: matched(block, step.full) for key, block in self.close(id(step.record), self.arrived(step)).items()}
+        matrix = row.pop(id(step.record))
+        averages = Averages(matrix, self.meet(step, row))
+        self.keep(step, matrix, row)
+        for index, source in step.sources.items():
+            self.add(end(source), end(source), step.rule.congruence(step.call, matrix, index))
+            for other, before in step.sources.items():
+                if other < index:
+                    self.link(end(source), end(before), mean_between(step, matrix, index, other))
+        if row:
+            others = stacked(row)
+            self.cross(row, [(end(source), pull_mean(step, others, i)) for i, source in step.sources.items()])
+        for source in step.sources.values():
+            self.pass_stretch(source)
+        return averages
 
     def hand_over(self, record: Record) -> Tensor:
-        return add_up(list(self.waiting[id(record)].values()))
+        return self.waiting[id(record)][id(record)]
 
-    def visit(self, step: Step) -> Tensor:
-        matrices: dict[int, Tensor] = self.arrived(step)
-        if len(step.sources) > 1 or step.samples_of_rows is not None:
-            raise branching(step)
-        for birth, matrix in matrices.items():
-            matrix = matrices[birth] = matched(matrix, step.full)
+    def take_back(self, record: Record, sources: dict[int, Source], sent: Tensor | Sequence[Tensor]) -> None:
+        row = self.close(id(record), self.waiting.pop(id(record)))
+        if len(row) > 1 or len(sources) > 1:
+            raise self.no_module_extension(record)
+        for index, source in sources.items():
+            self.begin(source, sent if isinstance(sent, Tensor) else sent[index])
+
+    # ---- blocks ----------------------------------------------------------------------------------
+    def begin(self, source: Source, matrix: Tensor) -> None:
+        """Add a matrix at an input of a call."""
+        self.add(end(source), end(source), matrix)
+        self.pass_stretch(source)
+
+    def add(self, a: int, b: int, block: Tensor) -> None:
+        """Add to `G_ab`."""
+        row: dict[int, Tensor] = self.waiting.setdefault(a, {})
+        row[b] = row[b] + block if b in row else block
+
+    def link(self, a: int, b: int, block: Tensor) -> None:
+        """Add to `G_ab`, and the transpose to `G_ba`."""
+        self.add(a, b, block)
+        self.add(b, a, block.T)
+
+    def close(self, key: int, row: dict[int, Tensor]) -> dict[int, Tensor]:
+        """A tensor, whose row was taken out, is no longer open: drop its column."""
+        for other in row:
+            if other != key:
+                del self.waiting[other][key]
+        return row
+
+    def cross(self, row: dict[int, Tensor], pulled: Iterable[tuple[int, Tensor]]) -> None:
+        """`G_ib += (mean_n J_in)^T G_yb`, from products of the `stacked` row with mean Jacobians, by tensor `i`."""
+        for key, mat in pulled:
+            for other, block in zip(row, mat.split([b.shape[1] for b in row.values()]), strict=True):
+                self.link(key, other, block.T)
+
+    # ---- plain autograd between two calls -----------------------------------------------------------
+    def pass_stretch(self, source: Source) -> None:
+        """One layer of the recursion: from an input of a call to the outputs of its producers.
+
+        Without a stretch only the layout changes, in the same way for all samples.
+        """
+        if end(source) != id(source):
+            return
+        row = self.close(id(source), self.waiting.pop(id(source)))
+        matrix = row.pop(id(source))
+        shape = source.entrance.one_to_rule(source.consumer.inputs[source.index]).shape
+        n = 1 if source.stretch is None else shape[0]
+
+        def pull(mat: Tensor) -> list[tuple[int, Tensor]]:
+            """`[V, N or 1, D] -> [V, N, D_target]`."""
+            pulled = source.pull(mat.expand(-1, n, -1).reshape(-1, n, *shape[1:]))
+            for record, part in pulled:
+                require_samples(record, part.shape[1] == n)
+            return [(id(record), part.flatten(2)) for record, part in pulled]
+
+        def mean(mat: Tensor) -> list[tuple[int, Tensor]]:
+            """`[V, N or 1, D] -> [V, D_target]`."""
+            return [(key, (part if n == 1 else self.rows(part, 1)).mean(1)) for key, part in pull(mat)]
+
+        for first, half in pull(matrix[:, None]):
+            for second, block in mean(half.permute(2, 1, 0)):
+                self.add(first, second, block)
+        if row:
+            self.cross(row, mean(stacked(row)[:, None]))
+
+    # ---- parameters with several uses -----------------------------------------------------------------
+    def meet(self, step: Step, row: dict[int, Tensor]) -> dict[str, Tensor]:
+        """Cross terms of this use of a parameter with those visited before; after the last use it is closed."""
+        found = {}
+        for name, param in step.record.params.items():
+            block = row.get(id(param))
+            if block is not None:
+                pulled = pull_mean(step, block.T, name)
+                found[name] = pulled + pulled.T
+                if name not in step.reused:
+                    del row[id(param)]
+                    self.close(id(param), self.waiting.pop(id(param)))
+        return found
+
+    def keep(self, step: Step, matrix: Tensor, row: dict[int, Tensor]) -> None:
+        """Open parameters that calls further up use as well: `mean_n J_wn^T G_yy J_in` and `(mean_n J_wn)^T G_yb`."""
+        self.params.update(id(step.record.params[name]) for name in step.reused)
+        outputs = {key: block for key, block in row.items() if key not in self.params}
+        for name in step.reused:
+            key = id(step.record.params[name])
             for index, source in step.sources.items():
-                self.send(step, source, birth, step.rule.congruence(step.call, matrix, index))
-        return add_up(list(matrices.values()))
-
-    def send(self, step: Step, source: Source, birth: int, matrix: Tensor) -> None:
-        """Hand the matrix to the call that produced the input; those of several losses add up."""
-        record = source.targets[0][0]
-        arrived: dict[int, Tensor] = self.waiting.setdefault(id(record), {})
-        if len(source.targets) > 1 or birth in arrived:
-            raise branching(step)
-        if source.stretch is not None:
-            matrix = self.through_stretch(source, step.full.inputs[0].shape, matrix)
-        arrived[birth] = matrix
-
-    def through_stretch(self, source: Source, shape: torch.Size, matrix: Tensor) -> Tensor:
-        """`mean_n J_n^T M J_n` for plain autograd between two calls, multiplying from both sides."""
-        columns = matrix.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
-        half = source.pull(columns)[0][1].flatten(2)  # [D, N, D_target]
-        both = source.pull(half.permute(2, 1, 0).reshape(-1, *shape))[0][1].flatten(2)
-        return self.rows(both, 1).mean(1)
+                self.link(end(source), key, mean_between(step, matrix, index, name))
+            if outputs:
+                self.cross(outputs, [(key, pull_mean(step, stacked(outputs), name))])
 
 
-def branching(step: Step) -> UnsupportedLayer:
-    """The averaged recursion is defined along a chain of layers only."""
-    return UnsupportedLayer(
-        explain(
-            f"KFRA cannot pass '{step.record.path}' ({type(step.record.module).__name__}).",
-            "its averaged recursion is defined along a chain of layers; here branches meet, or functions join or "
-            "split samples between the layers.",
-            "use KFLR or KFAC, which hold on any graph.",
+def end(source: Source) -> int:
+    """What an input of a call is called in the blocks: its producer, if that sees the same tensor."""
+    same = source.stretch is None and source.exits[0] == source.entrance
+    return id(source.targets[0][0]) if same else id(source)
+
+
+def stacked(row: dict[int, Tensor]) -> Tensor:
+    """The blocks `G_yb` of a row as rows `[sum D_b, D_y]`."""
+    return torch.cat([block.T for block in row.values()])
+
+
+def require_samples(record: Record, apart: bool) -> None:
+    """Means run over samples, which have to be the rows of every call."""
+    if not apart:
+        raise UnsupportedLayer(
+            explain(
+                f"KFRA cannot pass '{record.path}' ({type(record.module).__name__}).",
+                "its recursion averages over samples, and the rows of this call are not the samples: the model merges "
+                "the batch axis with another one.",
+                "use KFLR or KFAC, which tell rows and samples apart.",
+            )
         )
-    )

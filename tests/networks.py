@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Example, Rule
 from bpk.rules import REGISTRY
+from tests import recurrence
 
 N = 3
 CLASSES = 3
@@ -56,18 +58,30 @@ class Network:
 
 # ---- from the registry -------------------------------------------------------------------------------
 class ManyInputs(nn.Module):
-    """Feed one input through one linear layer each into a layer with several inputs."""
+    """Feed one input through one linear layer each into a layer with several inputs; integers are given as they are."""
 
-    def __init__(self, layer: nn.Module, shapes: Sequence[tuple[int, ...]], head: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, inputs: Sequence[Tensor], head: nn.Module) -> None:
         super().__init__()
-        self.feeds = nn.ModuleList(nn.Linear(4, torch.Size(s[1:]).numel()) for s in shapes)
-        self.shapes = [s[1:] for s in shapes]
+        self.feeds = nn.ModuleList(nn.Linear(4, x[0].numel()) if x.is_floating_point() else Given(x) for x in inputs)
+        self.shapes = [x.shape[1:] for x in inputs]
         self.layer = layer
         self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
         inputs = [feed(x).reshape(-1, *s) for feed, s in zip(self.feeds, self.shapes, strict=True)]
         return self.head(self.layer(*inputs))
+
+
+class Given(nn.Module):
+    """The same tensor, whatever the input."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value)
+        self.nothing = nn.Identity()  # a module with children is a container, not a layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value
 
 
 class Function(nn.Module):
@@ -83,14 +97,16 @@ class Function(nn.Module):
 
 
 class TakeFirst(nn.Module):
-    """The first output of a layer that has several."""
+    """The first output of a layer that has several; a layer that wants time first gets it."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if getattr(self.layer, "batch_first", True):
+            return self.layer(*inputs)[0]
+        return self.layer(*[x.transpose(0, 1) for x in inputs])[0].transpose(0, 1)
 
 
 class Squeeze(nn.Module):
@@ -106,7 +122,8 @@ class Squeeze(nn.Module):
 
 def is_loss(example: Example) -> bool:
     """Whether an example is one of a loss module."""
-    return example.target is not None or isinstance(example.build(), nn.modules.loss._Loss)
+    module = example.build()
+    return isinstance(REGISTRY.find(module), Loss) or isinstance(module, nn.modules.loss._Loss)
 
 
 def frozen_head(features: int) -> nn.Linear:
@@ -131,7 +148,7 @@ def make_layer_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, 
     after = [nn.Hardtanh(-5, 5)] if out.isinf().any() else []  # padding with infinity
     head = nn.Sequential(*after, nn.Flatten(), frozen_head(out[0].numel()))
     if len(inputs) > 1:
-        model: nn.Module = ManyInputs(layer, shapes, head)
+        model: nn.Module = ManyInputs(layer, inputs, head)
         x = torch.randn(N, 4, dtype=torch.float64)
         return model.double(), nn.CrossEntropyLoss(), x, (target,)
     x = inputs[0]
@@ -167,7 +184,8 @@ def rule_networks(rule: Rule) -> Iterator[Network]:
             chain = len(example.shapes[0]) > 1
             yield Network(label(example), _bind(make_loss_network, example), sequential=chain)
         else:
-            chain = len(example.shapes) == 1 and REGISTRY.find(example.build()) is not None
+            one = len(example.shapes) == 1 and example.target is None
+            chain = one and REGISTRY.find(example.build()) is not None
             yield Network(label(example), _bind(make_layer_network, example), sequential=chain)
 
 
@@ -329,6 +347,7 @@ def hand_made() -> list[Network]:
         Network("reused-layer", problem(Reused, (3,), CE), sequential=False),
         Network("tied-weight", problem(Tied, (3,), CE), sequential=False),
         Network("siamese", problem(Siamese, (4,), MSE, CLASSES), sequential=False),
+        *[Network(name, problem(m, s, CE, *more), sequential=False) for name, m, s, *more in recurrence.networks()],
     ]
 
 

@@ -170,6 +170,13 @@ class KFRA(HBP):
     `G` of a layer is `mean_n J_n^T G' J_n` of the one above, starting with the summed loss Hessian. With
     `subsampling` the means run over the considered samples.
 
+    Where branches meet or split, the same recursion `G <- mean_n T_n^T G T_n` holds of all tensors side by side that
+    wait for their producer: `T_n` is the Jacobian of the visited layer in the rows of its output and the identity
+    elsewhere. In blocks, with inputs `x_i` and output `y` of the layer, and every other waiting tensor `b`,
+    `G_{x_i x_j} += mean_n J_in^T G_yy J_jn` and `G_{x_i b} += (mean_n J_in)^T G_yb`. Cross terms of branches are kept,
+    also those of a layer that is used several times; where Jacobians are the same for all samples, `G` is exact on
+    any graph. Plain autograd between two layers counts as a layer of its own.
+
     Args:
         subsampling: Indices of the samples considered (all by default).
 
