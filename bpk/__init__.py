@@ -16,6 +16,7 @@ roots, and products with curvature blocks.
 
 from bpk import context, extensions
 from bpk.context import CTX, backpack, disable
+from bpk.dropin import install_as_backpack
 from bpk.extending import extend, memory_cleanup
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
@@ -34,6 +35,7 @@ __all__ = [
     "disable",
     "extend",
     "extensions",
+    "install_as_backpack",
     "memory_cleanup",
     "register",
     "support",

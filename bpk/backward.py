@@ -296,8 +296,10 @@ class Backward:
                 if param is not None and is_trained(param):
                     value = by_hand.extract(name, extension, record.module, g_inp, g_out, quantity)
                     self.parameters.save(param, extension.savefield, value)
-            sent = by_hand.backpropagate(extension, record.module, g_inp, g_out, quantity)
-            if sweep is not None and sweep.second_order and self.feeding(record):
+            if sweep is None or not sweep.second_order:
+                by_hand.backpropagate(extension, record.module, g_inp, g_out, quantity)
+            elif self.feeding(record):
+                sent = by_hand.backpropagate(extension, record.module, g_inp, g_out, quantity)
                 sweep.take_back(record, self.feeding(record), sent)
         return written
 

@@ -109,10 +109,14 @@ class Affine(LinearInEach):
     def squared_sum_of_blocks(
         self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
     ) -> Tensor | None:
-        """Sample by sample, so that the patches are gathered and multiplied once for all blocks."""
+        """All blocks at once, so that the patches are gathered and multiplied once for all of them."""
         if torch.is_grad_enabled() or self.has_cheap_squares(call, param):
             return None
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
+        if gemm.by_pairs(sum(map(len, mats)), self.positions(call)):
+            patches = partial(self.patches, call)
+            squares = gemm.squared_sum_by_pairs(patches, blocks, width, weights, per_sample, call.empty)
+            return self.as_weight(call, squares)
         if not all(gemm.one_by_one(block, width) for block in blocks):
             return None
         patches = partial(self.patches, call)

@@ -114,11 +114,75 @@ def squared_sum_by_sample(
     return (total if keep else total[0]).to(blocks[0].dtype)
 
 
+def by_pairs(v: int, t: int) -> bool:
+    """Whether squares are cheaper through pairs of positions than from the products of single columns.
+
+    Per sample and weight, `t (t + 1) / 2` multiplications stand against `v t`, and against writing and squaring `v`
+    products, which takes as long as about 40 multiplications each.
+    """
+    return t * (t + 1) // 2 <= v * (t + 38)
+
+
+def squared_sum_by_pairs(
+    patches: Patches, blocks: Sequence[Tensor], width: int, weights: Tensor | None, keep: bool, empty: Empty
+) -> Tensor:
+    """`sum_v w_vn (sum_t m_t a_t)^2 = sum_ts (sum_v w_vn m_t m_s) (a_t a_s)`, whose cost does not grow with columns."""
+    _, n, g, o, t = blocks[0].shape
+    like = wide(blocks[0][:0])
+    total = empty((n if keep else 1, g, o, width), like)
+    if not keep:
+        total.zero_()
+    first, second = torch.triu_indices(t, t, device=like.device)
+    double = (1.0 + (first != second)).to(like)
+    for part in chunks(n, g * len(first) * (o + width), like.device):
+        left = _pairs_of_columns(blocks, part, weights, first, second) * double  # [B, G, O, P]
+        a = wide(patches(part))
+        right = a[..., first] * a[..., second]  # [B, G, I, P]
+        if keep:
+            torch.matmul(left, right.transpose(2, 3), out=total[part])
+        elif g == 1:
+            total[0, 0] += linear(_beside(left[:, 0]), _beside(right[:, 0]))
+        else:
+            total[0] += torch.einsum("bgop,bgip->goi", left, right)
+    if weights is None:
+        total.clamp_(min=0)  # rounding may leave tiny negative numbers
+    return (total if keep else total[0]).to(blocks[0].dtype)
+
+
+def _beside(x: Tensor) -> Tensor:
+    """`[B, O, P]` as `[O, B P]`."""
+    return x.transpose(0, 1).reshape(x.shape[1], -1)
+
+
+def _pairs_of_columns(
+    blocks: Sequence[Tensor], part: slice, weights: Tensor | None, first: Tensor, second: Tensor
+) -> Tensor:
+    """`sum_v w_vn m_t m_s` `[B, G, O, P]` for pairs of positions."""
+    total: Tensor | None = None
+    start = 0
+    for block in blocks:
+        m = wide(block[:, part])
+        scaled = m
+        if weights is not None:
+            scaled = m * weights[start : start + len(m), part, None, None, None]
+        start += len(m)
+        if len(m) == 1:
+            found = scaled[0][..., first] * m[0][..., second]
+        else:
+            gram = torch.matmul(scaled.permute(1, 2, 3, 4, 0), m.permute(1, 2, 3, 0, 4))
+            found = gram[..., first, second]
+        total = found if total is None else total + found
+    assert total is not None
+    return total
+
+
 def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None, keep: bool, empty: Empty) -> Tensor:
     """`sum_v w_vn (sum_t m a^T)^2`: `[G, O, I]`, or `[N, G, O, I]` where `keep`. No graph is built."""
     v, n, g, o, t = m.shape
     if t == 1:
         return _squared_outer(patches(slice(0, n)), m, weights, keep, empty)
+    if by_pairs(v, t):
+        return squared_sum_by_pairs(patches, [m], width, weights, keep, empty)
     if one_by_one(m, width):
         return squared_sum_by_sample(patches, [m], width, weights, keep, empty)
     total = empty((n if keep else 1, g, o, width), wide(m[:0])).zero_()

@@ -1,0 +1,1 @@
+"""Names under which clients look for the derivatives of single layers."""

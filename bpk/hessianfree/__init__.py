@@ -1,0 +1,1 @@
+"""Products with the Hessian, the GGN and Jacobians by automatic differentiation alone: no matrix, no extension."""

@@ -1,0 +1,85 @@
+"""What the matrix-free products share: arguments as lists of tensors, checks, and derivatives that may be zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from bpk.context import CTX
+from bpk.jacobians.errors import explain
+
+Tensors = Tensor | Iterable[Tensor]
+"""One tensor, or several."""
+
+
+def as_list(tensors: Tensors) -> list[Tensor]:
+    """One tensor as a list of one; several as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def as_vectors(given: Tensors, like: Sequence[Tensor], what: str, where: str) -> list[Tensor]:
+    """`given` as a list that matches `like` in number and shapes, or a refusal that says what does not match."""
+    vectors = as_list(given)
+    if len(vectors) != len(like):
+        raise ValueError(
+            explain(
+                f"{where} got {len(vectors)} vectors for {len(like)} {what}.",
+                "a vector lists one tensor for each of them, in the same order.",
+                "pass [torch.randn_like(x) for x in ...], or split a flat vector with "
+                "bpk.utils.convert_parameters.vector_to_parameter_list.",
+            )
+        )
+    for index, (vector, tensor) in enumerate(zip(vectors, like, strict=True)):
+        if vector.shape != tensor.shape:
+            raise ValueError(
+                explain(
+                    f"{where} got a vector of shape {list(vector.shape)} for number {index} of the {what}, which has "
+                    f"shape {list(tensor.shape)}.",
+                    "the product is linear in the vector, entry by entry.",
+                    "reshape the vector; a flat one is split by bpk.utils.convert_parameters.vector_to_parameter_list.",
+                )
+            )
+    return vectors
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide a pass from the extensions of an enclosing `backpack(...)`: it is no backward pass of the user's."""
+    before, CTX.stack = CTX.stack, []
+    try:
+        yield
+    finally:
+        CTX.stack = before
+
+
+def derivatives(
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    create_graph: bool,
+    retain_graph: bool = True,
+) -> tuple[Tensor, ...]:
+    """`(d ys / d xs)^T vectors`; zeros where nothing depends on an `x`."""
+    live = [(y, v) for y, v in zip(ys, vectors, strict=True) if y.requires_grad]
+    wanted = [k for k, x in enumerate(xs) if x.requires_grad]
+    found: dict[int, Tensor | None] = {}
+    if live and wanted:
+        with unseen():
+            grads = torch.autograd.grad(
+                [y for y, _ in live],
+                [xs[k] for k in wanted],
+                grad_outputs=[v for _, v in live],
+                create_graph=create_graph,
+                retain_graph=retain_graph or create_graph,
+                allow_unused=True,
+            )
+        found = dict(zip(wanted, grads, strict=True))
+    return tuple(torch.zeros_like(x) if (g := found.get(k)) is None else g for k, x in enumerate(xs))
+
+
+def finished(products: Sequence[Tensor], detach: bool) -> tuple[Tensor, ...]:
+    """The products as they leave the library."""
+    return tuple(p.detach() for p in products) if detach else tuple(products)

@@ -1,0 +1,1 @@
+"""Helpers around the extensions: flat vectors, Kronecker factors, samples, losses, and references to compare with."""

@@ -1,0 +1,216 @@
+"""Matrices that are Kronecker products, from their factors: products, inverses, and the matrix itself.
+
+`factors` is what `KFAC`, `KFLR` and `KFRA` save: `[G, A]` for a weight, `[G]` for a bias. Factors of sizes `p_i` have a
+product with `P = prod(p_i)` rows. The last factor's index runs fastest, so `kron(G, A)` acts on a weight's entries in
+the order of `weight.flatten()`.
+
+A factor may be a sparse matrix, such as the diagonal `A` of an embedding with a large vocabulary: products
+and inverses then never build it densely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.errors import explain
+from bpk.jacobians.loss import wide
+
+Shift = float | Sequence[float] | None
+"""What is added to the diagonals of the factors: one number for all, one for each, or nothing."""
+
+
+def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
+    """The matrix `[P, P]` itself, dense.
+
+    >>> import torch
+    >>> kfacs_to_mat([torch.tensor([[1, 2], [3, 4]]), torch.eye(1, dtype=int), torch.tensor([[2]])])
+    tensor([[2, 4],
+            [6, 8]])
+    """
+    return reduce(two_kfacs_to_mat, checked(factors))
+
+
+def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
+    """`kron(A, B)` of two matrices, dense.
+
+    >>> import torch
+    >>> two_kfacs_to_mat(torch.eye(2), torch.tensor([[1.0, 2.0]]).T @ torch.ones(1, 2))
+    tensor([[1., 1., 0., 0.],
+            [2., 2., 0., 0.],
+            [0., 0., 1., 1.],
+            [0., 0., 2., 2.]])
+    """
+    return torch.kron(dense(A), dense(B))
+
+
+def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function `mat -> kron(*factors) @ mat`, for `mat` of shape `[P]` or `[P, V]`.
+
+    >>> import torch
+    >>> product = kfac_mat_prod([2 * torch.eye(2), torch.ones(3, 3)])
+    >>> product(torch.arange(6.0))
+    tensor([ 6.,  6.,  6., 24., 24., 24.])
+    """
+    kept = checked(factors)
+    return lambda mat: apply_kfac_mat_prod(kept, mat)
+
+
+def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
+    """`kron(*factors) @ mat` for `mat` of shape `[P]` or `[P, V]`, one factor after the other.
+
+    >>> import torch
+    >>> apply_kfac_mat_prod([2 * torch.eye(2), torch.ones(3, 3)], torch.ones(6, 1)).T
+    tensor([[6., 6., 6., 6., 6., 6.]])
+    """
+    sizes = [f.shape[-1] for f in checked(factors)]
+    total = torch.Size(sizes).numel()
+    if mat.dim() not in (1, 2) or mat.shape[0] != total:
+        raise ValueError(
+            explain(
+                f"A Kronecker product of sizes {sizes} cannot multiply a tensor of shape {list(mat.shape)}.",
+                f"its matrix has {total} columns.",
+                f"pass a vector of shape [{total}], or columns of shape [{total}, V]. For columns [V, *p] write "
+                "mat.flatten(1).T.",
+            )
+        )
+    columns = mat.reshape(*sizes, -1)
+    for axis, factor in enumerate(factors):
+        moved = columns.movedim(axis, 0)
+        product = factor @ moved.reshape(moved.shape[0], -1)
+        columns = product.reshape(-1, *moved.shape[1:]).movedim(0, axis)
+    return columns.reshape(-1, *mat.shape[1:])
+
+
+def inv_kfac_mat_prod(factors: Sequence[Tensor], shift: Shift = None) -> Callable[[Tensor], Tensor]:
+    """The function `mat -> kron(*inverses) @ mat` with `inv_kfacs(factors, shift)`, which are computed once.
+
+    >>> import torch
+    >>> solve = inv_kfac_mat_prod([4 * torch.eye(2), torch.eye(2)], shift=1.0)
+    >>> solve(torch.ones(4))
+    tensor([0.1000, 0.1000, 0.1000, 0.1000])
+    """
+    return kfac_mat_prod(inv_kfacs(factors, shift))
+
+
+def apply_inv_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor, shift: Shift = None) -> Tensor:
+    """`kron(*inverses) @ mat` with `inv_kfacs(factors, shift)`, for `mat` of shape `[P]` or `[P, V]`.
+
+    >>> import torch
+    >>> apply_inv_kfac_mat_prod([4 * torch.eye(2)], torch.ones(2))
+    tensor([0.2500, 0.2500])
+    """
+    return apply_kfac_mat_prod(inv_kfacs(factors, shift), mat)
+
+
+def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
+    """The inverses of the factors, `(F_i + shift_i I)^-1`, whose Kronecker product is an approximate inverse.
+
+    It is the exact inverse of `kron(*factors)` without a shift. Factors of a layer are often singular (fewer samples
+    than rows), so a positive shift (damping) is the rule. A sparse factor must be diagonal, and so is its inverse.
+
+    Args:
+        factors: Symmetric matrices.
+        shift: One number for all factors, or one for each.
+
+    >>> import torch
+    >>> inv_kfacs([torch.eye(1), torch.zeros(1, 1)], shift=[1.0, 4.0])
+    [tensor([[0.5000]]), tensor([[0.2500]])]
+    """
+    shifts = shift if isinstance(shift, Sequence) else [shift] * len(factors)
+    if len(shifts) != len(factors):
+        raise ValueError(
+            explain(
+                f"inv_kfacs got {len(shifts)} shifts for {len(factors)} factors.",
+                "each factor has its own diagonal.",
+                "pass one number for all factors, or one for each.",
+            )
+        )
+    return [inverse(f, 0.0 if s is None else s) for f, s in zip(checked(factors), shifts, strict=True)]
+
+
+def inverse(factor: Tensor, shift: float) -> Tensor:
+    """`(F + shift I)^-1`; half precision is inverted in float32."""
+    if factor.layout is not torch.strided:
+        return sparse_diagonal(1 / (diagonal(factor) + shift))
+    shifted = wide(factor) + shift * torch.eye(len(factor), dtype=wide(factor).dtype, device=factor.device)
+    found, info = torch.linalg.inv_ex(shifted)
+    if info.any():
+        raise ValueError(
+            explain(
+                f"A Kronecker factor of shape {list(factor.shape)} is singular"
+                f"{f' with shift {shift}' if shift else ''}.",
+                "it is a sum over few samples, or a unit of the layer is always zero.",
+                "pass a positive shift, for example shift=1e-3.",
+            )
+        )
+    return found.to(factor.dtype)
+
+
+# ---- sparse factors -----------------------------------------------------------------------------
+
+
+def sparse_diagonal(values: Tensor) -> Tensor:
+    """The sparse matrix with this diagonal."""
+    size, index = len(values), torch.arange(len(values), device=values.device).expand(2, -1)
+    return torch.sparse_coo_tensor(index, values, (size, size), is_coalesced=True, check_invariants=False)
+
+
+def diagonal(sparse: Tensor) -> Tensor:
+    """The diagonal of a sparse matrix that has no other entries."""
+    entries = sparse.to_sparse_coo().coalesce()
+    row, column = entries.indices()
+    if not torch.equal(row, column):
+        raise ValueError(
+            explain(
+                "A sparse Kronecker factor has entries off its diagonal.",
+                "only sparse diagonal matrices are inverted without building them densely.",
+                "pass factor.to_dense().",
+            )
+        )
+    return entries.values().new_zeros(len(sparse)).index_add(0, row, entries.values())
+
+
+def dense(factor: Tensor) -> Tensor:
+    """A factor as an ordinary tensor."""
+    return factor if factor.layout is torch.strided else factor.to_dense()
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def checked(factors: Sequence[Tensor]) -> list[Tensor]:
+    """The factors, if they are at least one square matrix."""
+    shapes = [list(f.shape) for f in factors]
+    if not factors or not all(is_matrix(f) and f.shape[0] == f.shape[1] for f in factors):
+        raise ValueError(
+            explain(
+                f"Kronecker factors must be square matrices, got shapes {shapes}.",
+                "a Kronecker-factored block of curvature is a product of at least one.",
+                "pass what KFAC saves: parameter.kfac.",
+            )
+        )
+    return list(factors)
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether a tensor has two axes."""
+    return is_tensor_of_order(2, tensor)
+
+
+def is_vector(tensor: Tensor) -> bool:
+    """Whether a tensor has one axis."""
+    return is_tensor_of_order(1, tensor)
+
+
+def is_tensor_of_order(order: int, tensor: Tensor) -> bool:
+    """Whether a tensor has `order` axes."""
+    return tensor.dim() == order
+
+
+def all_tensors_of_order(order: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors have `order` axes."""
+    return all(is_tensor_of_order(order, t) for t in tensors)

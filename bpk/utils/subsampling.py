@@ -1,0 +1,33 @@
+"""Pick samples from a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.errors import explain
+
+
+def subsample(tensor: Tensor, dim: int = 0, subsampling: Sequence[int] | None = None) -> Tensor:
+    """The entries `subsampling` of a tensor along its batch axis `dim`; the tensor itself for `None`.
+
+    >>> import torch
+    >>> subsample(torch.arange(6).reshape(2, 3), dim=1, subsampling=[2, 0])
+    tensor([[2, 0],
+            [5, 3]])
+    """
+    if subsampling is None:
+        return tensor
+    index = torch.as_tensor(subsampling, dtype=torch.long, device=tensor.device)
+    size = tensor.shape[dim]
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+        raise IndexError(
+            explain(
+                f"subsample got indices {index.tolist()} for an axis of {size} samples.",
+                "each index names one sample of the batch.",
+                "pass indices from 0 to N - 1.",
+            )
+        )
+    return tensor.index_select(dim, index)
