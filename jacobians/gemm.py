@@ -128,25 +128,23 @@ def squared_sum_by_pairs(
 ) -> Tensor:
     """`sum_v w_vn (sum_t m_t a_t)^2 = sum_ts (sum_v w_vn m_t m_s) (a_t a_s)`, whose cost does not grow with columns."""
     _, n, g, o, t = blocks[0].shape
-    like = wide(blocks[0][:0])
-    total = empty((n if keep else 1, g, o, width), like)
-    if not keep:
-        total.zero_()
-    first, second = torch.triu_indices(t, t, device=like.device)
-    double = (1.0 + (first != second)).to(like)
-    for part in chunks(n, g * len(first) * (o + width), like.device):
-        left = _pairs_of_columns(blocks, part, weights, first, second) * double  # [B, G, O, P]
-        a = wide(patches(part))
-        right = a[..., first] * a[..., second]  # [B, G, I, P]
-        if keep:
+    like, total = wide(blocks[0][:0]), None
+    if keep:
+        total = empty((n, g, o, width), like)
+    for part in chunks(n, g * t * (t + 1) * (o + width) // 16, like.device):
+        left, right = _pairs_of_columns(blocks, part, weights), _pairs(wide(patches(part)), double=False)
+        if total is not None and keep:
             torch.matmul(left, right.transpose(2, 3), out=total[part])
-        elif g == 1:
-            total[0, 0] += linear(_beside(left[:, 0]), _beside(right[:, 0]))
+            continue
+        if g == 1:
+            found = linear(_beside(left[:, 0]), _beside(right[:, 0]))[None]
         else:
-            total[0] += torch.einsum("bgop,bgip->goi", left, right)
+            found = torch.einsum("bgop,bgip->goi", left, right)
+        total = found if total is None else total.add_(found)
+    assert total is not None
     if weights is None:
         total.clamp_(min=0)  # rounding may leave tiny negative numbers
-    return (total if keep else total[0]).to(blocks[0].dtype)
+    return total.to(blocks[0].dtype)
 
 
 def _beside(x: Tensor) -> Tensor:
@@ -154,24 +152,35 @@ def _beside(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(x.shape[1], -1)
 
 
-def _pairs_of_columns(
-    blocks: Sequence[Tensor], part: slice, weights: Tensor | None, first: Tensor, second: Tensor
-) -> Tensor:
-    """`sum_v w_vn m_t m_s` `[B, G, O, P]` for pairs of positions."""
+def _pairs(x: Tensor, double: bool, other: Tensor | None = None) -> Tensor:
+    """Products `x_t y_s` `[..., P]` of pairs of positions `t <= s` (`y`: `other`, or `x`); pairs `t < s` doubled."""
+    t, y = x.shape[-1], x if other is None else other
+    out, start = x.new_empty(*x.shape[:-1], t * (t + 1) // 2), 0
+    for apart in range(t):
+        here = out[..., start : start + t - apart]
+        torch.mul(x[..., : t - apart], y[..., apart:], out=here)
+        start += t - apart
+    if double:
+        out[..., t:] *= 2
+    return out
+
+
+def _pairs_of_columns(blocks: Sequence[Tensor], part: slice, weights: Tensor | None) -> Tensor:
+    """`sum_v w_vn m_t m_s` `[B, G, O, P]` for pairs of positions, doubled where `t < s`."""
     total: Tensor | None = None
     start = 0
     for block in blocks:
-        m = wide(block[:, part])
-        scaled = m
+        m = scaled = wide(block[:, part])
         if weights is not None:
             scaled = m * weights[start : start + len(m), part, None, None, None]
         start += len(m)
         if len(m) == 1:
-            found = scaled[0][..., first] * m[0][..., second]
+            found = _pairs(scaled[0], True, m[0])
         else:
-            gram = torch.matmul(scaled.permute(1, 2, 3, 4, 0), m.permute(1, 2, 3, 0, 4))
-            found = gram[..., first, second]
-        total = found if total is None else total + found
+            gram = torch.matmul(scaled.permute(1, 2, 3, 4, 0), m.permute(1, 2, 3, 0, 4))  # [B, G, O, T, T]
+            bands = [gram.diagonal(apart, -2, -1) for apart in range(gram.shape[-1])]
+            found = torch.cat([bands[0], *(2 * band for band in bands[1:])], -1)
+        total = found if total is None else total.add_(found)
     assert total is not None
     return total
 
