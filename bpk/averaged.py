@@ -139,6 +139,7 @@ class Averaged(Sweep):
         """
         if end(source) != id(source):
             return
+        require_layers_only(source)
         row = self.close(id(source), self.waiting.pop(id(source)))
         matrix = row.pop(id(source))
         shape = source.entrance.one_to_rule(source.consumer.inputs[source.index]).shape
@@ -149,7 +150,7 @@ class Averaged(Sweep):
             pulled = source.pull(mat.expand(-1, n, -1).reshape(-1, n, *shape[1:]))
             for record, part in pulled:
                 require_samples(record, part.shape[1] == n)
-            return [(id(record), part.flatten(2)) for record, part in pulled]
+            return [(id(record), part.reshape(*part.shape[:2], -1)) for record, part in pulled]
 
         def mean(mat: Tensor) -> list[tuple[int, Tensor]]:
             """`[V, N or 1, D] -> [V, D_target]`."""
@@ -165,26 +166,32 @@ class Averaged(Sweep):
     def meet(self, step: Step, row: dict[int, Tensor]) -> dict[str, Tensor]:
         """Cross terms of this use of a parameter with those visited before; after the last use it is closed."""
         found = {}
-        for name, param in step.record.params.items():
-            block = row.get(id(param))
+        for name in step.record.params:
+            key = owner(step, name)
+            block = row.get(key)
             if block is not None:
                 pulled = pull_mean(step, block.T, name)
                 found[name] = pulled + pulled.T
                 if name not in step.reused:
-                    del row[id(param)]
-                    self.close(id(param), self.waiting.pop(id(param)))
+                    del row[key]
+                    self.close(key, self.waiting.pop(key))
         return found
 
     def keep(self, step: Step, matrix: Tensor, row: dict[int, Tensor]) -> None:
         """Open parameters that calls further up use as well: `mean_n J_wn^T G_yy J_in` and `(mean_n J_wn)^T G_yb`."""
-        self.params.update(id(step.record.params[name]) for name in step.reused)
+        self.params.update(owner(step, name) for name in step.reused)
         outputs = {key: block for key, block in row.items() if key not in self.params}
         for name in step.reused:
-            key = id(step.record.params[name])
+            key = owner(step, name)
             for index, source in step.sources.items():
                 self.link(end(source), key, mean_between(step, matrix, index, name))
             if outputs:
                 self.cross(outputs, [(key, pull_mean(step, stacked(outputs), name))])
+
+
+def owner(step: Step, name: str) -> int:
+    """What a parameter is called in the blocks; uses that see it transposed have blocks of their own."""
+    return ~id(step.record.params[name]) if step.rule.transposes(name) else id(step.record.params[name])
 
 
 def end(source: Source) -> int:
@@ -196,6 +203,19 @@ def end(source: Source) -> int:
 def stacked(row: dict[int, Tensor]) -> Tensor:
     """The blocks `G_yb` of a row as rows `[sum D_b, D_y]`."""
     return torch.cat([block.T for block in row.values()])
+
+
+def require_layers_only(source: Source) -> None:
+    """Parameters that plain functions use have no call at which an averaged matrix could be taken."""
+    if source.trained:
+        raise UnsupportedLayer(
+            explain(
+                f"KFRA cannot be computed for a parameter of shape {list(source.trained[0].shape)}, which plain functions "
+                f"use before '{source.consumer.path}' ({type(source.consumer.module).__name__}).",
+                "its recursion goes from layer to layer, and no layer stands for this use.",
+                "use KFLR or KFAC, or extend(model, use_converter=True).",
+            )
+        )
 
 
 def require_samples(record: Record, apart: bool) -> None:

@@ -209,12 +209,32 @@ class Uses:
         return self.memo(("factors", approximation), lambda: self._factors(approximation))
 
     def _factors(self, approximation: str) -> list[Tensor]:
+        if self.turned:
+            return self.nearest_factors(lambda uses: uses.factors(approximation))
         inputs = self.input_factor(approximation)
         if inputs is None and not self.simple:
             rows = self.all_rows().flatten(2).flatten(0, 1)
             return [rows.T @ rows]
         outputs = add_up([self._output_factor(key, approximation) for key in self.keys])
         return [outputs] if inputs is None else [outputs, inputs]
+
+    @property
+    def turned(self) -> list[Use]:
+        """Uses that see the parameter transposed, compared with the first (an embedding tied to a linear layer)."""
+        first = self.uses[0]
+        return [use for use in self.uses if use.rule.transposes(use.name) != first.rule.transposes(first.name)]
+
+    def nearest_factors(self, of: Callable[[Uses], list[Tensor]]) -> list[Tensor]:
+        """The factors of both kinds of uses have no common ones: those of the nearest Kronecker product."""
+        turned = self.turned
+        straight = self.only([use for use in self.uses if all(use is not t for t in turned)])
+        return nearest_kronecker([of(straight), of(self.only(turned))[::-1]])
+
+    def only(self, uses: list[Use]) -> Uses:
+        """Some of the uses."""
+        part = Uses(self.param, self.batch_size, self.keeps_rows, self.keeps_samples)
+        part.uses = uses
+        return part
 
     def _output_factor(self, key: Hashable, approximation: str) -> Tensor:
         if self.simple:
@@ -244,11 +264,36 @@ class Uses:
 
     def averaged_factors(self) -> list[Tensor]:
         """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
+        if self.turned:
+            return self.nearest_factors(Uses.averaged_factors)
         parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in self.uses]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
         outputs = add_up(parts)
         inputs = self.input_factor()
         return [outputs] if inputs is None else [outputs, inputs]
+
+
+def nearest_kronecker(terms: list[list[Tensor]]) -> list[Tensor]:
+    """The Kronecker product nearest to `G_1 x A_1 + G_2 x A_2` in the Frobenius norm (Van Loan and Pitsianis, 1993).
+
+    Both of its factors are combinations of those given, and positive semi-definite if these are. The first is scaled so
+    that `G_1` has the coefficient one.
+    """
+    left, right = [g for g, _ in terms], [a for _, a in terms]
+    root_left, root_right = root_of_gram(left), root_of_gram(right)
+    u, s, v = torch.linalg.svd(root_left @ root_right.T)
+    x = torch.linalg.lstsq(root_left, u[:, :1]).solution[:, 0]
+    y = torch.linalg.lstsq(root_right, v[:1].T).solution[:, 0] * s[0]
+    scale = torch.where(x[0].abs() > 0, x[0], torch.ones_like(x[0]))
+    first = add_up([c * g for c, g in zip(x / scale, left, strict=True)])
+    return [first, add_up([c * a for c, a in zip(y * scale, right, strict=True)])]
+
+
+def root_of_gram(matrices: list[Tensor]) -> Tensor:
+    """`R` with `(R^T R)_ij = <M_i, M_j>`."""
+    gram = torch.stack([torch.stack([(a * b).sum() for b in matrices]) for a in matrices])
+    values, vectors = torch.linalg.eigh(gram.double())
+    return (values.clamp(min=0).sqrt()[:, None] * vectors.T).to(gram.dtype)
 
 
 def join(parts: list[Tensor]) -> Tensor:
