@@ -27,7 +27,7 @@ TOLERANCE = 0.05
 
 
 class NotInFront(Exception):
-    """A layer without parameters whose rule needs the batch axis in front, where it is not."""
+    """A layer that is left to autograd: its rule needs the batch axis in front, and it is elsewhere, or there is none."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record.path)
@@ -61,7 +61,7 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
     Returns the number of samples and, by `id` of a record, the sample `[R]` of every row, where rows are not simply the samples in order.
 
     Raises:
-        NotInFront: If a layer without parameters has to be left to autograd first.
+        NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
     refusal: UnsupportedLayer | None = None
@@ -107,7 +107,7 @@ def follow(
     reached: set[int] = set()
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
-        found[id(record)] = numbers_of(record, mat, n, movable)
+        found[id(record)] = numbers_of(record, mat, n, movable, bool(sources[id(record)]))
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
@@ -120,8 +120,11 @@ def digits(numbers: Tensor, n: int) -> Tensor:
     return torch.stack([torch.ones_like(numbers), *places])
 
 
-def numbers_of(record: Record, mat: Tensor, n: int, movable: bool) -> Tensor:
-    """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`."""
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, fed: bool) -> Tensor:
+    """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
+
+    A call that no other call feeds may have no batch axis at all: an embedding of positions.
+    """
     rows = decode(mat, n)
     if rows is not None:
         if record.knows_batch and not torch.equal(rows, torch.arange(n, device=rows.device)):
@@ -130,6 +133,9 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool) -> Tensor:
     axis = next((a for a in range(1, mat.dim() - 1) if is_batch(mat.movedim(1 + a, 1), n)), 0)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
     if axis == 0 or not movable or record.knows_batch or record.rule is None:
+        shared = record.batch_size != n or not record.inputs[0].is_floating_point()
+        if movable and not fed and shared and not record.knows_batch:
+            raise NotInFront(record)
         raise mixed(f"one {what}")
     looks_at = record.rule.acts_on(record.call())
     if looks_at is not None and axis < record.inputs[0].dim() - looks_at:

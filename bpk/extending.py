@@ -42,10 +42,10 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     True
     """
     check_module(module)
-    if use_converter:
-        from bpk.converter import convert_module_to_backpack  # torch.fx loads slowly
+    if use_converter and REGISTRY.find(module) is None:
+        from bpk.converter import Converted, convert_module_to_backpack  # torch.fx loads slowly
 
-        converted = convert_module_to_backpack(module, debug)
+        converted = module if isinstance(module, Converted) else convert_module_to_backpack(module, debug)
         attach(converted, (), "", debug)
         return converted  # type: ignore[return-value]
     attach(module, (), "", debug)

@@ -20,7 +20,7 @@ def pull_mean(step: Step, mat: Tensor, wrt: Wrt) -> Tensor:
     def pulled(part: Tensor) -> Tensor:
         columns = part.expand(-1, shape[0], -1).reshape(-1, *shape)
         found = rule.jac_t_mat_prod(call, columns, wrt) if isinstance(wrt, int) else rule.kron_rows(call, columns, wrt)
-        return found.flatten(2).mean(1)
+        return found.reshape(*found.shape[:2], -1).mean(1)
 
     rows = mat if mat.dim() == 3 else mat[:, None]
     return torch.cat([pulled(part) for part in rows.split(at_once(step))])
@@ -34,7 +34,7 @@ def mean_between(step: Step, matrix: Tensor, index: int, wrt: Wrt) -> Tensor:
     for part in unit.split(at_once(step)):
         columns = part[:, None].expand(-1, shape[0], -1).reshape(-1, *shape)
         pushed = step.rule.jac_mat_prod(step.call, columns, index)
-        parts.append(pull_mean(step, pushed.flatten(2) @ matrix, wrt))
+        parts.append(pull_mean(step, pushed.reshape(*pushed.shape[:2], -1) @ matrix, wrt))
     return torch.cat(parts)
 
 

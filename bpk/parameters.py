@@ -114,7 +114,7 @@ class Parameters:
     def recycle(self, param: Tensor, extension: BackpropExtension, uses: Uses) -> None:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
         old = param.__dict__.pop(extension.savefield, None)
-        if (extension.needs_rows or extension.needs_samples) and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             uses.spare = engine.spare_memory(old)
 
     def is_waiting(self, module: nn.Module) -> bool:

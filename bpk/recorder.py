@@ -33,6 +33,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod

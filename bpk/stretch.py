@@ -129,16 +129,16 @@ def positive(values: Tensor, modify: Modify) -> Tensor:
 
 def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
     """`sum_k w_k u_k (u_k . t)`, sample by sample; what belongs to a parameter is summed over samples."""
+    flat = {wrt: c.reshape(*c.shape[:2], -1) for wrt, c in columns.items()}
     inner = torch.zeros((), dtype=weights.dtype, device=weights.device)
     for wrt, t in tangents.items():
-        flat = columns[wrt].flatten(2)
-        pattern = "kni,vni->vkn" if isinstance(wrt, int) else "kni,vi->vkn"
-        inner = inner + torch.einsum(pattern, flat, t.flatten(2) if isinstance(wrt, int) else t.flatten(1))
+        pattern, lead = ("kni,vni->vkn", 2) if isinstance(wrt, int) else ("kni,vi->vkn", 1)
+        inner = inner + torch.einsum(pattern, flat[wrt], t.reshape(*t.shape[:lead], -1))
     weighted = inner * weights
     result: dict[Wrt, Tensor] = {}
     for wrt, t in tangents.items():
         pattern = "kni,vkn->vni" if isinstance(wrt, int) else "kni,vkn->vi"
-        result[wrt] = torch.einsum(pattern, columns[wrt].flatten(2), weighted).reshape(t.shape)
+        result[wrt] = torch.einsum(pattern, flat[wrt], weighted).reshape(t.shape)
     return result
 
 

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians import check_conventions, check_overrides, check_products
+from bpk.jacobians.binding import tensors_in
 from bpk.jacobians.check_case import Case, Report, evaluate
 from bpk.jacobians.check_loss import loss_hessian
 from bpk.jacobians.check_reference import Reference
 from bpk.jacobians.errors import RuleError, explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Example, Rule
+from bpk.jacobians.several import SeveralOutputs
 
 __all__ = ["Report", "check_rule"]
 
@@ -24,7 +26,11 @@ SHOWN = 8
 
 
 def check_rule(
-    rule: Rule, examples: Iterable[Example] | None = None, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0
+    rule: Rule,
+    examples: Iterable[Example] | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    seed: int = 0,
+    used: Sequence[int] | None = None,
 ) -> Report:
     """Check everything that a rule claims, on its examples, against plain autograd in float64.
 
@@ -40,6 +46,7 @@ def check_rule(
         examples: Small layers with input shapes (`case(...)`). Default: the rule's own.
         dtypes: Low precision is compared with float64 at the same (rounded) values.
         seed: Seeds inputs, parameters and directions; the global generator is left as it was.
+        used: Of a layer with several results, those that matter. Default: the first, the last, then all of them.
 
     Returns:
         A `Report`: what was checked, how often, and what was skipped.
@@ -65,20 +72,33 @@ def check_rule(
     with torch.random.fork_rng(devices=[]):
         for example in chosen:
             for dtype in dtypes:
-                _check_example(rule, example, dtype, seed, report)
+                for some in [used] if used is not None else _uses(rule, example, dtype):
+                    _check_example(rule, example, dtype, seed, report, some)
     if report.failures:
         raise RuleError(_message(report))
     return report
 
 
-def _check_example(rule: Rule, example: Example, dtype: torch.dtype, seed: int, report: Report) -> None:
+def _uses(rule: Rule, example: Example, dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """Which results of a layer matter: its only one, or its first, its last, and all of them together."""
+    if not isinstance(rule, SeveralOutputs):
+        return [(0,)]
+    with torch.no_grad():
+        count = len(list(tensors_in(example.build().to(dtype)(*example.inputs(dtype)))))
+    everything = tuple(range(count))
+    return list(dict.fromkeys([(0,), everything[-1:], everything])) if dtype == torch.float64 else [everything]
+
+
+def _check_example(
+    rule: Rule, example: Example, dtype: torch.dtype, seed: int, report: Report, used: Sequence[int] = (0,)
+) -> None:
     torch.manual_seed(seed)
     module, inputs = example.build().to(dtype), example.inputs(dtype)
     about = f"'{example}' in {str(dtype).removeprefix('torch.')}"
     try:
         draws = _draws_random_numbers(module, inputs)
         torch.manual_seed(seed)
-        call = evaluate(rule, module, inputs)
+        call = evaluate(rule, module, inputs, used)
     except (RuntimeError, NotImplementedError) as error:
         if dtype == torch.float64:
             report.failures.append(explain(f"the forward of {about} raised.", str(error), "correct the example."))
@@ -86,7 +106,7 @@ def _check_example(rule: Rule, example: Example, dtype: torch.dtype, seed: int, 
             report.skipped[f"torch does not evaluate {example} in {str(dtype).removeprefix('torch.')}"] += 1
         return
     live = (0,) if isinstance(rule, Loss) else range(len(inputs))
-    reference = Reference(module, call, dtype if draws else torch.float64, seed, live)
+    reference = Reference(rule, module, call, dtype if draws else torch.float64, seed, live)
     case = Case(rule, module, call, reference, about, report)
     torch.manual_seed(seed + 1)
     case.run("capture", rule.capture, call)

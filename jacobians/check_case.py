@@ -88,7 +88,7 @@ class Case:
         if self.draws:
             return None
         try:
-            return evaluate(self.rule, self.module, inputs)
+            return evaluate(self.rule, self.module, self.reference.given(inputs), tuple(self.call.used))
         except (RuntimeError, ValueError):
             return None
 
@@ -201,12 +201,15 @@ class Case:
         return "the output" if tensor is self.call.output else "the matrix that it multiplies"
 
 
-def evaluate(rule: Rule, module: nn.Module, inputs: Sequence[Tensor]) -> Call:
-    """The call of a layer. A loss is not differentiated with respect to its target, and need not allow it."""
+def evaluate(rule: Rule, module: nn.Module, inputs: Sequence[Tensor], used: Sequence[int] = (0,)) -> Call:
+    """The call of a layer, of whose results those in `used` matter.
+
+    A loss is not differentiated with respect to its target, and need not allow it.
+    """
     if isinstance(rule, Loss):
         with torch.no_grad():
             return Call(module, inputs, {}, module(*inputs))
-    return Call.of(module, *inputs, params=rule.params)
+    return Call.of(module, *inputs, params=rule.params_of(module), rule=rule, used=used)
 
 
 def wrt_name(wrt: Wrt) -> str:

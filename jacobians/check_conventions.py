@@ -51,8 +51,8 @@ def differentiable(case: Case) -> None:
     for wrt, target in zip(wrts, targets, strict=True):
         try:
             with torch.enable_grad():
-                output = case.rule.forward(case.module, [x * 1 if x.requires_grad else x for x in inputs], params)
-                call = Call(case.module, inputs, params, output)
+                output = case.rule.evaluate(case.call, [x * 1 if x.requires_grad else x for x in inputs], params)
+                call = Call(case.call.options, inputs, params, output, used=case.call.used)
                 total = case.rule.jac_t_mat_prod(call, live, wrt).square().sum()
                 got = reference.grads(total, mine)
         except Exception as error:  # any error of a rule is a finding, whatever its class

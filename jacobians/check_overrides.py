@@ -8,6 +8,7 @@ from torch import Tensor
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.check_case import Case
 from bpk.jacobians.rule import Rule
+from bpk.jacobians.several import SeveralOutputs
 
 BLOCK_LIMIT = 96
 """Up to this many entries a parameter's whole block, or the output's square matrix, is formed."""
@@ -78,16 +79,19 @@ def kronecker(case: Case, param: str) -> None:
         )
         return
     case.same("kron_input", factor, factor.T, param, against="its transpose")
-    for name in _added(case, size):
+    for name in _added(case, size, param):
         expected = case.run("jac_t_mat_prod", block, rule, call, mat, name)
         case.same("kron_output", got, expected, param, against=f"the block of parameter '{name}'")
-    if call.output[0].numel() == size and call.params[param].numel() <= BLOCK_LIMIT:
+    one_position = call.output[0].numel() == size and not isinstance(rule, SeveralOutputs)  # a last state has seen more
+    if one_position and call.params[param].numel() <= BLOCK_LIMIT:
         one, column = call.subset([0]), mat[:1, :1]
         left, right = (
             case.run("kron_output", rule.kron_output, one, column, param),
             case.run("kron_input", rule.kron_input, one, param),
         )
         if left is not None and right is not None:
+            if call.params[param].shape[0] != size:  # factors of the transpose (a table of embeddings is [in, out])
+                left, right = right, left
             expected = case.run("jac_t_mat_prod", block, rule, one, column, param)
             case.same("kron_output", torch.kron(left, right), expected, param, against="the block of one sample")
 
@@ -109,7 +113,7 @@ def congruence(case: Case, wrt: Wrt) -> None:
         return
     name = wrt
     if isinstance(wrt, str) and rule.kron_input(call, wrt) is not None:
-        added = _added(case, got.shape[0])
+        added = _added(case, got.shape[0], wrt)
         if not added:
             return
         name = added[0]
@@ -131,7 +135,10 @@ def mean_congruence(case: Case, matrix: Tensor, wrt: Wrt) -> Tensor:
     return torch.stack(parts).mean(0)
 
 
-def _added(case: Case, size: int) -> list[str]:
-    """Parameters of this size without an input factor: those that are added to the output."""
+def _added(case: Case, size: int, param: str) -> list[str]:
+    """The bias of a weight by its name; else parameters of this size without an input factor, which are added."""
     rule, call = case.rule, case.call
+    if "weight" in param:
+        bias = param.replace("weight", "bias")
+        return [bias] if bias in call.params else []
     return [name for name, p in call.params.items() if p.numel() == size and rule.kron_input(call, name) is None]

@@ -43,7 +43,7 @@ def forward(case: Case) -> None:
     """The rule's own forward, by which composites and the converter evaluate the layer."""
     if not case.draws:
         inputs = tuple(x * 1 for x in case.call.inputs)  # the layer may work in place
-        got = case.run("forward", case.rule.forward, case.module, inputs, case.call.params)
+        got = case.run("forward", case.rule.evaluate, case.call, inputs, case.call.params)
         case.same("forward", got, case.reference.output.detach(), against="the layer")
 
 

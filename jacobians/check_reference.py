@@ -7,8 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bpk.jacobians.binding import tensors_in
 from bpk.jacobians.call import Call, Wrt
+from bpk.jacobians.rule import Rule
 
 
 class Reference:
@@ -16,11 +19,15 @@ class Reference:
 
     It runs in float64 at the call's own (rounded) values. A layer that draws random numbers runs in
     the call's precision instead, from the same seed, so that both drew the same numbers. `live` are
-    the inputs to differentiate with respect to.
+    the inputs to differentiate with respect to. Inputs and output are those that `rule` sees.
     """
 
-    def __init__(self, module: nn.Module, call: Call, dtype: torch.dtype, seed: int, live: Collection[int]) -> None:
+    def __init__(
+        self, rule: Rule, module: nn.Module, call: Call, dtype: torch.dtype, seed: int, live: Collection[int]
+    ) -> None:
         self.module = copy.deepcopy(module).to(dtype)
+        self.rule, self.used = rule, tuple(call.used)
+        self.axes = rule.bind(module, call.inputs, {}).axes
         self.inputs = [_leaf(x, dtype, i in live) for i, x in enumerate(call.inputs)]
         self.params = {name: _leaf(p, dtype) for name, p in call.params.items()}
         self.output = self._forward(seed)
@@ -28,9 +35,16 @@ class Reference:
     def _forward(self, seed: int) -> Tensor:
         torch.manual_seed(seed)
         fresh = tuple(x * 1 if x.requires_grad else x for x in self.inputs)  # in-place layers refuse leaves
-        with torch.enable_grad():
-            out = torch.func.functional_call(self.module, self.params, fresh)
-        return out if isinstance(out, Tensor) else next(t for t in out if isinstance(t, Tensor))
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one that can be differentiated twice
+            given = self.given(fresh)
+            out = torch.func.functional_call(self.module, self.params, given)
+            binding = self.rule.bind(self.module, given, {})
+            return self.rule.join(binding, list(tensors_in(out)), self.used)[0]
+
+    def given(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Inputs as the layer takes them, from those that the rule sees."""
+        axes = self.axes or (0,) * len(inputs)
+        return tuple(x.movedim(0, axis) if axis else x for x, axis in zip(inputs, axes, strict=True))
 
     @property
     def wrts(self) -> tuple[Wrt, ...]:

@@ -123,7 +123,7 @@ def crosscheck(rule: Rule, module: nn.Module, inputs: Sequence[Tensor], forward:
 def _call(rule: Rule, module: nn.Module, inputs: Sequence[Tensor]) -> Call:
     if isinstance(rule, Loss):
         return Call(module, inputs, {}, module(*inputs).detach())
-    return Call.of(module, *inputs, params=rule.params)
+    return Call.of(module, *inputs, params=rule.params_of(module), rule=rule)
 
 
 def _symbols(wrt: Wrt, shape: Sequence[int]) -> Array:

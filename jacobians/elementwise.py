@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.conversion import name_of
 from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.generated import layer
 from bpk.jacobians.rule import Example, Residual, Rule
 from bpk.jacobians.symbolic import Derivation, derive, hyperparameters
 
@@ -52,7 +54,8 @@ class Elementwise(Pointwise):
     Args:
         expression: Such as `"x*sigmoid(x)"`. Kinks are written `where(condition, a, b)`. A mapping from
             the values of a string option to expressions where such an option selects among them.
-        modules: The `torch.nn` classes it serves.
+        modules: The `torch.nn` classes it serves. Default: one that is generated from the first function, and found
+            in `bpk.custom_module.elementwise` (`torch.exp` -> `Exp`).
         functions: The functions and tensor methods it serves.
         hyper: For a hyperparameter, the attribute it is read from (a string) or its value (a number).
         choose: The name of the option that selects from a mapping of expressions.
@@ -71,14 +74,14 @@ class Elementwise(Pointwise):
         self,
         expression: str | Mapping[str, str],
         *modules: type[nn.Module],
-        functions: Sequence[Any] = (),
+        functions: Collection[Any] = (),
         hyper: Mapping[str, str | float] | None = None,
         choose: str = "",
         examples: Sequence[Example] = (),
         from_output: bool = False,
         positive: bool = False,
     ) -> None:
-        super().__init__(*modules, functions=functions)
+        super().__init__(*(modules or (function_layer(functions),)), functions=functions)
         if isinstance(expression, str) is bool(choose):
             raise RuleError(
                 explain(
@@ -99,11 +102,8 @@ class Elementwise(Pointwise):
         self.examples = tuple(examples) or self._default_examples(positive)
 
     def _default_examples(self, positive: bool) -> tuple[Example, ...]:
-        cases: list[tuple[Callable[..., nn.Module], tuple[Any, ...]]] = [(m, ()) for m in self.modules]
-        if not cases:
-            cases = [(FunctionLayer, (f,)) for f in self.functions[:1]]
         kind = PositiveExample if positive else Example
-        return tuple(kind(layer, (shape,), args) for layer, args in cases for shape in ((3, 4), (2, 3, 4)))
+        return tuple(kind(layer, (shape,)) for layer in self.modules for shape in ((3, 4), (2, 3, 4)))
 
     def derivation(self, options: Options) -> Derivation:
         """The function and its derivatives that these options select."""
@@ -147,6 +147,20 @@ class Elementwise(Pointwise):
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         """`f''(x) * grad_out`, `[N, *in]`."""
         return self._derivative(call, 2) * grad_out
+
+
+def function_layer(functions: Collection[Any]) -> type[nn.Module]:
+    """The class of layers that apply the first of these functions to every entry."""
+    if not functions:
+        raise RuleError(explain("A rule without modules and functions.", "nothing leads to it.", "name a class."))
+    function = next(iter(functions))
+
+    def apply(x: Tensor, /) -> Tensor:
+        return function(x)
+
+    name = name_of(function)
+    apply.__doc__ = f"`{name}` of every entry."
+    return layer(name.capitalize(), apply, home="elementwise")
 
 
 class FunctionLayer(nn.Module):

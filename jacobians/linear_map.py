@@ -10,7 +10,7 @@ derivative of the forward at zero, which is the transpose because a linear map i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -56,7 +56,7 @@ class LinearMap(Rule):
         *modules: type[nn.Module],
         linear: Callable[[Options, Tensor], Tensor] = layer_itself,
         axes: int = 0,
-        functions: Sequence[Any] = (),
+        functions: Collection[Any] = (),
         examples: Sequence[Example] = (),
     ) -> None:
         super().__init__(*modules, functions=functions, examples=examples)
@@ -135,7 +135,7 @@ class Selection(Rule):
         *modules: type[nn.Module],
         indices: Callable[[Call], Tensor],
         axes: int,
-        functions: Sequence[Any] = (),
+        functions: Collection[Any] = (),
         examples: Sequence[Example] = (),
     ) -> None:
         super().__init__(*modules, functions=functions, examples=examples)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.binding import Binding, in_front
 from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.conversion import Conversion, Reader, convert
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:
@@ -115,12 +116,13 @@ class Rule(ABC):
     def __init__(
         self,
         *modules: type[nn.Module],
-        functions: Sequence[Any] = (),
+        functions: Collection[Any] = (),
         params: Sequence[str] = (),
         examples: Sequence[Example] = (),
     ) -> None:
         self.modules = tuple(modules)
         self.functions = tuple(functions)
+        self.readers: dict[Any, Reader] = dict(functions) if isinstance(functions, Mapping) else {}
         self.params = tuple(params)
         self.examples = tuple(examples)
 
@@ -143,6 +145,12 @@ class Rule(ABC):
             args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
         return Binding(module, tuple(x for x in args if isinstance(x, Tensor)))
 
+    def to_module(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_tensor: Callable[[Any], bool]
+    ) -> Conversion:
+        """The module that stands for a call of one of `functions`, or `CannotConvert` (see `conversion.convert`)."""
+        return convert(self, function, args, kwargs, is_tensor)
+
     def join(
         self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]
     ) -> tuple[Tensor, dict[int, torch.Size]]:
@@ -151,7 +159,7 @@ class Rule(ABC):
         shapes = {k: x.shape[1:] for k, x in seen.items()}
         if len(seen) == 1:
             return next(iter(seen.values())), shapes
-        return torch.cat([x.flatten(1) for x in seen.values()], 1), shapes
+        return torch.cat([x.reshape(len(x), -1) for x in seen.values()], 1), shapes
 
     def acts_on(self, call: Call) -> int | None:
         """How many trailing axes of its input the layer looks at, so that the batch axis may be any before them.
@@ -264,6 +272,10 @@ class Rule(ABC):
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""
         return None
+
+    def transposes(self, param: str) -> bool:
+        """Whether Kronecker factors are those of the transposed parameter (embeddings)."""
+        return False
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """The factor `G` from columns `[V, N, *out]`. Default: the parameter's whole GGN block `[P, P]`."""

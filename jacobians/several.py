@@ -42,4 +42,4 @@ class SeveralOutputs(Rule):
         """The inverse of `split`."""
         if len(call.used) == 1:
             return parts[next(iter(call.used))]
-        return torch.cat([parts[k].flatten(lead) for k in call.used], lead)
+        return torch.cat([parts[k].reshape(*parts[k].shape[:lead], -1) for k in call.used], lead)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.call import Options
+from bpk.jacobians.generated import layer
 from bpk.jacobians.linear_map import LinearMap
 from bpk.jacobians.rule import case
 
@@ -15,7 +18,32 @@ def pad_with_zeros(options: Options, x: Tensor) -> Tensor:
     return F.pad(x, options.padding)
 
 
+def pad(x: Tensor, /, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Pad the last axes, two numbers each from the last axis on (negative numbers crop), as `F.pad` does."""
+    return F.pad(x, pad, mode, value)
+
+
+def pad_without_value(options: Options, x: Tensor) -> Tensor:
+    """`pad`, with zeros where it pads with a constant."""
+    return F.pad(x, options.pad, options.mode)
+
+
+Pad = layer("Pad", pad, home="pad")
+
 RULES = (
+    LinearMap(
+        Pad,
+        linear=pad_without_value,
+        functions=(F.pad,),
+        examples=(
+            case(Pad, (2, 1), shape=(2, 3)),
+            case(Pad, (1, -1, 0, 2), value=1.5, shape=(2, 2, 3)),
+            case(Pad, (1, 2, 0, 1, 1, 0), value=-1.0, shape=(2, 1, 2, 2)),
+            case(Pad, (2, 1), mode="reflect", shape=(2, 2, 3)),
+            case(Pad, (1, 0, 2, 1), mode="replicate", shape=(2, 1, 2, 3)),
+            case(Pad, (1, 1, 0, 2), mode="circular", shape=(2, 1, 3, 2)),
+        ),
+    ),
     LinearMap(
         nn.ConstantPad1d,
         linear=pad_with_zeros,

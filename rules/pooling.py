@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.call import Call
+from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.linear_map import LinearMap, Selection
-from bpk.jacobians.rule import Example, case
+from bpk.jacobians.rule import Example, Rule, case
 
 
 def window_maxima(pool: Callable[..., tuple[Tensor, Tensor]], call: Call) -> Tensor:
@@ -38,7 +40,43 @@ def adaptive_max_pool(layer: type[nn.Module], axes: int, function: Any, pool: An
     return Selection(layer, indices=find, axes=axes, functions=(function,), examples=examples)
 
 
-RULES = (
+class FractionalMaxPooling(Selection):
+    """Max pooling over windows whose places are drawn in the forward pass, and read off autograd's graph."""
+
+    def __init__(
+        self, layer: type[nn.Module], axes: int, functions: Sequence[Any], examples: Sequence[Example]
+    ) -> None:
+        super().__init__(layer, indices=drawn_maxima, axes=axes, functions=functions, examples=examples)
+
+    def capture(self, call: Call) -> None:
+        kept = call.saved("result1") if call.saved is not None else None
+        found = drawn_maxima(call) if kept is None else kept
+        call.memo("slope", lambda: found.flatten(-self.axes))  # this key travels with subsets of the batch
+
+    def _flat_indices(self, call: Call) -> Tensor:
+        return call.memo("slope", lambda: drawn_maxima(call).flatten(-self.axes))
+
+
+def drawn_maxima(call: Call) -> Tensor:
+    """Where each output entry comes from, `[N, *out]`: its own column of the transposed Jacobian shows the place."""
+    if call.pull is None:
+        raise UnsupportedLayer(
+            explain(
+                "Where a fractional max pooling found its maxima is not known.",
+                "its windows are drawn at random, and were not recorded during the backward pass.",
+                "compute the quantity during backward().",
+            )
+        )
+    out, spatial = call.output, call.options.kernel_size
+    found = torch.zeros_like(out, dtype=torch.long).flatten(-len(spatial))
+    for k in range(found.shape[-1]):
+        unit = torch.zeros_like(out).flatten(-len(spatial))
+        unit[..., k] = 1
+        found[..., k] = call.pull(unit.view_as(out)).flatten(-len(spatial)).argmax(-1)
+    return found.view_as(out)
+
+
+RULES: tuple[Rule, ...] = (
     max_pool(
         nn.MaxPool1d,
         1,
@@ -166,4 +204,23 @@ RULES = (
         examples=(case(nn.LPPool2d, 2, 2, shape=(2, 1, 4, 2)), case(nn.LPPool2d, 2, (2, 1), 1, shape=(2, 1, 3, 2))),
     ),
     Autodiff(nn.LPPool3d, functions=(F.lp_pool3d,), examples=(case(nn.LPPool3d, 2, 2, shape=(2, 1, 2, 2, 4)),)),
+    FractionalMaxPooling(
+        nn.FractionalMaxPool2d,
+        2,
+        (F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
+        (
+            case(nn.FractionalMaxPool2d, 2, output_size=(2, 3), shape=(3, 2, 4, 5)),
+            case(nn.FractionalMaxPool2d, (3, 2), output_ratio=0.6, shape=(2, 1, 5, 4)),
+            case(nn.FractionalMaxPool2d, 2, output_size=2, return_indices=True, shape=(2, 1, 4, 3)),
+        ),
+    ),
+    FractionalMaxPooling(
+        nn.FractionalMaxPool3d,
+        3,
+        (F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
+        (
+            case(nn.FractionalMaxPool3d, 2, output_size=(1, 2, 2), shape=(2, 1, 3, 4, 4)),
+            case(nn.FractionalMaxPool3d, (1, 2, 2), output_ratio=0.7, shape=(2, 2, 2, 4, 4)),
+        ),
+    ),
 )

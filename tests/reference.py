@@ -102,7 +102,8 @@ class Reference:
                 maps = recurrence.maps_of(module)
                 module.forward = partial(recurrence.unrolled, module, maps)
                 self.maps.extend(maps.values())
-        self.attention = attention.watch(self.model)
+        self.attention: list[attention.AttentionCall] = []
+        watched = attention.watch(self.model, self.attention)
         self.loss_of = loss_of
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.calls: list[LayerCall] = []
@@ -116,7 +117,7 @@ class Reference:
         self.inputs = tuple(x.detach() for x in inputs)
         with sdpa_kernel(SDPBackend.MATH):  # the attention that can be differentiated twice
             self.pred = self.model(*[x.clone() for x in self.inputs])
-        for hook in hooks:
+        for hook in (*hooks, *watched):
             hook.remove()
         self.N = self.inputs[0].shape[0] if samples is None else samples
         self.D = self.pred.numel() // self.N
@@ -178,6 +179,9 @@ class Reference:
         }
         jac_outputs = []
         for i in range(k, len(wrt)):
+            if len(wrt[i]) != self.N:  # a layer without a batch axis (an embedding of positions)
+                jac_outputs.append(torch.empty(0))
+                continue
             full = torch.stack([r[i] for r in rows]).reshape(self.N, self.D, self.N, -1)
             jac_outputs.append(torch.stack([full[n, :, n] for n in range(self.N)]))
         return jac_params, jac_outputs

@@ -113,3 +113,22 @@ def test_mixing_function_warns_first_order_and_is_refused_second_order() -> None
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
     with pytest.raises(NotImplementedError, match="mixes samples"), bpk.backpack(E.DiagGGNExact()):
         loss_fn(model(x), y).backward()
+
+
+class Positions(nn.Module):
+    """Embeddings of tokens `[N, T]` and of positions `[T]`, which all samples share."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(5, 4), nn.Embedding(steps, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.position(torch.arange(x.shape[1]))
+        return self.head(torch.tanh(self.token(x) + here)).mean(1)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_layer_without_a_batch_axis(steps: int) -> None:
+    torch.manual_seed(0)
+    check(Positions(steps), torch.randint(5, (N, steps)), factors=False)

@@ -21,7 +21,7 @@ CASES = [
     (problem, quantity, alternative)
     for problem in TEST_PROBLEMS
     for quantity in TEST_PROBLEMS[problem].quantities
-    for alternative in ("bpk", "torch.func", "loop")
+    for alternative in ("bpk", "bpk plain", "torch.func", "loop")
     if ALTERNATIVES[alternative].reason(TEST_PROBLEMS[problem], QUANTITIES[quantity]) is None
 ]
 

@@ -1,4 +1,4 @@
-"""How rules read calls of functions: every function of every rule becomes a module that computes the same, or a reason."""
+"""How rules read calls of functions: each becomes a module that computes the same, or says why not."""
 
 from __future__ import annotations
 
@@ -74,11 +74,16 @@ def tensor(*shape: int) -> Placeholder:
 TENSORS = {"input", "other", "mat2", "x1", "x2", "input1", "input2", "self", "a", "x"}
 """Names of arguments that are tensors, in the signatures of functions and readers."""
 
+NEEDED = {"dim", "min"}
+"""Arguments that functions need behind the batch axis, although they have defaults."""
+
 VALUES: dict[str, Any] = {
     "alpha": 1.0, "approximate": "tanh", "chunks": 2, "destination": -1, "dim": 1, "dim0": 1, "dim1": 2, "axis0": 1,
     "axis1": -1, "dims": (0, 2, 1, 3), "downscale_factor": 2, "equation": "nabc,nabd->nacd", "exponent": 2, "groups": 2,
-    "index": 1, "kernel_size": 2, "length": 2, "mask": torch.rand(4, 4) > 0.5, "max": 0.8, "min": 0.6, "negative_slope": 0.3,
-    "norm_type": 2.0, "output_size": 2, "pad": (1, 0, 2, 1), "repeats": (1, 2, 1, 1), "scale_factor": 2, "shape": (BatchSize(2), -1),
+    "index": 1, "kernel_size": 2, "length": 2, "mask": torch.rand(4, 4) > 0.5, "max": 0.8, "min": 0.6,
+    "negative_slope": 0.3,
+    "norm_type": 2.0, "normalized_shape": (4,), "num_groups": 2, "output_size": 2, "pad": (1, 0, 2, 1),
+    "repeats": (1, 2, 1, 1), "scale_factor": 2, "shape": (BatchSize(2), -1),
     "shifts": 1, "size": 3, "sizes": (BatchSize(2), 4, 4, 4), "source": 1, "split_size_or_sections": 2, "start": 1,
     "threshold": 0.7, "upscale_factor": 2, "value": 0.5,
 }  # fmt: skip
@@ -113,6 +118,21 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     F.adaptive_avg_pool1d: (tensor(2, 3, 4), 2),
     F.adaptive_avg_pool3d: (tensor(2, 3, 4, 4, 4), 2),
     sum: ([tensor(), tensor(), tensor()],),
+    T.__rpow__: (tensor(), 2.0),
+    F.interpolate: (tensor(), 8),
+    F.upsample: (tensor(), None, 2),
+    F.fractional_max_pool2d: (tensor(), 2, 3),
+    F.fractional_max_pool2d_with_indices: (tensor(), 2, 3),
+    F.fractional_max_pool3d: (tensor(2, 1, 4, 4, 4), 2, 2),
+    F.fractional_max_pool3d_with_indices: (tensor(2, 1, 4, 4, 4), 2, 2),
+    F.upsample_nearest: (tensor(), 8),
+    F.upsample_bilinear: (tensor(), None, 2),
+    torch.split: (tensor(), 3, 1),
+    T.split: (tensor(), [1, 3], -1),
+    F.fold: (tensor(2, 8, 9), 4, 2),
+    F.max_unpool1d: (tensor(2, 3, 2), Placeholder(torch.tensor([0, 3]).expand(2, 3, 2)), 2),
+    F.max_unpool2d: (tensor(2, 3, 1, 2), Placeholder(torch.tensor([[0, 3]]).expand(2, 3, 1, 2)), 2),
+    F.max_unpool3d: (tensor(2, 3, 1, 1, 2), Placeholder(torch.tensor([[[0, 3]]]).expand(2, 3, 1, 1, 2)), 2),
 }  # fmt: skip
 """Calls of functions whose arguments cannot be told by name."""
 
@@ -135,7 +155,7 @@ def arguments(rule: Rule, function: Any) -> tuple[Any, ...]:
     for name, parameter in signature.parameters.items():
         if name in TENSORS:
             given.append(sample(function))
-        elif parameter.kind is parameter.VAR_POSITIONAL or parameter.default is parameter.empty:
+        elif name in NEEDED or parameter.kind is parameter.VAR_POSITIONAL or parameter.default is parameter.empty:
             given.append(VALUES[name])
     return tuple(given)
 
@@ -212,11 +232,13 @@ EQUAL = [
     (T.sum, (X,), {"dim": [1, 2]}, None),
     (torch.clamp, (X,), {"max": 0.7}, None),
     (torch.split, (X, [1, 3]), {"dim": 2}, None),
-    (F.pad, (X, (1, 1)), {"mode": "reflect"}, None),
+    (F.pad, (X, (1, 1, 2, 0)), {"mode": "reflect"}, None),
 ]
 
 
-@pytest.mark.parametrize(("function", "args", "kwargs", "layer"), EQUAL, ids=lambda v: name_of(v) if callable(v) else "")
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "layer"), EQUAL, ids=lambda v: name_of(v) if callable(v) else ""
+)
 def test_options(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], layer: Any) -> None:
     found = read(function, *args, **kwargs)
     expected = function(*(plain(arg) for arg in args), **{k: plain(v) for k, v in kwargs.items()})

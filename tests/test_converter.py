@@ -276,7 +276,7 @@ def test_modules_used_more_than_once_and_never() -> None:
     torch.testing.assert_close(converted(x), model(x))
     y = torch.randint(3, (3,))
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
-    ref = Reference(Reused_out_of_place(model), (x,), lambda pred: nn.CrossEntropyLoss()(pred, y))
+    ref = Reference(working_out_of_place(model), (x,), lambda pred: nn.CrossEntropyLoss()(pred, y))
     backward(converted, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian())
     for name in ("shared.weight", "shared.bias", "out.weight"):
         p = converted.get_parameter(name)
@@ -285,7 +285,7 @@ def test_modules_used_more_than_once_and_never() -> None:
         torch.testing.assert_close(p.diag_h, ref.diag_h(name))
 
 
-def Reused_out_of_place(model: Reused) -> nn.Module:
+def working_out_of_place(model: Reused) -> nn.Module:
     twin = copy.deepcopy(model)
     twin.act.inplace = False
     return twin
@@ -368,6 +368,26 @@ def test_layers_in_functional_form() -> None:
     converted = check(Functional(), rand(2, 2, 4))
     kinds = [type(converted.get_submodule(t)).__name__ for t in targets(converted)]
     assert kinds == ["Conv1d", "LayerNorm", "PReLU", "Flatten", "Linear"]
+
+
+class Tied(nn.Module):
+    """The output layer has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 4)
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(self.embedding(x))).mean(1)
+        return F.linear(h, self.embedding.weight)
+
+
+def test_tied_weights() -> None:
+    exts = [e for e in ON_ANY_GRAPH if e not in (E.KFAC, E.KFLR)]
+    converted = check(Tied(), torch.randint(3, (4, 2)), exts=exts)
+    assert [n for n, _ in converted.named_parameters()] == ["embedding.weight", "layer.weight", "layer.bias"]
+    assert converted.get_submodule("linear0").weight is converted.embedding.weight
 
 
 # ---- recurrent layers ------------------------------------------------------------------------------------
@@ -471,6 +491,36 @@ def test_control_flow_names_the_line() -> None:
     message = str(info.value)
     assert "test_converter.py:" in message and "if x.sum() > 0:" in message
     assert "without use_converter" in message
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, lambda: torch.autocast("cpu")], ids=["no_grad", "autocast"])
+def test_contexts_inside_of_forward_are_refused(context: Any) -> None:
+    class Cut(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with context():
+                y = x * 2
+            return x + y
+
+    with pytest.raises(ConversionError, match=r"y = x \* 2"):
+        convert(Cut())
+
+
+def test_tracing_leaves_nothing_behind() -> None:
+    class Remembering(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x * 2
+            return self.last + 1
+
+    model = Remembering()
+    assert torch.equal(convert(model)(torch.ones(1, 2)), torch.full((1, 2), 3.0))
+    assert "last" not in vars(model)
+
+
+def test_layers_and_converted_models_stay_what_they_are() -> None:
+    layer = nn.LSTM(2, 2)
+    assert convert(layer) is layer
+    converted = convert(CharRNN())
+    assert convert(converted) is converted
 
 
 def test_random_numbers_are_refused() -> None:

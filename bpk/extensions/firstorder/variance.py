@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from bpk.extensions.firstorder.base import GradientExtension
@@ -35,5 +36,7 @@ class Variance(GradientExtension):
 
     def value(self, uses: Uses) -> Tensor:
         n = uses.batch_size
-        mean = uses.summed() / n
-        return (uses.squared_sum() / n - mean.square()).clamp(min=0)
+        total, squares = uses.summed(), uses.squared_sum() / n
+        if torch.is_grad_enabled():
+            return (squares - (total / n).square()).clamp(min=0)
+        return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)

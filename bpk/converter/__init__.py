@@ -1,0 +1,7 @@
+"""The converter: a model's forward pass as a graph of modules."""
+
+from bpk.converter.convert import convert_module_to_backpack
+from bpk.converter.converted import ConversionReport, Converted
+from bpk.converter.tracing import BackpackTracer, ConversionError
+
+__all__ = ["BackpackTracer", "ConversionError", "ConversionReport", "Converted", "convert_module_to_backpack"]

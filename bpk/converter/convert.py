@@ -1,0 +1,257 @@
+"""The converter: from a model with any functions in its forward pass to a graph that consists of modules."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.rnn import RNNBase
+
+from bpk.converter.converted import Converted
+from bpk.converter.inplace import remove_in_place
+from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of, is_random, kinds, name_of
+from bpk.converter.layers import as_layer
+from bpk.converter.programs import Part, build, collect, only_sizes
+from bpk.converter.recurrent import split_recurrent
+from bpk.converter.rows import Rows
+from bpk.converter.tracing import numbered, trace
+from bpk.converter.tree import Tree
+from bpk.jacobians.conversion import CannotConvert, Conversion, convert
+from bpk.jacobians.function_module import ParametricFunction
+from bpk.jacobians.several import SeveralOutputs
+from bpk.rules import REGISTRY
+
+TUPLES = (RNNBase, nn.LSTMCell, nn.MultiheadAttention)
+"""Layers of `torch.nn` that return tuples."""
+
+
+def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> Converted:
+    """Rewrite a model as a graph of modules.
+
+    Functions become the layers that their rules name; those without a rule become function modules. Parameters are the
+    same tensors as in `module`, which keeps working. `result.conversion_report` says what changed.
+
+    Args:
+        module: The model.
+        debug: Print the report.
+
+    Raises:
+        ConversionError: If the forward pass depends on values; the message names the line.
+
+    >>> import torch
+    >>> class Residual(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.linear = nn.Linear(2, 2)
+    ...     def forward(self, x):
+    ...         return x + torch.relu(self.linear(x))
+    >>> convert_module_to_backpack(Residual())
+    Residual(
+      (linear): Linear(in_features=2, out_features=2, bias=True)
+      (relu0): ReLU()
+      (sum_module0): SumModule()
+    )
+    """
+    graph, tracer, both_modes = trace(module)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    out_of_place = remove_in_place(graph, modules, kinds(graph, module))
+    found = kinds(graph, module)
+    tree = Tree(module, graph, tracer.visited)
+    for name, constant in tracer.constants.items():
+        tree.root.register_buffer(name, constant, persistent=False)
+    tree.report.fixed += tracer.fixed
+    if not both_modes:
+        mode = "training" if module.training else "evaluation"
+        tree.report.fixed.append(f"the forward pass is that of {mode} mode (the other mode takes another path)")
+    tree.separate(graph, out_of_place)
+    split_recurrent(graph, tree)
+    Rewriting(graph, tree, found, module.training).run()
+    graph.lint()
+    converted = Converted(tree.root, graph, tree.report, type(module).__name__)
+    if debug:
+        print(f"[bpk] conversion of {type(module).__name__}:\n{tree.report}")
+    return converted
+
+
+class Rewriting:
+    """Replaces functions by modules, from the input to the output."""
+
+    def __init__(self, graph: fx.Graph, tree: Tree, found: dict[fx.Node, Kind], training: bool) -> None:
+        self.graph = graph
+        self.tree = tree
+        self.kinds = found
+        self.training = training
+        self.modules = dict(tree.model.named_modules(remove_duplicate=False))
+        self.parameters = dict(tree.model.named_parameters(remove_duplicate=False))
+        self.names = {id(p): name for name, p in tree.model.named_parameters()}
+        self.rows = Rows(tree)
+        self.made: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> None:
+        """Visit all nodes, then drop what nobody reads any more."""
+        for node in list(self.graph.nodes):
+            kind = self.kinds.setdefault(node, Kind.TENSOR)
+            if node.op in ("call_function", "call_method") and kind is Kind.TENSOR:
+                self.function(node)
+            elif node.op == "call_module" and kind is Kind.TENSOR:
+                self.feed(node)
+                self.rows.follow(node)
+        for node in reversed(list(self.graph.nodes)):
+            light = self.kinds.get(node, Kind.TENSOR) is not Kind.TENSOR
+            if light and not node.users and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+
+    # ---- one function --------------------------------------------------------------------------------
+    def function(self, node: fx.Node) -> None:
+        """Put a module in the place of a function."""
+        direct = any(self.kinds[n] is Kind.PARAMETER for n in node.all_input_nodes)
+        layer = as_layer(node, self.parameters)
+        if layer is not None:
+            module, x, held = layer
+            module.train(self.training)
+            self.put(node, module, (x,), share=held)
+            return
+        if direct and self.random(node):
+            self.tree.report.fixed.append(f"{node.name} draws random numbers from parameters, which get no field there")
+            return
+        conversion = None if direct or node.meta.get(VERBATIM) else self.by_rule(node)
+        if conversion is not None:
+            inputs = tuple(self.as_tensor(x, node) for x in conversion.inputs)
+            self.put(node, conversion.module, inputs, what="replaced")
+            return
+        part = collect(node, self.kinds)
+        module, called = build(part, self.kinds, self.tree, self.training)
+        self.put(node, module, called, name=self.plain_name(node), what="direct" if direct else "generic")
+
+    def by_rule(self, node: fx.Node) -> Conversion | None:
+        """The layer that the function's rule names, or `None`."""
+        function = function_of(node)
+        try:
+            rule = REGISTRY.find_function(function)
+        except TypeError:  # not hashable
+            return None
+        if rule is None or (function is operator.getitem and not self.is_entry(node)):
+            return None
+        args, kwargs, follows_mode = node.args, dict(node.kwargs), False
+        if OTHER in node.meta:
+            if not self.only_training_differs(node):
+                return None
+            follows_mode = True
+        try:
+            found = convert(rule, function, args, kwargs, self.is_tensor, lambda n: self.rows.is_size_of(n, node))
+        except CannotConvert:
+            return None
+        if not follows_mode and "dropout" in name_of(node):
+            return None  # it is on in both modes: stays a function
+        if not follows_mode:
+            found.module.train(self.training)
+        return found
+
+    def only_training_differs(self, node: fx.Node) -> bool:
+        """Whether the two modes differ in one argument that is `True` in one and `False` in the other: `training`."""
+        args, kwargs = node.meta[OTHER]
+        here_args, here_kwargs = numbered((node.args, node.kwargs))
+        pairs = [*zip(here_args, args, strict=True), *((here_kwargs[k], kwargs[k]) for k in kwargs)]
+        changed = [(a, b) for a, b in pairs if repr(a) != repr(b)]
+        return changed == [(self.training, not self.training)]
+
+    def is_entry(self, node: fx.Node) -> bool:
+        """Whether `x[index]` is an index of a tensor that a rule can read, or an entry of what is known to be a tuple.
+
+        A number picks from the first axis of a tensor, which need not be the batch axis.
+        """
+        source, index = node.args
+        return not isinstance(index, int) or (isinstance(source, fx.Node) and self.is_tuple(source))
+
+    def is_tuple(self, node: fx.Node) -> bool:
+        """Whether a node is known to yield a tuple."""
+        if node.op != "call_module":
+            return False
+        module = self.tree.root.get_submodule(str(node.target))
+        if type(module).__name__ == "ReduceTuple":  # (output, (hidden, cell))
+            (source,) = node.all_input_nodes
+            inner = self.tree.root.get_submodule(str(source.target)) if source.op == "call_module" else None
+            return isinstance(inner, nn.LSTM) and vars(module)["index"] == 1
+        if isinstance(module, TUPLES):
+            return True
+        return isinstance(REGISTRY.find(module), SeveralOutputs)
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether a value is a tensor that the model computes."""
+        return isinstance(value, fx.Node) and self.kinds.get(value, Kind.TENSOR) is not Kind.SIZE
+
+    # ---- what modules are called with ------------------------------------------------------------------
+    def feed(self, node: fx.Node) -> None:
+        """Functions of parameters and sizes that a layer is called with become modules."""
+        for source in node.all_input_nodes:
+            if self.kinds.get(source, Kind.TENSOR) is not Kind.TENSOR:
+                node.replace_input_with(source, self.as_tensor(source, node))
+
+    def as_tensor(self, source: fx.Node, user: fx.Node) -> fx.Node:
+        """A node that a layer may be called with."""
+        kind = self.kinds.get(source, Kind.TENSOR)
+        if kind is Kind.TENSOR or (source.op == "get_attr" and kind is not Kind.PARAMETER):
+            return source
+        if source not in self.made:
+            part = collect(source, self.kinds)
+            if kind is Kind.PARAMETER and not self.has_batch(part):
+                self.tree.report.fixed.append(
+                    f"{source.name} is computed from parameters alone, which get no field there"
+                )
+                return source
+            module, called = build(part, self.kinds, self.tree, self.training)
+            what = "direct" if kind is Kind.PARAMETER else "generic"
+            with self.graph.inserting_before(user):
+                self.made[source] = self.insert(module, called, self.plain_name(source), what, source)
+        return self.made[source]
+
+    def has_batch(self, part: Part) -> bool:
+        """Whether a piece knows the size of the batch."""
+        return any(only_sizes(node, part, self.kinds) for node in part.outer)
+
+    def random(self, node: fx.Node) -> bool:
+        """Whether a function draws random numbers."""
+        return is_random(node, self.modules)
+
+    # ---- new nodes -----------------------------------------------------------------------------------
+    def plain_name(self, node: fx.Node) -> str:
+        """How a function module is called."""
+        return name_of(node).strip("_").lower() or "function"
+
+    def put(
+        self,
+        node: fx.Node,
+        module: nn.Module,
+        inputs: tuple[fx.Node, ...],
+        name: str | None = None,
+        what: str = "replaced",
+        share: dict[str, str] | None = None,
+    ) -> None:
+        """Let a module take the place of a node."""
+        with self.graph.inserting_before(node):
+            new = self.insert(module, inputs, name, what, node)
+        for own, original in (share or {}).items():
+            self.tree.report.shared[f"{new.target}.{own}"] = original
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        self.rows.follow(new)
+
+    def insert(
+        self, module: nn.Module, inputs: tuple[fx.Node, ...], name: str | None, what: str, source: fx.Node
+    ) -> fx.Node:
+        """Call a new module."""
+        if name is None and type(module).__module__.startswith("torch.nn."):
+            name = self.plain_name(source)
+        path = self.tree.add(module, name)
+        report = self.tree.report
+        entries = {"replaced": report.replaced, "generic": report.generic, "direct": report.direct}[what]
+        entries[path] = name_of(source) if what == "replaced" else repr(module)
+        if what == "generic" or isinstance(module, ParametricFunction):
+            module.train(self.training)
+        if isinstance(module, ParametricFunction):
+            for own, param in module.named_parameters():
+                report.shared[f"{path}.{own}"] = self.names[id(param)]
+        node = self.graph.call_module(path, inputs)
+        self.kinds[node] = Kind.TENSOR
+        return node

@@ -1,0 +1,138 @@
+"""What the converter returns: a graph of modules that holds the original's parameters, and a report of what changed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from bpk.jacobians.function_module import Plain
+
+REPORT = "bpk.conversion_report"
+"""Key of the report in `GraphModule.meta`, which copies keep."""
+
+
+@dataclass
+class ConversionReport:
+    """What the converter changed.
+
+    Attributes:
+        renamed: By new name: the name that a parameter or buffer had in the original model.
+        shared: Further names in the graph of parameters that kept their own.
+        replaced: By name of the new module: the functions that it stands for.
+        generic: New modules without a rule, which autograd carries columns through, and how they look.
+        direct: New modules that use parameters directly, and how they look.
+        reused: By name of the original module: the modules that stand for its calls.
+        unused: Modules that the forward pass never calls; they are kept.
+        fixed: What was decided at the conversion and stays so.
+    """
+
+    renamed: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
+    generic: dict[str, str] = field(default_factory=dict)
+    direct: dict[str, str] = field(default_factory=dict)
+    reused: dict[str, list[str]] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        reused = {name: ", ".join(calls) for name, calls in self.reused.items()}
+        tables = {
+            "renamed parameters (new: original)": self.renamed,
+            "functions that became layers": self.replaced,
+            "functions that autograd handles": self.generic,
+            "functions that use parameters directly (generic rule)": self.direct,
+            "layers that are called several times": reused,
+        }
+        for title, entries in tables.items():
+            if entries:
+                lines += [f"{title}:", *(f"  {name}: {text}" for name, text in entries.items())]
+        for title, names in {"unused layers": self.unused, "fixed at the conversion": self.fixed}.items():
+            if names:
+                lines += [f"{title}:", *(f"  {name}" for name in names)]
+        return "\n".join(lines) or "nothing changed"
+
+
+class Holder(nn.Module, Plain):
+    """Stands where the original model had a container: it keeps the names of what is inside."""
+
+
+class Converted(fx.GraphModule, Plain):
+    """A model as a graph of modules.
+
+    Its state dict has the original's names where they could be kept, and it loads state dicts of the original model.
+    `conversion_report` says what changed.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, report: ConversionReport, name: str) -> None:
+        super().__init__(root, graph, name)
+        adopt(self, root)
+        self.meta[REPORT] = report
+
+    @property
+    def conversion_report(self) -> ConversionReport:
+        """What the converter changed."""
+        return self.meta[REPORT]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of `nn.Module`; parameters that the graph knows under several names appear once."""
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        state = super().state_dict(*args, **kwargs)
+        for name in self.conversion_report.shared:
+            state.pop(prefix + name, None)
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        rename(state_dict, prefix, self.conversion_report)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @classmethod
+    def _deepcopy_init(cls) -> Any:
+        return copy_init
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (super().__reduce__(), self.conversion_report, type(self).__name__)
+
+
+def adopt(module: nn.Module, root: nn.Module) -> None:
+    """Take over children, parameters and buffers in their order, also those that the graph does not use."""
+    for mine, theirs in (
+        (module._modules, root._modules),
+        (module._parameters, root._parameters),
+        (module._buffers, root._buffers),
+    ):
+        mine.clear()
+        mine.update(theirs)  # type: ignore[arg-type]
+    module._non_persistent_buffers_set = set(root._non_persistent_buffers_set)
+
+
+def copy_init(module: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> None:
+    """How `copy.deepcopy` sets up the copy of a converted model."""
+    fx.GraphModule.__init__(module, root, graph, type(module).__name__)
+    adopt(module, root)
+
+
+def rebuild(reduced: tuple[Any, ...], report: ConversionReport, name: str) -> Converted:
+    """Undo pickling."""
+    function, args = reduced
+    plain = function(*args)
+    holder = Holder()
+    for kept in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        holder.__dict__[kept] = args[0][kept]
+    holder.training = args[0]["training"]
+    return Converted(holder, plain.graph, report, name)
+
+
+def rename(state: Any, prefix: str, report: ConversionReport) -> None:
+    """Give entries of a state dict the names that they have here."""
+    assert isinstance(state, (OrderedDict, dict))
+    for new, old in report.renamed.items():
+        if prefix + old in state and prefix + new not in state:
+            state[prefix + new] = state.pop(prefix + old)
+    for further, name in report.shared.items():
+        if prefix + name in state:
+            state.setdefault(prefix + further, state[prefix + name])

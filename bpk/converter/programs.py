@@ -1,0 +1,115 @@
+"""Functions without a layer of their own become function modules, with the sizes and parameters they use inside."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of
+from bpk.converter.tracing import nodes_in, replace
+from bpk.converter.tree import Tree
+from bpk.jacobians.function_module import FunctionModule, ParametricFunction, PlainFunction, Slot, Step, fill
+
+
+@dataclass
+class Part:
+    """A piece of the graph that becomes one module.
+
+    `steps` are evaluated in order, the last one gives the result; `outer` are the nodes that it is called with,
+    `constants` those among the boundary that have no samples, `params` the parameters that it uses.
+    """
+
+    steps: list[fx.Node]
+    outer: list[fx.Node]
+    constants: list[fx.Node]
+    params: list[fx.Node]
+
+
+def collect(root: fx.Node, kinds: dict[fx.Node, Kind]) -> Part:
+    """The piece that ends in `root`: with it, everything before it that is computed from parameters and sizes."""
+    part = Part([], [], [], [])
+    seen: set[fx.Node] = set()
+
+    def visit(node: fx.Node, inside: bool) -> None:
+        if node in seen:
+            return
+        seen.add(node)
+        if node.op == "get_attr":
+            (part.params if kinds[node] is Kind.PARAMETER else part.constants).append(node)
+        elif not inside and (kinds[node] is Kind.TENSOR or node.op == "placeholder"):
+            part.outer.append(node)
+        else:
+            for source in node.all_input_nodes:
+                visit(source, False)
+            part.steps.append(node)
+
+    visit(root, True)
+    return part
+
+
+def only_sizes(node: fx.Node, part: Part, kinds: dict[fx.Node, Kind]) -> bool:
+    """Whether a piece reads the shape of a tensor, but not its values."""
+    inside = set(part.steps)
+    return all(kinds[user] is Kind.SIZE for user in node.users if user in inside)
+
+
+def build(
+    part: Part, kinds: dict[fx.Node, Kind], tree: Tree, training: bool
+) -> tuple[FunctionModule, tuple[fx.Node, ...]]:
+    """The module of a piece, and what to call it with."""
+    called = [*part.outer, *part.constants]
+    parametric = any(kinds[node] is Kind.PARAMETER for node in (*part.params, *part.steps))
+    slots: dict[fx.Node, int] = {node: k for k, node in enumerate(called)}
+    module: FunctionModule
+    if parametric:
+        sized = [k for k, node in enumerate(part.outer) if only_sizes(node, part, kinds)]
+        module = ParametricFunction((), len(called), len(part.outer), sized, training)
+    else:
+        module = PlainFunction((), len(called), training)
+    held: dict[int, int] = {}
+    for node in part.params:
+        target = str(node.target)
+        param = tree.model.get_parameter(target)
+        if id(param) not in held:
+            held[id(param)] = module.hold(target.rpartition(".")[2], param)
+        slots[node] = held[id(param)]
+    first = len(called) + len(module.names)
+    for k, node in enumerate(part.steps):
+        slots[node] = first + k
+    module.steps = tuple(step_of(node, slots, module, tree) for node in part.steps)
+    return module, tuple(called)
+
+
+def step_of(node: fx.Node, slots: dict[fx.Node, int], module: nn.Module, tree: Tree) -> Step:
+    """A node as a step of a function module."""
+
+    def place(value: Any) -> Any:
+        return replace(value, lambda n: Slot(slots[n]))
+
+    function, other = function_of(node), node.meta.get(OTHER)
+    if other is not None:
+        order = [Slot(slots[n]) for n in nodes_in((node.args, node.kwargs))]
+        other = fill(other, order)
+    if node.op == "call_module":
+        function = str(node.target).replace(".", "_")
+        module.add_module(function, twin(tree.model.get_submodule(str(node.target))))
+    elif node.target == "view" and not node.meta.get(VERBATIM) and torch.dtype not in map(type, node.args):
+        function = Tensor.reshape  # layers before it may have another memory layout than the functions had
+    elif node.target is operator.iadd:
+        function = operator.add
+    return Step(function, place(node.args), place(node.kwargs), other)
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy that shares parameters and buffers, and nobody listens to."""
+    shared: dict[int, Any] = {id(x): x for x in (*module.parameters(), *module.buffers())}
+    copied = copy.deepcopy(module, shared)
+    for child in copied.modules():
+        child._forward_hooks.clear()
+        child._forward_pre_hooks.clear()
+    return copied

@@ -1,0 +1,115 @@
+"""The module tree of a converted model: layers under the names that they had, containers as holders of names."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+
+from torch import fx, nn
+
+from bpk.converter.converted import ConversionReport, Holder
+
+
+class Tree:
+    """Builds the tree, and gives names to new modules."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, visited: set[str]) -> None:
+        self.model = model
+        self.called = Counter(str(n.target) for n in graph.nodes if n.op == "call_module")
+        self.visited = visited
+        self.read = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
+        self.report = ConversionReport()
+        self.root = self.holder(model, "")
+        self.counts: Counter[str] = Counter()
+
+    # ---- the original's modules ----------------------------------------------------------------------
+    def holder(self, module: nn.Module, path: str) -> Holder:
+        """A container: its own parameters and buffers, and its children."""
+        holder = Holder()
+        holder.training = module.training
+        for name, param in module._parameters.items():
+            holder.register_parameter(name, param)
+        for name, buffer in module._buffers.items():
+            holder.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+        for name, child in module._modules.items():
+            below = f"{path}.{name}" if path else name
+            if child is None:
+                continue
+            if below not in self.called and self.is_inside(below):
+                holder.add_module(name, self.holder(child, below))
+                continue
+            holder.add_module(name, child)
+            if below not in self.called and not any(path.startswith(f"{below}.") for path in self.read):
+                self.report.unused.append(f"{below} ({type(child).__name__})")
+        return holder
+
+    def is_inside(self, path: str) -> bool:
+        """Whether the forward pass went through this container, or something inside."""
+        return path in self.visited or any(called.startswith(f"{path}.") for called in self.called)
+
+    # ---- new modules -----------------------------------------------------------------------------------
+    def add(self, module: nn.Module, name: str | None = None) -> str:
+        """Add a module to the root under a numbered name; returns the name."""
+        base = name or snake(type(module).__name__)
+        taken = self.root._modules
+        while f"{base}{self.counts[base]}" in taken or f"{base}{self.counts[base]}" in self.root._parameters:
+            self.counts[base] += 1
+        found = f"{base}{self.counts[base]}"
+        self.counts[base] += 1
+        self.root.add_module(found, module)
+        return found
+
+    def replace(self, path: str, new: dict[str, nn.Module]) -> None:
+        """Put modules (by their name in the parent) in the place of one."""
+        parent = self.root.get_submodule(path.rpartition(".")[0])
+        name = path.rpartition(".")[2]
+        children = dict(parent._modules)
+        parent._modules.clear()
+        for key, child in children.items():
+            for new_key, module in new.items() if key == name else ((key, child),):
+                parent.add_module(new_key, module)
+
+    def separate(self, graph: fx.Graph, out_of_place: set[fx.Node]) -> None:
+        """Give every call of a layer without parameters and buffers a module of its own, working out of place."""
+        calls: dict[str, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if node.op == "call_module":
+                calls.setdefault(str(node.target), []).append(node)
+        for path, nodes in calls.items():
+            module = self.root.get_submodule(path)
+            if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+                continue
+            if len(nodes) == 1 and not out_of_place.intersection(nodes):
+                continue
+            parent, _, name = path.rpartition(".")
+            own = [without_in_place(module) if n in out_of_place else copy.deepcopy(module) for n in nodes]
+            names = [name] if len(nodes) == 1 else self.numbered(parent, name, len(nodes))
+            self.replace(path, dict(zip(names, own, strict=True)))
+            for node, new in zip(nodes, names, strict=True):
+                node.target = f"{parent}.{new}" if parent else new
+            if len(nodes) > 1:
+                self.report.reused[path] = [str(n.target) for n in nodes]
+
+    def numbered(self, parent: str, name: str, count: int) -> list[str]:
+        """`count` free names in a container: `relu0`, `relu1`, …"""
+        taken = set(self.root.get_submodule(parent)._modules)
+        free: list[str] = []
+        k = 0
+        while len(free) < count:
+            if f"{name}{k}" not in taken:
+                free.append(f"{name}{k}")
+            k += 1
+        return free
+
+
+def without_in_place(module: nn.Module) -> nn.Module:
+    """A copy that overwrites nothing."""
+    twin = copy.deepcopy(module)
+    twin.__dict__["inplace"] = False
+    return twin
+
+
+def snake(name: str) -> str:
+    """`ReduceTuple` -> `reduce_tuple`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,0 +1,5 @@
+"""One entry of a tuple."""
+
+from bpk.custom_module import generated
+
+ReduceTuple = generated("ReduceTuple")

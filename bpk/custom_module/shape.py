@@ -1,0 +1,7 @@
+"""Other shapes."""
+
+from bpk.custom_module import generated
+
+Reshape = generated("Reshape")
+Squeeze = generated("Squeeze")
+Unsqueeze = generated("Unsqueeze")

@@ -1,0 +1,285 @@
+"""Recurrent layers: one backward recurrence serves the input, the initial states and every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians import gemm, sequence_gemm
+from bpk.jacobians.binding import Binding, tensors_in
+from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.recurrent_cells import Cell
+from bpk.jacobians.recurrent_scan import Scan
+from bpk.jacobians.recurrent_stack import Pulled, Seeds, Stack
+from bpk.jacobians.rule import Example, Residual
+from bpk.jacobians.several import SeveralOutputs
+
+PACKED = "its input is a packed sequence, whose rows are not samples"
+UNBATCHED = "its input has no batch axis"
+DROPOUT = "it drops out values between its layers, and what it drew cannot be drawn again"
+PAD = "pass a padded tensor, and leave what is padding out of the loss (ignore_index, or a mask)."
+ADD_AXIS = "add a batch axis: x.unsqueeze(0) with batch_first=True, x.unsqueeze(1) without."
+SPLIT = "use single layers with nn.Dropout in between (extend(model, use_converter=True) does that), or call eval()."
+
+KEEP = 1 << 22
+"""How many numbers of backward recurrences are kept for the next one who asks."""
+
+
+class Latest:
+    """What was computed from the columns that came last, for those who ask with the same columns again."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, tuple[Tensor, Pulled]] = {}
+
+    def find(self, mat: Tensor, compute: Callable[[], Pulled]) -> Pulled:
+        """`compute()`, evaluated once for these columns (they are held, so that their memory stays theirs)."""
+        if mat.requires_grad or torch._C._functorch.maybe_current_level() is not None:
+            return compute()
+        key = (mat.data_ptr(), mat._version, mat.shape, mat.stride(), torch.is_grad_enabled())
+        if key not in self.kept:
+            found = compute()
+            while self.kept and sum(pulled.size for _, pulled in self.kept.values()) + found.size > KEEP:
+                del self.kept[next(iter(self.kept))]
+            self.kept[key] = (mat, found)
+        return self.kept[key][1]
+
+
+class RecurrentForward(SeveralOutputs):
+    """What a recurrent layer computes, and how its arguments are seen; products are left to a family.
+
+    Inputs are `x` `[N, T, I]` and, where they are given, the initial states `[N, scans, *]`; results are the output
+    `[N, T, *]` and the last states `[N, scans, *]`, where there is one scan for each layer and direction.
+    """
+
+    axes = 3
+    """How many axes an input has."""
+
+    def __init__(
+        self,
+        *modules: type[nn.Module],
+        cell: Callable[[Options], Cell],
+        params: Sequence[str] = (),
+        examples: Sequence[Example] = (),
+    ) -> None:
+        super().__init__(*modules, params=params, examples=examples)
+        self.cell = cell
+
+    def params_of(self, module: Any) -> Sequence[str]:
+        return module._flat_weights_names
+
+    def bind(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        given = (*args, *kwargs.values())
+        inputs = tuple(tensors_in(given))
+        if any(isinstance(x, nn.utils.rnn.PackedSequence) for x in given):
+            return Binding(module, inputs[:1], problem=PACKED + ".", do=PAD)
+        if inputs[0].dim() != self.axes:
+            return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
+        axis, states = 0 if module.batch_first else 1, 2 if module.mode == "LSTM" else 1
+        return Binding(module, inputs, (axis, *[1] * (len(inputs) - 1)), (axis, *[1] * states))
+
+    def obstacle(self, call: Call) -> str | None:
+        if call.inputs[0].dim() != self.axes:
+            return UNBATCHED
+        return DROPOUT if self.draws(call.options) else None
+
+    def draws(self, options: Any) -> bool:
+        """Whether the layer draws random numbers in its present mode."""
+        return bool(options.training and options.dropout > 0 and options.num_layers > 1)
+
+    def layers(self, options: Any) -> list[list[Scan]]:
+        """The scans of each layer."""
+        ways = (False, True) if options.bidirectional else (False,)
+        return [
+            [Scan(f"_l{k}{'_reverse' if way else ''}", k * len(ways) + way, way) for way in ways]
+            for k in range(options.num_layers)
+        ]
+
+    def stack(
+        self,
+        options: Options,
+        inputs: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        known: Callable[[int], Tensor | None] | None = None,
+    ) -> Stack:
+        """The layer evaluated at a point; `known` gives outputs of layers, and says that no graph is needed."""
+        x, h0, c0 = self.seen(inputs)
+        assert x is not None
+        return Stack(self.cell(options), self.layers(options), params, x, h0, c0, known)
+
+    def seen(self, inputs: Sequence[Tensor | None], lead: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Inputs (or columns of inputs, with `lead` axes more) as a stack takes them: time first."""
+        x, h0, c0 = (*inputs, None, None)[:3]
+        return None if x is None else x.movedim(1 + lead, 0), h0, c0
+
+    def returned(self, seeds: Seeds, lead: int = 0) -> list[Tensor | None]:
+        """The results (or columns of results) of a stack, by number."""
+        return [None if seeds.y is None else seeds.y.movedim(0, 1 + lead), seeds.h, seeds.c]
+
+    def seeds(self, parts: Mapping[int, Tensor]) -> Seeds:
+        """The inverse of `returned`, for columns."""
+        return Seeds(*self.seen([parts.get(k) for k in range(3)], 1))
+
+    def left(self, pulled: Pulled, index: int) -> Tensor:
+        """Columns of an input, from what was pulled back to it."""
+        return pulled.state(index) if index else pulled.input().movedim(0, 2)
+
+    def results(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        found = self.returned(self.stack(options, inputs, params).results())
+        return [x.to(inputs[0].dtype) for x in found if x is not None]
+
+
+class Recurrent(RecurrentForward):
+    """Recurrent layers with products by one recurrence over time.
+
+    Every parameter is that of an affine map applied at each step, `a_t = W_ih x_t + b_ih`, `b_t = W_hh h_{t-1} + b_hh`
+    and `h_t = W_hr m_t`: its gradients are those of a linear layer with time as an extra axis, and so are its
+    Kronecker factors: `A = sum_n sum_t u_t u_t^T / N` with `u` the input of the map, and `G` the block of the GGN of
+    a bias added to its output (gradients summed over time before the outer product). "expand" and "reduce" are as
+    for linear layers (Eschenhagen et al. 2023, arXiv:2311.00636).
+    """
+
+    # ---- evaluated at a call ---------------------------------------------------------------------
+    def at(self, call: Call) -> Stack:
+        """The layer at the point of a call, evaluated once."""
+        if call.inputs[0].dim() != self.axes or self.draws(call.options):
+            reason = self.obstacle(call) or ""
+            raise UnsupportedLayer(
+                explain(f"{self.name}: products are not defined here.", reason + ".", SPLIT if self.draws(call.options) else ADD_AXIS)
+            )
+        if torch.is_grad_enabled():
+            return call.memo((self, "with graph"), lambda: self.stack(call.options, call.inputs, call.params))
+        last = len(self.layers(call.options)) - 1
+
+        def known(layer: int) -> Tensor | None:
+            return self.sequence(call) if layer == last else None
+
+        return call.memo((self, "stack"), lambda: self.stack(call.options, call.inputs, call.params, known))
+
+    def sequence(self, call: Call) -> Tensor | None:
+        """The output `[T, N, *]`, where it is one of the results that are used."""
+        if 0 not in call.used:
+            return None
+        return self.split(call, call.output, 1)[0].movedim(1, 0)
+
+    def pulled(self, call: Call, mat: Tensor) -> Pulled:
+        """The backward recurrence for columns `[V, N, *out]`, shared by all who ask with the same columns."""
+        stack, latest = self.at(call), call.memo((self, "latest"), Latest)
+        return latest.find(mat, lambda: stack.pull(self.seeds(self.split(call, gemm.wide(mat)))))
+
+    def affine(self, call: Call, mat: Tensor, param: str) -> tuple[Tensor, Tensor | None]:
+        """The affine map of a parameter: gradients `[T, V, N, O]` of its output, and its input `[T, N, I]` (weights)."""
+        stack, pulled = self.at(call), self.pulled(call, mat)
+        layer, place, role = stack.find(param)
+        trace, adjoint = stack.traces[layer][place], pulled.adjoints[layer][place]
+        return trace.gradient(role, adjoint), trace.value(role)
+
+    # ---- products --------------------------------------------------------------------------------
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        found = self.pushed(call, {wrt: gemm.wide(mat)})
+        parts = {k: x for k, x in enumerate(found) if x is not None and k in call.used}
+        return self.merge(call, parts).to(mat.dtype)
+
+    def pushed(self, call: Call, mats: Mapping[Wrt, Tensor]) -> list[Tensor | None]:
+        x, h, c = self.seen([mats.get(k) for k in range(3)], 1)
+        params = {name: mat for name, mat in mats.items() if isinstance(name, str)}
+        lead = len(next(iter(mats.values())))
+        return self.returned(self.at(call).push(x, h, c, params, lead)[0], 1)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        if isinstance(wrt, int):
+            return self.left(self.pulled(call, mat), wrt).to(mat.dtype)
+        columns, values = self.affine(call, mat, wrt)
+        if values is None:
+            return columns.sum((0, 2) if sum_batch else 0).to(mat.dtype)
+        if sum_batch:
+            return sequence_gemm.summed(columns, values).to(mat.dtype)
+        return sequence_gemm.per_sample(columns, values, call.empty).to(mat.dtype)
+
+    def has_cheap_squares(self, call: Call, param: str) -> bool:
+        """A bias has few entries."""
+        return param.startswith("bias")
+
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        columns, values = self.affine(call, mat, param)
+        if torch.is_grad_enabled() or values is None:
+            return super().squared_sum(call, mat, param, weights, per_sample)
+        return sequence_gemm.squared_sum(columns, values, weights, per_sample, call.empty).to(mat.dtype)
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        columns, values = self.affine(call, grad_out[None], param)
+        if values is None:
+            return columns[:, 0].sum(0).square().sum(1).to(grad_out.dtype)
+        return sequence_gemm.norm_squared(columns[:, 0], values).to(grad_out.dtype)
+
+    # ---- the second derivative -------------------------------------------------------------------
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.GENERAL
+
+    # ---- Kronecker factors -----------------------------------------------------------------------
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        stack = self.at(call)
+        layer, place, role = stack.find(param)
+        values = stack.traces[layer][place].value(role)
+        if values is None:
+            return None
+        t, n = values.shape[:2]
+        rows = values.mean(0) if approximation == "reduce" else values.flatten(0, 1)
+        return (rows.T @ rows / (n * t if approximation == "expand" else n)).to(call.output.dtype)
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """Rows whose Gram matrix is `G`: gradients summed over time, or one row for each step ("expand")."""
+        columns, values = self.affine(call, mat, param)
+        if approximation == "expand" and values is not None:
+            return columns.movedim(0, 2).to(mat.dtype)
+        return columns.sum(0).to(mat.dtype)
+
+    def _pull_flat(self, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
+        """For the recursion of KFRA a weight stands for the bias that would be added to its map."""
+        if isinstance(wrt, int):
+            return super()._pull_flat(call, mat, wrt)
+        return self.kron_rows(call, mat, wrt).sum(1)
+
+
+class RecurrentStep(Recurrent):
+    """A single step of a recurrent layer (`nn.LSTMCell`): `x` `[N, I]`, states `[N, *]`; the new states are returned."""
+
+    axes = 2
+
+    def params_of(self, module: Any) -> Sequence[str]:
+        return self.params
+
+    def bind(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        inputs = tuple(tensors_in((*args, *kwargs.values())))
+        if inputs[0].dim() != self.axes:
+            return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
+        return Binding(module, inputs)
+
+    def draws(self, options: Any) -> bool:
+        return False
+
+    def layers(self, options: Any) -> list[list[Scan]]:
+        return [[Scan()]]
+
+    def seen(self, inputs: Sequence[Tensor | None], lead: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, h0, c0 = (*inputs, None, None)[:3]
+        states = [None if s is None else s.unsqueeze(1 + lead) for s in (h0, c0)]
+        return None if x is None else x[None], states[0], states[1]
+
+    def sequence(self, call: Call) -> Tensor | None:
+        return None
+
+    def returned(self, seeds: Seeds, lead: int = 0) -> list[Tensor | None]:
+        return [None if s is None else s.squeeze(1 + lead) for s in (seeds.h, seeds.c)]
+
+    def seeds(self, parts: Mapping[int, Tensor]) -> Seeds:
+        h, c = (None if part is None else part.unsqueeze(2) for part in (parts.get(0), parts.get(1)))
+        return Seeds(None, h, c)
+
+    def left(self, pulled: Pulled, index: int) -> Tensor:
+        return pulled.state(index).squeeze(2) if index else pulled.input()[0]

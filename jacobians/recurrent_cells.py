@@ -1,0 +1,233 @@
+"""The cells of recurrent layers: what happens elementwise at one step, as a table of derivatives.
+
+At each step a cell reads the input part `a = W_ih x + b_ih` and the hidden part `b = W_hh h + b_hh` of its
+pre-activations (`G` blocks of `H` numbers each) and what it carries over from the step before. From these it makes
+*local variables* `q` `[..., K, H]`; everything else happens inside one hidden unit:
+
+    m, c = output(q)         m is the new hidden state (before a projection), c the new cell state (LSTM)
+    dq   = slope * dm        the transposed Jacobian; in an LSTM most variables act through c, with
+                             dc = (what the next step sends back) + via * dm
+
+with slopes `[..., K, H]`. Leading axes are free: time, columns, samples.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vjp
+
+
+@dataclass
+class Slopes:
+    """Local derivatives over time: `d m / d q` `[T, N, K, H]`; for an LSTM `d c / d q`, `d m / d q` and `d m / d c`."""
+
+    slope: Tensor
+    via: Tensor | None = None
+
+
+class Cell(ABC):
+    """One kind of cell. `gates` is `G`, `blocks` is `K`; `hidden` are the local variables that `b` enters.
+
+    `carried` is the local variable that comes from the step before untouched by a weight: the cell state (`memory`)
+    or the hidden state. `layer` is torch's function for whole layers.
+    """
+
+    gates: int
+    blocks: int
+    hidden: slice
+    carried: int | None = None
+    memory = False
+    layer: Callable[..., tuple[Tensor, ...]]
+
+    @abstractmethod
+    def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
+        """Local variables from `a`, `b` `[..., G H]` and what is carried over `[..., H]`."""
+
+    @abstractmethod
+    def of_input(self, dq: Tensor) -> Tensor:
+        """The gradient `[..., G H]` of `a`: with the next two, the adjoint of `assemble`."""
+
+    def of_hidden(self, dq: Tensor) -> Tensor:
+        """The gradient `[..., G H]` of `b`."""
+        return dq[..., self.hidden, :].flatten(-2)
+
+    def of_carry(self, dq: Tensor) -> Tensor | None:
+        """The gradient `[..., H]` of what was carried over."""
+        return None if self.carried is None else dq[..., self.carried, :]
+
+    @abstractmethod
+    def output(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The new hidden state, and the new cell state."""
+
+    @abstractmethod
+    def slopes(self, q: Tensor) -> Slopes:
+        """The local derivatives at `q`."""
+
+    @abstractmethod
+    def replay(self, a: Tensor, b: Tensor, before: Tensor, c: Tensor | None) -> tuple[Slopes, Tensor | None]:
+        """Local derivatives, and the hidden states before a projection, where all `b` `[T, N, G H]` are known.
+
+        `before` are the hidden states before each step, `c` is the initial cell state. No graph is built.
+        """
+
+    def pull(self, at: Slopes, t: int, dm: Tensor, dc: Tensor | None, out: Tensor | None) -> Tensor:
+        """`dq` at step `t` from the gradients `[V, N, H]` of both states, written to `out` if that is given."""
+        return torch.mul(at.slope[t], dm[..., None, :], out=out)
+
+    def push(self, at: Slopes, t: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tangents of both states at step `t` from those of the local variables `[V, N, K, H]`."""
+        return (at.slope[t] * q).sum(-2), None
+
+    def bend(self, q: Tensor, dm: Tensor, dc: Tensor | None, tangent: Tensor) -> Tensor:
+        """The second derivative, contracted with the gradients of both states, times a tangent of `q`."""
+
+        def gradient(at: Tensor) -> Tensor:
+            (m, c), pull = vjp(self.output, at)
+            return pull((dm, None if c is None else torch.zeros_like(c) if dc is None else dc))[0]
+
+        return jvp(gradient, (q,), (tangent,))[1]
+
+
+class Elman(Cell):
+    """`m = phi(z)` with `z = a + b` and `phi` tanh or ReLU. `q = (z)`."""
+
+    gates = blocks = 1
+    hidden = slice(0, 1)
+
+    def __init__(self, relu: bool) -> None:
+        self.relu = relu
+        self.layer = torch.rnn_relu if relu else torch.rnn_tanh
+
+    def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
+        return (a + b)[..., None, :]
+
+    def of_input(self, dq: Tensor) -> Tensor:
+        return dq[..., 0, :]
+
+    def output(self, q: Tensor) -> tuple[Tensor, None]:
+        z = q[..., 0, :]
+        return (z.relu() if self.relu else z.tanh()), None
+
+    def slopes(self, q: Tensor) -> Slopes:
+        return Slopes((q > 0).to(q.dtype) if self.relu else 1 - q.tanh().square())
+
+    def replay(self, a: Tensor, b: Tensor, before: Tensor, c: Tensor | None) -> tuple[Slopes, None]:
+        return self.slopes(self.assemble(a, b, before)), None
+
+
+class Lstm(Cell):
+    """`c = s(f) c' + s(i) tanh(g)`, `m = s(o) tanh(c)` with `(i, f, g, o) = a + b`. `q = (c', i, f, g, o)`."""
+
+    gates, blocks, carried, memory = 4, 5, 0, True
+    hidden = slice(1, 5)
+    layer = staticmethod(torch.lstm)
+
+    def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
+        gates = (a + b).unflatten(-1, (4, -1))
+        return torch.cat([carry[..., None, :], gates], -2)
+
+    def of_input(self, dq: Tensor) -> Tensor:
+        return dq[..., 1:, :].flatten(-2)
+
+    def output(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        before, i, f, g, o = q.unbind(-2)
+        c = f.sigmoid() * before + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+    def slopes(self, q: Tensor) -> Slopes:
+        before, i, f, g, o = q.unbind(-2)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        c = (f * before + i * g).tanh()
+        slope = [f, g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), c * o * (1 - o)]
+        return Slopes(torch.stack(slope, -2), o * (1 - c * c))
+
+    def replay(self, a: Tensor, b: Tensor, before: Tensor, c: Tensor | None) -> tuple[Slopes, Tensor]:
+        assert c is not None
+        z = a.add_(b).unflatten(-1, (4, -1))
+        g = z[:, :, 2].tanh()
+        gates = z.sigmoid_()
+        i, f, _, o = gates.unbind(2)
+        new, cells = i * g, f.new_empty(len(f) + 1, *c.shape)
+        cells[0] = c
+        for at, into, forget, add in zip(cells[:-1].unbind(), cells[1:].unbind(), f.unbind(), new.unbind(), strict=True):
+            torch.addcmul(add, forget, at, out=into)
+        squashed = cells[1:].tanh()
+        slope = f.new_empty(*f.shape[:2], 5, f.shape[2])
+        slope[:, :, 0] = f
+        bent = torch.addcmul(gates, gates, gates, value=-1)  # s (1 - s)
+        torch.mul(g, bent[:, :, 0], out=slope[:, :, 1])
+        torch.mul(cells[:-1], bent[:, :, 1], out=slope[:, :, 2])
+        torch.addcmul(i, new, g, value=-1, out=slope[:, :, 3])
+        torch.mul(squashed, bent[:, :, 3], out=slope[:, :, 4])
+        m = o * squashed
+        return Slopes(slope, torch.addcmul(o, m, squashed, value=-1)), m
+
+    def pull(self, at: Slopes, t: int, dm: Tensor, dc: Tensor | None, out: Tensor | None) -> Tensor:
+        assert at.via is not None
+        slope = at.slope[t]
+        dc = dm * at.via[t] if dc is None else torch.addcmul(dc, dm, at.via[t])
+        if out is None:
+            return torch.cat([slope[:, :4] * dc[..., None, :], (slope[:, 4] * dm)[..., None, :]], -2)
+        torch.mul(slope[:, :4], dc[..., None, :], out=out[..., :4, :])
+        torch.mul(slope[:, 4], dm, out=out[..., 4, :])
+        return out
+
+    def push(self, at: Slopes, t: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        assert at.via is not None
+        slope = at.slope[t]
+        c = (slope[:, :4] * q[..., :4, :]).sum(-2)
+        return at.via[t] * c + slope[:, 4] * q[..., 4, :], c
+
+
+class Gru(Cell):
+    """`m = n + u (m' - n)`, `n = tanh(a_n + r b_n)`, `r = s(a_r + b_r)`, `u = s(a_u + b_u)`.
+
+    `q = (a_n, r, u, b_n, m')`, where `r` and `u` stand for their pre-activations.
+    """
+
+    gates, blocks, carried = 3, 5, 4
+    hidden = slice(1, 4)
+    layer = staticmethod(torch.gru)
+
+    def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
+        a, b = a.unflatten(-1, (3, -1)), b.unflatten(-1, (3, -1))
+        return torch.cat([a[..., 2:, :], a[..., :2, :] + b[..., :2, :], b[..., 2:, :], carry[..., None, :]], -2)
+
+    def of_input(self, dq: Tensor) -> Tensor:
+        return torch.cat([dq[..., 1:3, :], dq[..., :1, :]], -2).flatten(-2)
+
+    def output(self, q: Tensor) -> tuple[Tensor, None]:
+        a, r, u, b, before = q.unbind(-2)
+        n = (a + r.sigmoid() * b).tanh()
+        return n + u.sigmoid() * (before - n), None
+
+    def slopes(self, q: Tensor) -> Slopes:
+        a, r, u, b, before = q.unbind(-2)
+        r, u = r.sigmoid(), u.sigmoid()
+        n = (a + r * b).tanh()
+        inner = (1 - u) * (1 - n * n)
+        slope = [inner, inner * b * r * (1 - r), (before - n) * u * (1 - u), inner * r, u]
+        return Slopes(torch.stack(slope, -2))
+
+    def replay(self, a: Tensor, b: Tensor, before: Tensor, c: Tensor | None) -> tuple[Slopes, None]:
+        a, b = a.unflatten(-1, (3, -1)), b.unflatten(-1, (3, -1))
+        gates = torch.add(a[:, :, :2], b[:, :, :2]).sigmoid_()
+        r, u = gates.unbind(2)
+        new = b[:, :, 2]
+        n = torch.addcmul(a[:, :, 2], r, new).tanh_()
+        slope = a.new_empty(*r.shape[:2], 5, r.shape[2])
+        bent = torch.addcmul(gates, gates, gates, value=-1)  # s (1 - s)
+        keep = torch.sub(1, u)
+        inner = torch.addcmul(keep, keep * n, n, value=-1)
+        slope[:, :, 0] = inner
+        torch.mul(inner * new, bent[:, :, 0], out=slope[:, :, 1])
+        torch.mul(before - n, bent[:, :, 1], out=slope[:, :, 2])
+        torch.mul(inner, r, out=slope[:, :, 3])
+        slope[:, :, 4] = u
+        return Slopes(slope), None
+

@@ -1,0 +1,152 @@
+"""The layers of a recurrent network on top of each other, each reading in one direction or in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.gemm import linear, wide
+from bpk.jacobians.recurrent_cells import Cell
+from bpk.jacobians.recurrent_scan import ROLES, Adjoint, Scan, Tangent, Trace
+
+
+@dataclass
+class Seeds:
+    """The outputs of a stack, or gradients or tangents of them (`None`: zero).
+
+    `y` is the output `[T, (V,) N, P]` of all directions, `h` and `c` the last states, `[(V,) N, scans, *]`.
+    """
+
+    y: Tensor | None = None
+    h: Tensor | None = None
+    c: Tensor | None = None
+
+
+@dataclass
+class Pulled:
+    """What came of some columns: an `Adjoint` for each scan, and the gradient of the input, on demand."""
+
+    adjoints: list[list[Adjoint]]
+    input: Callable[[], Tensor]
+
+    @property
+    def size(self) -> int:
+        """How many numbers are held."""
+        return sum(a.dq.numel() for row in self.adjoints for a in row)
+
+    def state(self, index: int) -> Tensor:
+        """The gradient `[V, N, scans, *]` of the initial hidden (1) or cell (2) state."""
+        found = [a.dh0 if index == 1 else a.dc0 for layer in self.adjoints for a in layer]
+        return torch.stack([x for x in found if x is not None], 2)
+
+
+class Stack:
+    """A recurrent layer at the point of a call. States are `[N, scans, *]`, sequences time first."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        layers: Sequence[Sequence[Scan]],
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        h0: Tensor | None,
+        c0: Tensor | None,
+        known: Callable[[int], Tensor | None] | None = None,
+    ) -> None:
+        self.cell = cell
+        self.params = {name: wide(p) for name, p in params.items()}
+        self.traces: list[list[Trace]] = []
+        x, h0, c0 = wide(x), None if h0 is None else wide(h0), None if c0 is None else wide(c0)
+        for k, scans in enumerate(layers):
+            sets = [scan.own(self.params) for scan in scans]
+            states = [self.start(own, scan, x, h0, c0) for own, scan in zip(sets, scans, strict=True)]
+            y: Tensor | None = None
+            if known is not None:
+                y = known(k)
+                y = self.replayed(sets, x, states) if y is None else wide(y)
+            parts = [None] * len(scans) if y is None else y.chunk(len(scans), -1)
+            given = zip(scans, sets, states, parts, strict=True)
+            row = [Trace(cell, scan, own, x, h, c, part) for scan, own, (h, c), part in given]
+            self.traces.append(row)
+            x = torch.cat([trace.y for trace in row], -1) if y is None else y
+        self.y = x
+
+    def start(
+        self, own: Mapping[str, Tensor], scan: Scan, x: Tensor, h0: Tensor | None, c0: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The initial states of a scan, `[N, P]` and `[N, H]`."""
+        width, hidden = own["weight_hh"].shape[1], own["weight_hh"].shape[0] // self.cell.gates
+        h = x.new_zeros(x.shape[1], width) if h0 is None else h0[:, scan.number]
+        c = x.new_zeros(x.shape[1], hidden) if c0 is None else c0[:, scan.number]
+        return h, c if self.cell.memory else None
+
+    def replayed(
+        self, sets: Sequence[Mapping[str, Tensor]], x: Tensor, states: Sequence[tuple[Tensor, Tensor | None]]
+    ) -> Tensor:
+        """The output `[T, N, *]` of a layer by torch's own function for it."""
+        h, c = torch.stack([h for h, _ in states]), [c for _, c in states if c is not None]
+        start = (h, torch.stack(c)) if c else h
+        flat = [own[role] for own in sets for role in ROLES if role in own]
+        return self.cell.layer(x, start, flat, "bias_ih" in sets[0], 1, 0.0, False, len(sets) == 2, False)[0]
+
+    def results(self) -> Seeds:
+        """The output and the last states."""
+        every = [trace for row in self.traces for trace in row]
+        h = torch.stack([trace.h_n for trace in every], 1)
+        c = torch.stack([trace.c_n for trace in every if trace.c_n is not None], 1) if self.cell.memory else None
+        return Seeds(self.y, h, c)
+
+    def find(self, param: str) -> tuple[int, int, str]:
+        """Layer and position of the scan that a parameter belongs to, and its role there."""
+        for k, row in enumerate(self.traces):
+            for j, trace in enumerate(row):
+                for role in trace.params:
+                    if role + trace.scan.suffix == param:
+                        return k, j, role
+        raise KeyError(param)
+
+    def pull(self, seeds: Seeds, bends: Sequence[Sequence[Tensor]] | None = None) -> Pulled:
+        """Back through all layers."""
+        dy, adjoints = seeds.y, list[list[Adjoint]]()
+        for k in reversed(range(len(self.traces))):
+            parts = [None] * len(self.traces[k]) if dy is None else dy.chunk(len(self.traces[k]), -1)
+            row = []
+            for j, (trace, part) in enumerate(zip(self.traces[k], parts, strict=True)):
+                h, c = (None if s is None else s[:, :, trace.scan.number] for s in (seeds.h, seeds.c))
+                bend = None if bends is None else bends[k][j]
+                row.append(trace.pull(None if part is None else trace.scan.turned(part), h, c, bend))
+            adjoints.insert(0, row)
+            if k:
+                dy = self.input_gradient(k, row)
+        return Pulled(adjoints, lambda: self.input_gradient(0, adjoints[0]))
+
+    def input_gradient(self, k: int, row: Sequence[Adjoint]) -> Tensor:
+        """The gradient `[T, V, N, I]` of the input of a layer."""
+        total: Tensor | None = None
+        for trace, adjoint in zip(self.traces[k], row, strict=True):
+            part = trace.scan.turned(linear(self.cell.of_input(adjoint.dq), trace.params["weight_ih"].T))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def push(
+        self, x: Tensor | None, h: Tensor | None, c: Tensor | None, params: Mapping[str, Tensor], lead: int
+    ) -> tuple[Seeds, list[list[Tangent]]]:
+        """Forward through all layers, from `lead` tangents of the input, the initial states and the parameters."""
+        tangents: list[list[Tangent]] = []
+        for row in self.traces:
+            found = []
+            for trace in row:
+                like = trace.m.new_zeros(lead, *trace.m.shape[1:])
+                h0, c0 = (None if s is None else s[:, :, trace.scan.number] for s in (h, c))
+                given = None if x is None else trace.scan.turned(x)
+                found.append(trace.push(given, h0, c0, trace.scan.own(params), like))
+            tangents.append(found)
+            x = torch.cat([tr.scan.turned(ta.y) for tr, ta in zip(row, found, strict=True)], -1)
+        last = [ta for row in tangents for ta in row]
+        states = torch.stack([ta.y[-1] for ta in last], 2)
+        cells = torch.stack([ta.c for ta in last if ta.c is not None], 2) if self.cell.memory else None
+        return Seeds(x, states, cells), tangents

@@ -1,0 +1,86 @@
+"""Functions that use parameters directly, as the converter finds them: no structure is known, so the generic family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.autodiff import Autodiff
+from bpk.jacobians.binding import Binding, Bound
+from bpk.jacobians.call import Call, Options
+from bpk.jacobians.function_module import ParametricFunction, Slot, Step, common_dtype, is_float
+from bpk.jacobians.rule import case
+
+
+class DirectUse(Autodiff):
+    """A function of tensors with a batch axis, of parameters, and of constants, by `torch.func`."""
+
+    def params_of(self, module: nn.Module) -> Sequence[str]:
+        return tuple(name for name, _ in module.named_parameters())
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        assert isinstance(module, ParametricFunction)
+        batched = [x.detach() if k in module.sized else x for k, x in enumerate(args[: module.batched])]
+        sizes = {x.shape[0] if x.dim() else 0 for x in batched}
+        problem = "its inputs have no common batch axis in front." if len(sizes) != 1 else ""
+        options = Bound(module, {"constants": args[module.batched :]}) if len(args) > module.batched else module
+        return Binding(options, tuple(batched), problem=problem, do="expand them to the batch size.")
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        if not isinstance(options, Bound):
+            return torch.func.functional_call(options, dict(params), tuple(inputs))
+        dtype = common_dtype([*params.values(), *inputs])
+        constants = [c.to(dtype) if is_float(c) else c for c in options.arguments["constants"]]
+        return torch.func.functional_call(options.module, dict(params), (*inputs, *constants))
+
+    def mixing(self, call: Call) -> str | None:
+        """Whether the first sample's result, computed alone, is another than in the batch."""
+
+        def alone() -> bool:
+            if call.batch_size < 2:
+                return True
+            row = call.output[:1]
+            try:
+                with torch.no_grad():
+                    one = self.evaluate(call, [x[:1] for x in call.inputs], call.params)
+            except (RuntimeError, ValueError):  # it cannot be computed for one sample
+                return False
+            scale = float(row.detach().abs().amax()) if row.numel() else 0.0
+            return one.shape == row.shape and torch.allclose(one, row, rtol=0.05, atol=0.01 * scale, equal_nan=True)
+
+        if call.memo((self, "alone"), alone):
+            return None
+        return "its function moves or mixes the batch axis, so that rows of its result are not samples"
+
+
+def shifted() -> ParametricFunction:
+    """`x + w` with a parameter of its own."""
+    module = ParametricFunction((Step(torch.add, (Slot(0), Slot(1))),), inputs=1, batched=1)
+    module.hold("w", nn.Parameter(torch.linspace(-1, 1, 3)))
+    return module
+
+
+def classed() -> ParametricFunction:
+    """A learned token in front of a sequence, and a nonlinear use of another parameter."""
+    steps = (
+        Step(torch.Tensor.size, (Slot(0), 0)),
+        Step(torch.Tensor.expand, (Slot(1), Slot(3), -1, -1)),
+        Step(torch.cat, ([Slot(4), Slot(0)],), {"dim": 1}),
+        Step(torch.exp, (Slot(2),)),
+        Step(torch.mul, (Slot(5), Slot(6))),
+    )
+    module = ParametricFunction(steps, inputs=1, batched=1)
+    module.hold("token", nn.Parameter(torch.linspace(-1, 1, 3).reshape(1, 1, 3)))
+    module.hold("scale", nn.Parameter(torch.linspace(0.5, 1, 3)))
+    return module
+
+
+RULES = (
+    DirectUse(
+        ParametricFunction,
+        examples=(case(shifted, shape=(4, 3)), case(classed, shape=(2, 2, 3))),
+    ),
+)

@@ -1,0 +1,85 @@
+"""Recurrent layers and their cells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bpk.jacobians.recurrent import Recurrent, RecurrentStep
+from bpk.jacobians.recurrent_cells import Cell, Elman, Gru, Lstm
+from bpk.jacobians.rule import case
+
+NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+STEP_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+
+def elman(options: Any) -> Cell:
+    """Tanh or ReLU."""
+    return Elman(relu=options.nonlinearity == "relu")
+
+
+def lstm(options: Any) -> Cell:
+    """Input, forget and output gates; a cell state."""
+    return Lstm()
+
+
+def gru(options: Any) -> Cell:
+    """Reset and update gates."""
+    return Gru()
+
+
+RULES = (
+    Recurrent(
+        nn.RNN,
+        cell=elman,
+        params=NAMES,
+        examples=(
+            case(nn.RNN, 2, 3, batch_first=True, shape=(3, 4, 2)),
+            case(nn.RNN, 2, 2, bias=False, nonlinearity="relu", shape=(2, 3, 2)),
+            case(nn.RNN, 2, 2, num_layers=2, bidirectional=True, batch_first=True, shape=(3, 2, 2)),
+        ),
+    ),
+    Recurrent(
+        nn.LSTM,
+        cell=lstm,
+        params=NAMES,
+        examples=(
+            case(nn.LSTM, 2, 3, batch_first=True, shape=(3, 3, 2)),
+            case(nn.LSTM, 2, 2, bias=False, shape=(2, 3, 2)),
+            case(nn.LSTM, 2, 3, proj_size=2, bidirectional=True, batch_first=True, shape=(3, 2, 2)),
+            case(nn.LSTM, 2, 2, num_layers=2, batch_first=True, shape=(3, 2, 2)),
+        ),
+    ),
+    Recurrent(
+        nn.GRU,
+        cell=gru,
+        params=NAMES,
+        examples=(
+            case(nn.GRU, 2, 3, batch_first=True, shape=(3, 3, 2)),
+            case(nn.GRU, 2, 2, bias=False, shape=(2, 3, 2)),
+            case(nn.GRU, 2, 2, num_layers=2, bidirectional=True, batch_first=True, shape=(3, 2, 2)),
+        ),
+    ),
+    RecurrentStep(
+        nn.RNNCell,
+        cell=elman,
+        params=STEP_NAMES,
+        examples=(
+            case(nn.RNNCell, 2, 3, shape=(4, 2)),
+            case(nn.RNNCell, 2, 3, nonlinearity="relu", bias=False, shapes=((4, 2), (4, 3))),
+        ),
+    ),
+    RecurrentStep(
+        nn.GRUCell,
+        cell=gru,
+        params=STEP_NAMES,
+        examples=(case(nn.GRUCell, 2, 3, shape=(4, 2)), case(nn.GRUCell, 2, 2, bias=False, shapes=((4, 2), (4, 2)))),
+    ),
+    RecurrentStep(
+        nn.LSTMCell,
+        cell=lstm,
+        params=STEP_NAMES,
+        examples=(case(nn.LSTMCell, 2, 3, shape=(4, 2)), case(nn.LSTMCell, 3, 2, bias=False, shape=(4, 3))),
+    ),
+)

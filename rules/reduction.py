@@ -1,0 +1,303 @@
+"""Linear maps along axes behind the batch axis: means and sums, repetition, rotation, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.broadcast import collect
+from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.conversion import (
+    CannotConvert,
+    Conversion,
+    Size,
+    behind_batch,
+    one_by_one,
+    reading,
+    require_constant,
+)
+from bpk.jacobians.generated import layer
+from bpk.jacobians.linear_map import LinearMap
+from bpk.jacobians.rule import Rule, case
+
+T = torch.Tensor
+Axes = int | tuple[int, ...]
+
+
+# ---- the layers --------------------------------------------------------------------------------------
+def mean(x: Tensor, /, dim: Axes, keepdim: bool = False) -> Tensor:
+    """The mean over axes, `out = x.mean(dim)`."""
+    return x.mean(dim, keepdim)
+
+
+def add_over(x: Tensor, /, dim: Axes, keepdim: bool = False) -> Tensor:
+    """The sum over axes, `out = x.sum(dim)`."""
+    return x.sum(dim, keepdim)
+
+
+def cumulate(x: Tensor, /, dim: int) -> Tensor:
+    """The running sum along an axis, `out = x.cumsum(dim)`."""
+    return x.cumsum(dim)
+
+
+def roll(x: Tensor, /, shifts: Axes, dims: Axes) -> Tensor:
+    """Rotate entries along axes, `out = x.roll(shifts, dims)`."""
+    return x.roll(shifts, dims)
+
+
+def flip(x: Tensor, /, dims: Axes) -> Tensor:
+    """Reverse axes, `out = x.flip(dims)`."""
+    return x.flip(dims)
+
+
+def expand(x: Tensor, /, *sizes: int) -> Tensor:
+    """Repeat axes with one entry (as a view), `out = x.expand(N, *sizes)`."""
+    return x.expand(x.shape[0], *sizes)
+
+
+def repeat(x: Tensor, /, *sizes: int) -> Tensor:
+    """Repeat every sample along its axes, `out = x.repeat(1, *sizes)`."""
+    return x.repeat(1, *sizes)
+
+
+def repeat_each(x: Tensor, /, repeats: int, dim: int) -> Tensor:
+    """Repeat every entry along an axis, `out = x.repeat_interleave(repeats, dim)`."""
+    return x.repeat_interleave(repeats, dim)
+
+
+def masked_fill(x: Tensor, /, mask: Tensor, value: float) -> Tensor:
+    """Put a fixed value where a fixed mask is true, `out = x.masked_fill(mask, value)`."""
+    return x.masked_fill(mask, value)
+
+
+Mean = layer("Mean", mean, home="reduction")
+Sum = layer("Sum", add_over, home="reduction")
+Cumsum = layer("Cumsum", cumulate, home="reduction")
+Roll = layer("Roll", roll, home="reduction")
+Flip = layer("Flip", flip, home="reduction")
+Expand = layer("Expand", expand, home="reduction")
+Repeat = layer("Repeat", repeat, home="reduction")
+RepeatInterleave = layer("RepeatInterleave", repeat_each, home="reduction")
+MaskedFill = layer("MaskedFill", masked_fill, home="reduction")
+
+
+# ---- the rules ---------------------------------------------------------------------------------------
+class AlongAxes(LinearMap):
+    """A linear map along axes that its options name (`axis_option`)."""
+
+    def __init__(self, *modules: type[nn.Module], axes_of: Callable[[Options], Axes], **others: Any) -> None:
+        super().__init__(*modules, **others)
+        self.axes_of = axes_of
+
+    def _dims(self, call: Call) -> list[int]:
+        dims, count = self.axes_of(call.options), call.inputs[0].dim()
+        return [d % count for d in ((dims,) if isinstance(dims, int) else dims)]
+
+    def acts_on(self, call: Call) -> int | None:
+        return call.inputs[0].dim() - min(self._dims(call), default=0)
+
+    def obstacle(self, call: Call) -> str | None:
+        if min(self._dims(call), default=0) == 0:
+            return "it acts on the batch axis, so that rows of its output are not samples"
+        return None
+
+
+class Reduction(AlongAxes):
+    """`out = factor * sum over axes`: the transposed Jacobian repeats."""
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        dims, shape = self._dims(call), call.inputs[0].shape
+        if not call.options.keepdim:
+            for d in sorted(dims):
+                mat = mat.unsqueeze(d + 1)
+        if isinstance(call.options, Mean):
+            mat = mat / torch.Size(shape[d] for d in dims).numel()
+        return mat.expand(mat.shape[0], *shape)
+
+
+class Expanding(LinearMap):
+    """`out = x` repeated along axes with one entry: the transposed Jacobian sums over them."""
+
+    def obstacle(self, call: Call) -> str | None:
+        if call.inputs[0].dim() != call.output.dim():
+            return "it adds axes in front of the batch axis"
+        return None
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        return mat.expand(mat.shape[0], *call.output.shape)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        return collect(mat, call.inputs[0].shape[1:], 2)
+
+
+class Repeating(LinearMap):
+    """`Repeat`, which keeps the number of axes."""
+
+    def obstacle(self, call: Call) -> str | None:
+        if call.inputs[0].dim() != call.output.dim():
+            return "it adds axes in front of the batch axis"
+        return None
+
+
+class Masking(LinearMap):
+    """`MaskedFill`: entries under the mask do not depend on the input."""
+
+    def obstacle(self, call: Call) -> str | None:
+        mask, x = call.options.mask, call.inputs[0]
+        if call.output.dim() != x.dim() or (mask.dim() == x.dim() and mask.shape[0] != 1):
+            return "its fixed mask differs between samples"
+        return None
+
+
+def dim_of(options: Options) -> Axes:
+    """The axes under the name that most functions of torch give them."""
+    return options.dim
+
+
+def dims_of(options: Options) -> Axes:
+    """The axes of `roll` and `flip`."""
+    return options.dims
+
+
+def mask_linear(options: Options, x: Tensor) -> Tensor:
+    """Masking without the constant."""
+    return x.masked_fill(options.mask, 0.0)
+
+
+# ---- how functions are read --------------------------------------------------------------------------
+def axes(dim: Any) -> Axes:
+    """Axes that are known, and are not the batch axis."""
+    if dim is None or dim == () or dim == []:
+        raise CannotConvert("without an axis it acts on the batch axis, too.")
+    return tuple(behind_batch(d) for d in dim) if isinstance(dim, (tuple, list)) else behind_batch(dim)
+
+
+def same_dtype(dtype: Any) -> None:
+    """Refuse functions that change the precision."""
+    if dtype is not None:
+        raise CannotConvert("it changes the precision.")
+
+
+def read_mean(input: Any, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> Conversion:
+    """`input.mean(dim, keepdim)`."""
+    same_dtype(dtype)
+    return Conversion(Mean(axes(dim), keepdim), (input,))
+
+
+def read_sum(input: Any, dim: Any = None, keepdim: Any = False, *, dtype: Any = None) -> Conversion:
+    """`input.sum(dim, keepdim)`."""
+    same_dtype(dtype)
+    return Conversion(Sum(axes(dim), keepdim), (input,))
+
+
+def read_cumsum(input: Any, dim: Any, *, dtype: Any = None) -> Conversion:
+    """`input.cumsum(dim)`."""
+    same_dtype(dtype)
+    return Conversion(Cumsum(behind_batch(dim)), (input,))
+
+
+def read_roll(input: Any, shifts: Any, dims: Any = None) -> Conversion:
+    """`input.roll(shifts, dims)`."""
+    require_constant("the shift", shifts)
+    return Conversion(Roll(shifts, axes(dims)), (input,))
+
+
+def read_flip(input: Any, *dims: Any) -> Conversion:
+    """`input.flip(dims)`."""
+    return Conversion(Flip(axes(one_by_one(dims))), (input,))
+
+
+def read_expand(input: Any, *sizes: Any) -> Conversion:
+    """`input.expand(input.size(0), ...)`."""
+    first, *others = one_by_one(sizes)
+    if not isinstance(first, Size) and first != -1:
+        raise CannotConvert("its first size is not known to be that of the batch axis (write x.size(0) or -1 there).")
+    require_constant("a size", *others)
+    return Conversion(Expand(*others), (input,))
+
+
+def read_repeat(input: Any, *repeats: Any) -> Conversion:
+    """`input.repeat(1, ...)`."""
+    first, *others = one_by_one(repeats)
+    require_constant("a number of repetitions", first, *others)
+    if first != 1:
+        raise CannotConvert("it repeats the samples.")
+    return Conversion(Repeat(*others), (input,))
+
+
+def read_repeat_each(input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Conversion:
+    """`input.repeat_interleave(repeats, dim)`."""
+    if not isinstance(repeats, int):
+        raise CannotConvert("its numbers of repetitions are not one number.")
+    return Conversion(RepeatInterleave(repeats, axes(dim)), (input,))
+
+
+def read_masked_fill(input: Any, mask: Any, value: Any) -> Conversion:
+    """`input.masked_fill(mask, value)` with a fixed mask."""
+    require_constant("the mask or the value", mask, value)
+    return Conversion(MaskedFill(mask, float(value)), (input,))
+
+
+MASK = torch.tensor([[True, False, False], [False, False, True]])
+
+RULES: tuple[Rule, ...] = (
+    Reduction(
+        Mean,
+        axes_of=dim_of,
+        functions=reading(read_mean, torch.mean, T.mean),
+        examples=(
+            case(Mean, 1, shape=(2, 3, 2)),
+            case(Mean, (-1, -2), shape=(2, 2, 2, 3)),
+            case(Mean, -1, keepdim=True, shape=(2, 2, 3)),
+        ),
+    ),
+    Reduction(
+        Sum,
+        axes_of=dim_of,
+        functions=reading(read_sum, torch.sum, T.sum),
+        examples=(case(Sum, 1, shape=(2, 3, 2)), case(Sum, (1, 3), True, shape=(2, 2, 2, 3))),
+    ),
+    AlongAxes(
+        Cumsum,
+        axes_of=dim_of,
+        functions=reading(read_cumsum, torch.cumsum, T.cumsum),
+        examples=(case(Cumsum, 1, shape=(2, 3, 2)), case(Cumsum, -1, shape=(3, 4))),
+    ),
+    AlongAxes(
+        Roll,
+        axes_of=dims_of,
+        functions=reading(read_roll, torch.roll, T.roll),
+        examples=(case(Roll, 1, 1, shape=(3, 4)), case(Roll, (1, -1), (1, 2), shape=(2, 2, 3))),
+    ),
+    AlongAxes(
+        Flip,
+        axes_of=dims_of,
+        functions=reading(read_flip, torch.flip, T.flip),
+        examples=(case(Flip, (1,), shape=(3, 4)), case(Flip, (-1, 1), shape=(2, 2, 3))),
+    ),
+    Expanding(
+        Expand,
+        functions=reading(read_expand, T.expand),
+        examples=(case(Expand, 3, -1, shape=(2, 1, 2)), case(Expand, 2, shape=(3, 1))),
+    ),
+    Repeating(
+        Repeat,
+        functions=reading(read_repeat, T.repeat),
+        examples=(case(Repeat, 2, 1, shape=(2, 2, 3)), case(Repeat, 3, shape=(3, 2))),
+    ),
+    AlongAxes(
+        RepeatInterleave,
+        axes_of=dim_of,
+        functions=reading(read_repeat_each, torch.repeat_interleave, T.repeat_interleave),
+        examples=(case(RepeatInterleave, 2, 1, shape=(2, 2, 3)), case(RepeatInterleave, 3, -1, shape=(3, 2))),
+    ),
+    Masking(
+        MaskedFill,
+        linear=mask_linear,
+        functions=reading(read_masked_fill, torch.masked_fill, T.masked_fill),
+        examples=(case(MaskedFill, MASK, -2.0, shape=(2, 2, 3)), case(MaskedFill, MASK, 0.0, shape=(2, 1, 3))),
+    ),
+)
