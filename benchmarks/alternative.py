@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from benchmarks.problems import Problem, Setup
 from benchmarks.quantities import Form, Quantity
@@ -57,12 +58,26 @@ def product_vectors(setup: Setup) -> list[Tensor]:
     return [torch.randn(1, *p.shape, generator=generator, dtype=p.dtype) for p in setup.params]
 
 
-def hessian_root(logits: Tensor, batch: int) -> Tensor:
-    """Columns `[C, N, C]` of a square root of the Hessian of the mean cross-entropy, `sqrt(p_c/N) (e_c - p)`."""
+def hessian_root(logits: Tensor, positions: int) -> Tensor:
+    """Columns of a square root of the Hessian of the mean cross-entropy over `positions` targets.
+
+    For predictions `[N, C]`: columns `sqrt(p_c / N) (e_c - p)`, `[C, N, C]`. For `[N, C, T]`: `[C T, N, C, T]`, where a
+    column is nonzero at one step.
+    """
     probs = logits.softmax(1)
     eye = torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
-    columns = eye[:, None, :] - probs[None, :, :]
-    return columns * (probs.T / batch).sqrt()[:, :, None]
+    if logits.dim() == 2:
+        columns = eye[:, None, :] - probs[None, :, :]
+        return columns * (probs.T / positions).sqrt()[:, :, None]
+    steps = torch.eye(logits.shape[2], dtype=logits.dtype, device=logits.device)
+    columns = eye[:, None, :, None] - probs  # [C, N, C, T]
+    columns = columns * (probs / positions).sqrt().movedim(1, 0)[:, :, None, :]
+    return (columns[:, None] * steps[None, :, None, None, :]).flatten(0, 1)
+
+
+def draw_targets(logits: Tensor) -> Tensor:
+    """Targets `[N]` or `[N, T]` from the predicted distribution."""
+    return torch.distributions.Categorical(logits=logits.detach().movedim(1, -1)).sample()
 
 
 def reduce_rows(quantity: str, rows: list[Tensor]) -> list[Tensor]:
@@ -113,9 +128,7 @@ class WriteJob(PlainJob):
         super().__init__(setup, quantity)
         lead: tuple[int, ...] = (setup.batch,)
         if quantity.form is Form.SQRT:
-            with torch.no_grad():
-                classes = setup.model(setup.inputs[:1]).shape[1]
-            lead = (1 if quantity.sampled else classes, setup.batch)
+            lead = (1 if quantity.sampled else setup.columns(), setup.batch)
         self.shapes = [(*lead, *p.shape) for p in setup.params]
 
     def run(self) -> Result:
@@ -183,11 +196,10 @@ class LoopJob(Job):
         s = self.setup
         logits = s.model(s.inputs[n : n + 1])
         if self.quantity.sampled:
-            drawn = torch.distributions.Categorical(logits=logits.detach()).sample()
-            loss = torch.nn.functional.cross_entropy(logits, drawn) / s.batch**0.5
+            loss = cross_entropy(logits, draw_targets(logits), reduction="sum") / s.positions**0.5
             yield torch.autograd.grad(loss, s.params)
             return
-        root = hessian_root(logits.detach(), s.batch)
+        root = hessian_root(logits.detach(), s.positions)
         for c in range(root.shape[0]):
             yield torch.autograd.grad(logits, s.params, root[c], retain_graph=c + 1 < root.shape[0])
 

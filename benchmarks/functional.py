@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.functional import cross_entropy
 
-from benchmarks.alternative import Alternative, Job, Result, hessian_root, product_vectors, reduce_rows
+from benchmarks.alternative import Alternative, Job, Result, draw_targets, hessian_root, product_vectors, reduce_rows
 from benchmarks.problems import Problem, Setup
 from benchmarks.quantities import Form, Quantity
 
@@ -39,7 +39,7 @@ class VmapJob(Job):
     def run(self) -> Result:
         name = self.quantity.name
         if name in ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"):
-            value = reduce_rows(name, self.rows(self.setup.targets, self.setup.batch))
+            value = reduce_rows(name, self.rows(self.setup.targets, self.setup.positions))
         elif self.quantity.sampled:
             value = self.sampled()
         else:
@@ -54,7 +54,7 @@ class VmapJob(Job):
         model = self.setup.model
 
         def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return cross_entropy(functional_call(model, params, (x[None],)), y[None]) / divisor
+            return cross_entropy(functional_call(model, params, (x[None],)), y[None], reduction="sum") / divisor
 
         return list(vmap(grad(loss), in_dims=(None, 0, 0))(self.point(), self.setup.inputs, targets).values())
 
@@ -62,8 +62,8 @@ class VmapJob(Job):
         """Gradients at targets drawn from the prediction are columns of a sampled GGN."""
         s = self.setup
         with torch.no_grad():
-            drawn = torch.distributions.Categorical(logits=s.model(s.inputs)).sample()
-        rows = self.rows(drawn, s.batch**0.5)
+            drawn = draw_targets(s.model(s.inputs))
+        rows = self.rows(drawn, s.positions**0.5)
         if self.quantity.form is Form.SQRT:
             return [r[None] for r in rows]
         return [r.square() if self.quantity.form is Form.ROWS else r.square().sum(0) for r in rows]
@@ -77,7 +77,7 @@ class VmapJob(Job):
                 return functional_call(s.model, params, (x[None],))[0]
 
             out, pull = vjp(logits, self.point())[:2]
-            roots = vmap(pull)(hessian_root(out[None], s.batch)[:, 0])[0].values()
+            roots = vmap(pull)(hessian_root(out[None], s.positions)[:, 0])[0].values()
             return tuple(roots) if form is Form.SQRT else tuple(r.square().sum(0) for r in roots)
 
         if form is Form.SQRT:
@@ -88,11 +88,8 @@ class VmapJob(Job):
         return [torch.stack([part.sum(0) for part in parts]).sum(0) for parts in zip(*chunks, strict=True)]
 
     def chunk(self) -> int:
-        s = self.setup
-        with torch.no_grad():
-            classes = s.model(s.inputs[:1]).shape[1]
-        weights = sum(p.numel() for p in s.params)
-        return max(1, COLUMN_CHUNK_BYTES // (4 * classes * weights))
+        weights = sum(p.numel() for p in self.setup.params)
+        return max(1, COLUMN_CHUNK_BYTES // (4 * self.setup.columns() * weights))
 
 
 class ProductJob(Job):

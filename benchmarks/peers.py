@@ -43,13 +43,19 @@ def _import(name: str) -> tuple[Any, str | None]:
 
 
 class Pack(Alternative):
-    """`bpk` or BackPACK: they are called in the same way."""
+    """`bpk` or BackPACK: they are called in the same way.
 
-    def __init__(self, root: str, name: str) -> None:
+    Networks whose forward pass calls functions go through the package's converter, unless `convert` is off.
+    """
+
+    def __init__(self, root: str, name: str, convert: bool = True) -> None:
         self.root = root
         self.name = name
+        self.convert = convert
 
     def reason(self, problem: Problem, quantity: Quantity) -> str | None:
+        if not self.convert and not problem.functions:
+            return "made of modules only"
         if self.root != "bpk":
             declare_torchvision_operators()
         package, missing = _import(self.root)
@@ -64,7 +70,7 @@ class Pack(Alternative):
         return f"no extension {', '.join(absent)}" if absent else None
 
     def prepare(self, setup: Setup, quantity: Quantity) -> Job:
-        return PackJob(setup, quantity, self.root)
+        return PackJob(setup, quantity, self.root, self.convert and setup.functions)
 
 
 class PackJob(Job):
@@ -73,16 +79,19 @@ class PackJob(Job):
     As in a training loop, the fields stay on the parameters until the next run overwrites them.
     """
 
-    def __init__(self, setup: Setup, quantity: Quantity, root: str) -> None:
+    def __init__(self, setup: Setup, quantity: Quantity, root: str, convert: bool) -> None:
         super().__init__(setup, quantity)
         package = importlib.import_module(root)
         classes = importlib.import_module(f"{root}.extensions") if quantity.extensions else None
         self.context = package.backpack
         self.extensions = [getattr(classes, name)() for name in quantity.extensions]
         self.fields = [QUANTITIES[name].field for name in quantity.extensions]
-        self.model = package.extend(setup.model)
+        self.model = package.extend(setup.model, use_converter=True) if convert else package.extend(setup.model)
         self.loss = package.extend(setup.loss)
         self.vectors = product_vectors(setup)
+        own = list(self.model.parameters())
+        kept = {id(p) for p in own} >= {id(p) for p in setup.params}
+        self.params = setup.params if kept else own  # a converter may copy them
 
     def run(self) -> Result:
         s = self.setup
@@ -91,7 +100,7 @@ class PackJob(Job):
             return {}
         with self.context(*self.extensions):
             self.loss(self.model(s.inputs), s.targets).backward()
-        params = s.params
+        params = self.params
         result: Result = {}
         for name, field in zip(self.quantity.extensions, self.fields, strict=True):
             values = [getattr(p, field) for p in params]
@@ -99,6 +108,10 @@ class PackJob(Job):
                 values = [product(v) for product, v in zip(values, self.vectors, strict=True)]
             result[name] = values
         return result
+
+    def clear(self) -> None:
+        for p in self.params:
+            p.grad = None
 
 
 class Opacus(Alternative):
@@ -119,7 +132,7 @@ class OpacusJob(PlainJob):
     def __init__(self, setup: Setup, quantity: Quantity) -> None:
         super().__init__(setup, quantity)
         module = importlib.import_module("opacus.grad_sample")
-        self.model = module.GradSampleModule(setup.model, loss_reduction="mean")
+        self.model = module.GradSampleModule(setup.model, loss_reduction="mean", strict=False)
 
     def run(self) -> Result:
         s = self.setup
@@ -139,4 +152,5 @@ class OpacusJob(PlainJob):
 
 
 BPK = Pack("bpk", "bpk")
+BPK_PLAIN = Pack("bpk", "bpk plain", convert=False)
 BACKPACK = Pack("backpack", "backpack")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import architectures, networks
+
 
 @dataclass
 class Setup:
-    """One network with a loss and one batch, ready to run."""
+    """One network with a loss and one batch, ready to run.
 
-    model: nn.Sequential
+    `functions` says that the forward pass calls functions beside modules, so that packages with a converter use it.
+    """
+
+    model: nn.Module
     loss: nn.CrossEntropyLoss
     inputs: Tensor
     targets: Tensor
+    functions: bool = False
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -29,105 +34,70 @@ class Setup:
         """`N`, the number of samples."""
         return self.inputs.shape[0]
 
+    @property
+    def positions(self) -> int:
+        """The number of targets, which the mean in the loss divides by: `N`, or `N T` with a target at every step."""
+        return self.targets.numel()
+
+    def columns(self) -> int:
+        """The number of entries of one sample's prediction: columns of the exact square root."""
+        with torch.no_grad():
+            return self.model(self.inputs[:1]).numel()
+
 
 @dataclass(frozen=True)
 class Problem:
     """A network, the shape of one sample, and the quantities that are measured on it.
 
-    `check_batch` is the number of samples in the correctness check, smaller than `batch` where the
-    reference (a loop over samples and classes) would take minutes.
+    With a `vocabulary`, inputs are indices below it. `steps` is the shape of one sample's targets where it has
+    several. `check_batch` is the number of samples in the correctness check, smaller than `batch` where the reference
+    (a loop over samples and classes) would take minutes. `tolerance` bounds the error relative to the norm: in float32,
+    one sample at a time and all at once round differently, and a near tie in a max-pooling window, or an input of a ReLU
+    near zero, then goes to the other side (2e-3 was seen; in deep networks, with hundreds of thousands of ReLUs before
+    small feature maps, 2e-2).
     """
 
     name: str
     title: str
-    build: Callable[[], nn.Sequential]
+    build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     classes: int
     batch: int
     quantities: tuple[str, ...]
     check_batch: int | None = None
+    vocabulary: int | None = None
+    steps: tuple[int, ...] = ()
+    functions: bool = False
+    tolerance: float = 1e-2
 
     def setup(self, batch: int | None = None, seed: int = 0) -> Setup:
         """Draw parameters and `batch` samples; the same seed gives the same problem everywhere."""
         torch.manual_seed(seed)
         model = self.build()
         n = self.batch if batch is None else batch
-        inputs = torch.rand(n, *self.shape)
-        targets = torch.randint(self.classes, (n,))
-        return Setup(model, nn.CrossEntropyLoss(), inputs, targets)
+        if self.vocabulary is None:
+            inputs = torch.rand(n, *self.shape)
+        else:
+            inputs = torch.randint(self.vocabulary, (n, *self.shape))
+        targets = torch.randint(self.classes, (n, *self.steps))
+        evaluate(model, inputs)
+        return Setup(model, nn.CrossEntropyLoss(), inputs, targets, self.functions)
 
     def check_setup(self) -> Setup:
         """The batch on which results are compared with the reference."""
         return self.setup(self.check_batch)
 
 
-def logistic_regression() -> nn.Sequential:
-    """784-10."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-
-
-def mlp() -> nn.Sequential:
-    """784-1000-500-100-10 with ReLU."""
-    sizes = (784, 1000, 500, 100)
-    layers: list[nn.Module] = [nn.Flatten()]
-    for fan_in, fan_out in itertools.pairwise(sizes):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(100, 10))
-
-
-def _c3d3(last: type[nn.Module]) -> nn.Sequential:
-    """Three convolutions and three linear layers (3C3D of the DeepOBS suite)."""
-
-    def pool() -> nn.Module:
-        return nn.MaxPool2d(3, stride=2, ceil_mode=True)
-
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 5), nn.ReLU(), pool(),
-        nn.Conv2d(64, 96, 3), nn.ReLU(), pool(),
-        nn.Conv2d(96, 128, 3, padding=1), nn.ReLU(), pool(),
-        nn.Flatten(),
-        nn.Linear(1152, 512), nn.ReLU(),
-        nn.Linear(512, 256), last(),
-        nn.Linear(256, 10),
-    )  # fmt: skip
-
-
-def c3d3() -> nn.Sequential:
-    """3C3D with ReLU throughout."""
-    return _c3d3(nn.ReLU)
-
-
-def c3d3_sigmoid() -> nn.Sequential:
-    """3C3D with a sigmoid before the classification layer, so that the Hessian has a residual."""
-    return _c3d3(nn.Sigmoid)
-
-
-def all_cnn_c() -> nn.Sequential:
-    """All-CNN-C (Springenberg et al., 2015) without dropout, for 100 classes.
-
-    The global average is an `AvgPool2d` over all 6 x 6 positions, which every peer knows.
-    """
-    spec = [
-        (3, 96, 3, 1, 1), (96, 96, 3, 1, 1), (96, 96, 3, 2, 1),
-        (96, 192, 3, 1, 1), (192, 192, 3, 1, 1), (192, 192, 3, 2, 1),
-        (192, 192, 3, 1, 0), (192, 192, 1, 1, 0), (192, 100, 1, 1, 0),
-    ]  # fmt: skip
-    layers: list[nn.Module] = []
-    for fan_in, fan_out, kernel, stride, padding in spec:
-        layers += [nn.Conv2d(fan_in, fan_out, kernel, stride, padding), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AvgPool2d(6), nn.Flatten())
-
-
-def tiny() -> nn.Sequential:
-    """Every kind of layer above, small enough for a test."""
-    return nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 5), nn.Sigmoid(), nn.Linear(5, 4)
-    )
-
-
-def tiny_mlp() -> nn.Sequential:
-    """A small multilayer perceptron for a test."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+def evaluate(model: nn.Module, inputs: Tensor) -> None:
+    """Take the statistics of every BatchNorm from one batch and leave it in evaluation mode."""
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    if not norms:
+        return
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        model(inputs)
+    model.eval()
 
 
 FIRST_ORDER = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
@@ -135,33 +105,56 @@ PRODUCTS = ("HMP", "GGNMP", "PCHMP")
 DIAGONALS = ("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC", "DiagHessian", "BatchDiagHessian")
 SHARED = ("FirstOrderTogether", "DiagGGNExactWithKFLR")
 SMALL = ("NoContext", *FIRST_ORDER, *DIAGONALS, "SqrtGGNExact", "SqrtGGNMC", "KFAC", "KFLR", *PRODUCTS, *SHARED)
+USUAL = ("NoContext", *FIRST_ORDER, "DiagGGNExact", "DiagGGNMC", "KFAC", "FirstOrderTogether")
 
 PROBLEMS = {
     p.name: p
     for p in (
-        Problem("logreg", "Logistic regression, MNIST shapes", logistic_regression, (1, 28, 28), 10, 512,
+        Problem("logreg", "Logistic regression, MNIST shapes", networks.logistic_regression, (1, 28, 28), 10, 512,
                 (*SMALL, "KFRA")),
         # [C, N, p] would take 6.8 GB here, so no SqrtGGNExact.
-        Problem("mlp", "MLP 784-1000-500-100-10, MNIST shapes", mlp, (1, 28, 28), 10, 128,
+        Problem("mlp", "MLP 784-1000-500-100-10, MNIST shapes", networks.mlp, (1, 28, 28), 10, 128,
                 (*(q for q in SMALL if q != "SqrtGGNExact"), "KFRA")),
-        Problem("3c3d", "3C3D, CIFAR-10 shapes", c3d3, (3, 32, 32), 10, 64, SMALL),
-        Problem("3c3d_sigmoid", "3C3D with one sigmoid, CIFAR-10 shapes", c3d3_sigmoid, (3, 32, 32), 10, 16,
+        Problem("3c3d", "3C3D, CIFAR-10 shapes", networks.c3d3, (3, 32, 32), 10, 64, SMALL),
+        Problem("3c3d_sigmoid", "3C3D with one sigmoid, CIFAR-10 shapes", networks.c3d3_sigmoid, (3, 32, 32), 10, 16,
                 ("DiagHessian", "BatchDiagHessian", "HMP", "GGNMP")),
         # 100 columns: the exact quantities follow at N=4.
-        Problem("allcnnc", "All-CNN-C, CIFAR-100 shapes", all_cnn_c, (3, 32, 32), 100, 16,
+        Problem("allcnnc", "All-CNN-C, CIFAR-100 shapes", networks.all_cnn_c, (3, 32, 32), 100, 16,
                 ("NoContext", *FIRST_ORDER, "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", *PRODUCTS,
                  "FirstOrderTogether"), check_batch=4),
-        Problem("allcnnc_n4", "All-CNN-C, CIFAR-100 shapes", all_cnn_c, (3, 32, 32), 100, 4,
+        Problem("allcnnc_n4", "All-CNN-C, CIFAR-100 shapes", networks.all_cnn_c, (3, 32, 32), 100, 4,
                 ("DiagGGNExact", "BatchDiagGGNExact", "DiagHessian", "KFLR", "DiagGGNExactWithKFLR")),
+        # 83 x 25 columns: the exact quantities follow at N=4.
+        Problem("charrnn", "Character RNN (2-layer LSTM), T=25", architectures.CharRNN, (25,), 83, 16,
+                tuple(q for q in USUAL if q != "DiagGGNExact"), check_batch=2, vocabulary=83, steps=(25,),
+                functions=True),
+        Problem("charrnn_n4", "Character RNN (2-layer LSTM), T=25", architectures.CharRNN, (25,), 83, 4,
+                ("DiagGGNExact", "BatchDiagGGNExact"), check_batch=2, vocabulary=83, steps=(25,), functions=True),
+        Problem("wrn16_4", "Wide ResNet 16-4, CIFAR-10 shapes, evaluation mode", architectures.wrn_16_4, (3, 32, 32),
+                10, 8, USUAL, functions=True, tolerance=4e-2),
+        Problem("resnet18", "ResNet-18, 3 x 64 x 64, evaluation mode", architectures.resnet18, (3, 64, 64), 10, 8,
+                USUAL, functions=True, tolerance=4e-2),
+        Problem("transformer", "Transformer encoder (2 layers), T=32", architectures.Transformer, (32, 32), 10, 16,
+                USUAL, functions=True),
+        Problem("gru", "GRU classifier, T=25", architectures.GRUClassifier, (25, 32), 10, 16,
+                USUAL, functions=True),
     )
 }  # fmt: skip
+
+BRANCHED = (*(q for q in USUAL if q != "NoContext"), "BatchDiagGGNExact", "BatchDiagGGNMC", "SqrtGGNExact")
 
 TEST_PROBLEMS = {
     p.name: p
     for p in (
-        Problem(
-            "tiny", "A small convolutional network", tiny, (2, 6, 6), 4, 5, tuple(q for q in SMALL if q != "PCHMP")
-        ),
-        Problem("tiny_mlp", "A small multilayer perceptron", tiny_mlp, (6,), 3, 4, (*SMALL, "KFRA")),
+        Problem("tiny", "A small convolutional network", networks.tiny, (2, 6, 6), 4, 5,
+                tuple(q for q in SMALL if q != "PCHMP")),
+        Problem("tiny_mlp", "A small multilayer perceptron", networks.tiny_mlp, (6,), 3, 4, (*SMALL, "KFRA")),
+        Problem("tiny_charrnn", "A small character RNN", architectures.tiny_char_rnn, (4,), 5, 3, BRANCHED,
+                vocabulary=5, steps=(4,), functions=True),
+        Problem("tiny_resnet", "A small residual network", architectures.tiny_resnet, (2, 8, 8), 3, 4,
+                (*BRANCHED, "HMP", "GGNMP"), functions=True),
+        Problem("tiny_transformer", "A small transformer", architectures.tiny_transformer, (4, 3), 3, 3, BRANCHED,
+                functions=True),
+        Problem("tiny_gru", "A small GRU classifier", architectures.tiny_gru, (5, 3), 3, 3, BRANCHED, functions=True),
     )
-}
+}  # fmt: skip

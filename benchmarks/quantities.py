@@ -102,8 +102,17 @@ TARGETS: dict[str, dict[str, float]] = {
     "3c3d_sigmoid": {"DiagHessian": 150},
     "allcnnc": {"BatchGrad": 1.4, "SumGradSquared": 1.5, "Variance": 1.5, "KFAC": 3, "HMP": 7},
     "allcnnc_n4": {"DiagGGNExact": 80},
+    "charrnn": {"BatchGrad": 2.7, "BatchL2Grad": 2.2, "SumGradSquared": 2.4, "Variance": 2.8, "DiagGGNMC": 3},
+    "charrnn_n4": {"DiagGGNExact": 450, "BatchDiagGGNExact": 350},
+    "wrn16_4": {"BatchGrad": 1.3, "SumGradSquared": 1.5, "Variance": 1.5, "DiagGGNExact": 10, "DiagGGNMC": 2.2},
+    "resnet18": {"BatchGrad": 3.3, "SumGradSquared": 2.0, "Variance": 2.8, "DiagGGNExact": 10.5, "DiagGGNMC": 2.2},
+    "transformer": {"BatchGrad": 2.0, "Variance": 2.4, "DiagGGNExact": 9, "DiagGGNMC": 2.5},
+    "gru": {"BatchGrad": 3.5, "DiagGGNMC": 3},
 }
 """Ratios to plain forward and backward that `bpk` must not exceed, by problem and quantity."""
+
+MEGABYTES: dict[str, dict[str, float]] = {"charrnn_n4": {"DiagGGNExact": 200}}
+"""The same for peak memory."""
 
 EVERYWHERE = {"NoContext": 1.03}
 """The same for rows that every problem has."""

@@ -6,25 +6,20 @@ Hessian diagonals are compared at some entries. Monte-Carlo quantities are compa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks.alternative import Job, Loop, hessian_root, reduce_rows
+from benchmarks.kronecker import input_factor, layers_of, observed, summed_over_positions
 from benchmarks.problems import Problem, Setup
 from benchmarks.quantities import QUANTITIES, Form
 
-TOLERANCE = 1e-2
-"""Relative to the norm of the reference, for every parameter. In float32, one sample at a time and all at once
-round differently, and a near tie in a max-pooling window then goes to another entry (2e-3 was seen)."""
-
 DRAWS = 12
 ROUNDING = 1e-5
-"""The same for variances, relative to the mean square: where individual gradients hardly differ, the difference of
+"""A further error that is allowed in variances, relative to the mean square: where individual gradients hardly differ, the difference of
 moments keeps few digits in float32, and the reference no more."""
 
 STANDARD_ERRORS = 6.0
@@ -45,7 +40,9 @@ class Reference:
 
     def __init__(self, problem: Problem) -> None:
         self.setup = problem.check_setup()
-        self.linear_pieces = all(not isinstance(m, nn.Sigmoid) for m in self.setup.model)
+        self.tolerance = problem.tolerance
+        self.linear_pieces = all(not isinstance(m, nn.Sigmoid) for m in self.setup.model.modules())
+        self.layers = layers_of(self.setup.model)
 
     @cached_property
     def gradients(self) -> list[Tensor]:
@@ -61,48 +58,44 @@ class Reference:
 
     @cached_property
     def _ggn(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Diagonals `[N, *p]`, quadratic forms `[N, DIRECTIONS]`, blocks of biases `[d, d]`."""
+        """Diagonals `[N, *p]`, quadratic forms `[N, DIRECTIONS]`, blocks of (possible) biases `[d, d]` of layers."""
         s = self.setup
         diagonals = [torch.zeros(s.batch, *p.shape) for p in s.params]
         forms = [torch.zeros(s.batch, DIRECTIONS) for _ in s.params]
-        blocks = [torch.zeros(p.numel(), p.numel()) for p in s.params if p.dim() == 1]
+        blocks = [torch.zeros(len(layer.weight), len(layer.weight)) for layer in self.layers]
         for n in range(s.batch):
-            logits = s.model(s.inputs[n : n + 1])
-            for root in hessian_root(logits.detach(), s.batch):
-                column = torch.autograd.grad(logits, s.params, root, retain_graph=True)
-                for d, f, v, g in zip(diagonals, forms, self.directions, column, strict=True):
+            with observed(self.layers) as seen:
+                logits = s.model(s.inputs[n : n + 1])
+            outputs = [seen[layer][1] for layer in self.layers]
+            for root in hessian_root(logits.detach(), s.positions):
+                column = torch.autograd.grad(logits, (*s.params, *outputs), root, retain_graph=True)
+                for d, f, v, g in zip(diagonals, forms, self.directions, column, strict=False):
                     d[n].addcmul_(g, g)
                     f[n] += (g.flatten() @ v).square()
-                for block, g in zip(blocks, (g for g in column if g.dim() == 1), strict=True):
-                    block.addr_(g, g)
+                for block, layer, g in zip(blocks, self.layers, column[len(s.params) :], strict=True):
+                    bias = summed_over_positions(layer, g)
+                    block.addr_(bias, bias)
         return diagonals, forms, blocks
 
     @cached_property
     def input_factors(self) -> list[Tensor]:
-        """`sum_n a_n a_n^T / N` for every layer with a weight; positions of a convolution are summed."""
-        s, factors, x = self.setup, [], self.setup.inputs
-        with torch.no_grad():
-            for module in s.model:
-                if isinstance(module, nn.Conv2d):
-                    assert not isinstance(module.padding, str)
-                    patches = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
-                    factors.append(sum((p @ p.T for p in patches), torch.zeros(())) / s.batch)
-                elif isinstance(module, nn.Linear):
-                    factors.append(x.T @ x / s.batch)
-                x = module(x)
-        return factors
+        """The input factor of every layer."""
+        with torch.no_grad(), observed(self.layers) as seen:
+            self.setup.model(self.setup.inputs)
+            return [input_factor(layer, seen[layer][0]) for layer in self.layers]
 
     @cached_property
     def averaged_recursion(self) -> list[Tensor]:
-        """`G` of KFRA (Botev et al., 2017) for every layer with a bias, in the order of the layers."""
+        """`G` of KFRA (Botev et al., 2017) for every layer, in the order of the layers."""
         s, seen, x = self.setup, [], self.setup.inputs
+        chain = list(s.model.children())
         with torch.no_grad():
-            for module in s.model:
+            for module in chain:
                 seen.append(x)
                 x = module(x)
-            root = hessian_root(x, s.batch).flatten(0, 1)
+            root = hessian_root(x, s.positions).flatten(0, 1)
             matrix, blocks = root.T @ root, []
-            for module, x in reversed(list(zip(s.model, seen, strict=True))):
+            for module, x in reversed(list(zip(chain, seen, strict=True))):
                 if isinstance(module, nn.Linear):
                     blocks.append(matrix)
                     matrix = module.weight.T @ matrix @ module.weight
@@ -111,10 +104,14 @@ class Reference:
                     matrix = matrix * (mask.T @ mask / s.batch)
         return blocks[::-1]
 
-    def kronecker(self, blocks: list[Tensor]) -> list[list[Tensor]]:
-        """`[G, A]` for weights, `[G]` for biases; every layer here has both."""
-        pairs = zip(blocks, self.input_factors, strict=True)
-        return [factors for g, a in pairs for factors in ([g, a], [g])]
+    def kronecker(self, blocks: list[Tensor]) -> list[list[Tensor] | None]:
+        """`[G, A]` for weights and `[G]` for biases of linear and convolutional layers, `None` for other parameters."""
+        known: dict[Tensor, list[Tensor]] = {}
+        for layer, g, a in zip(self.layers, blocks, self.input_factors, strict=True):
+            known[layer.weight] = [g, a]
+            if layer.bias is not None:
+                known[layer.bias] = [g]
+        return [known.get(p) for p in self.setup.params]
 
     def value(self, name: str) -> list[Any] | None:
         """The reference of a quantity in canonical form, or `None` where there is none."""
@@ -192,8 +189,8 @@ def check(job: Job, reference: Reference) -> str | None:
             problem = _check_mean(job, name, values, reference)
         else:
             expected = reference.value(name)
-            values = reference.comparable(name, values)
-            problem = None if expected is None else _differs(name, values, expected, reference.slack(name))
+            values, expected = _known(reference.comparable(name, values), expected)
+            problem = None if expected is None else _differs(name, values, expected, reference)
         if problem:
             return problem
     return None
@@ -203,18 +200,27 @@ def _detached(value: Any) -> Any:
     return [v.detach() for v in value] if isinstance(value, (list, tuple)) else value.detach()
 
 
+def _known(values: list[Any], expected: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
+    """Leave out parameters without a reference."""
+    if expected is None:
+        return values, None
+    pairs = [(v, e) for v, e in zip(values, expected, strict=True) if e is not None]
+    return [v for v, _ in pairs], [e for _, e in pairs]
+
+
 def _flat(values: list[Any]) -> list[Tensor]:
     return [t for v in values for t in (v if isinstance(v, (list, tuple)) else [v])]
 
 
-def _differs(name: str, values: list[Any], expected: list[Any], slack: Sequence[float] = ()) -> str | None:
+def _differs(name: str, values: list[Any], expected: list[Any], reference: Reference) -> str | None:
+    slack = reference.slack(name)
     got, want = _flat(values), _flat(expected)
     if [g.shape for g in got] != [w.shape for w in want]:
         shapes = [tuple(g.shape) for g in got], [tuple(w.shape) for w in want]
         return f"{name} has shapes {shapes[0]}, expected {shapes[1]}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         off, size = float((g - w).norm()), float(w.norm())
-        if not off <= TOLERANCE * size + (slack[i] if slack else 1e-14):  # also where it is NaN
+        if not off <= reference.tolerance * size + (slack[i] if slack else 1e-14):  # also where it is NaN
             error = off / size if size else float("inf")
             return f"{name}: tensor {i} is off by {error:.1e} relative to its norm"
     return None
@@ -229,17 +235,18 @@ def _statistics(name: str, values: list[Any]) -> list[Tensor]:
 
 def _check_mean(job: Job, name: str, first: list[Any], reference: Reference) -> str | None:
     exact = EXACT[name]
-    expected = reference.value(exact)
+    wanted = reference.value(exact)
+    first, expected = _known(reference.comparable(exact, first), wanted)
     assert expected is not None
     if QUANTITIES[name].form is Form.KRON:  # the input factors are not random
         pairs = [(v[1:], e[1:]) for v, e in zip(first, expected, strict=True)]
-        if problem := _differs(name, [p[0] for p in pairs], [p[1] for p in pairs]):
+        if problem := _differs(name, [p[0] for p in pairs], [p[1] for p in pairs], reference):
             return problem
     torch.manual_seed(0)
-    draws = [_statistics(name, reference.comparable(exact, first))]
+    draws = [_statistics(name, first)]
     for _ in range(DRAWS - 1):
         values = [_detached(v) for v in job.canonical(job.run())[name]]
-        draws.append(_statistics(name, reference.comparable(exact, values)))
+        draws.append(_statistics(name, _known(reference.comparable(exact, values), wanted)[0]))
     table = torch.stack([torch.stack(d) for d in draws]).double()  # [DRAWS, tensors]
     want = torch.stack(_statistics(exact, expected)).double()
     allowed = STANDARD_ERRORS * table.std(0) / len(draws) ** 0.5 + 0.01 * want.abs()

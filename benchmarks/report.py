@@ -15,7 +15,7 @@ from benchmarks.quantities import IMPORT_SECONDS
 from benchmarks.row import Cell, Row
 
 RESULTS = Path(__file__).resolve().parent / "results"
-COLUMNS = ("bpk", "torch.func", "loop", "backpack", "opacus", "write")
+COLUMNS = ("bpk", "bpk plain", "torch.func", "loop", "backpack", "opacus", "write")
 
 
 def machine() -> dict[str, Any]:
@@ -46,15 +46,20 @@ def shown(cell: Cell | None) -> str:
     return text if cell.megabytes is None else f"{text} ({cell.megabytes:.0f} MB)"
 
 
-def cells(row: Row) -> list[str]:
+def columns(rows: list[Row]) -> list[str]:
+    """The alternatives that have something to show in one of the rows."""
+    return [name for name in COLUMNS if any(shown(row.cells.get(name)) != "–" for row in rows)]
+
+
+def cells(row: Row, names: list[str]) -> list[str]:
     """One line of the table."""
     goal = "–" if row.target is None else f"{row.target:g}"
-    return [row.quantity, goal, *(shown(row.cells.get(name)) for name in COLUMNS), row.verdict]
+    return [row.quantity, goal, *(shown(row.cells.get(name)) for name in names), row.verdict]
 
 
-def header() -> list[str]:
+def header(names: list[str]) -> list[str]:
     """The head of the table."""
-    return ["quantity", "at most", *COLUMNS, "verdict"]
+    return ["quantity", "at most", *names, "verdict"]
 
 
 def text(table: list[list[str]]) -> str:
@@ -95,7 +100,8 @@ def screen(rows: list[Row], import_seconds: float | None = None) -> str:
     """Everything as text."""
     parts = []
     for problem, group in by_problem(rows).items():
-        parts.append(f"{title(problem, group)}\n{text([header(), *map(cells, group)])}")
+        names = columns(group)
+        parts.append(f"{title(problem, group)}\n{text([header(names), *(cells(row, names) for row in group)])}")
         parts += [f"  {line}" for line in notes(group)]
         parts.append("")
     if import_seconds is not None:
@@ -108,10 +114,12 @@ def markdown(rows: list[Row], import_seconds: float | None = None) -> str:
     info = machine()
     parts = [f"Ratios to plain forward and backward. {info['cpu']}, one thread, float32, torch {info['torch']}.", ""]
     for problem, group in by_problem(rows).items():
+        names = columns(group)
+        head = header(names)
         parts += [f"**{title(problem, group)}**", ""]
-        parts += ["| " + " | ".join(header()) + " |", "|" + "---|" * len(header())]
+        parts += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for row in group:
-            line = cells(row)
+            line = cells(row, names)
             if "slower" not in row.verdict and row.cells.get("bpk", Cell("")).ratio is not None:
                 line[2] = f"**{line[2]}**"
             parts.append("| " + " | ".join(line) + " |")

@@ -9,15 +9,15 @@ from typing import Any
 from benchmarks.alternative import Alternative, Job, Loop, Plain, Write
 from benchmarks.functional import TorchFunc
 from benchmarks.memory import in_own_process
-from benchmarks.peers import BACKPACK, BPK, Opacus
+from benchmarks.peers import BACKPACK, BPK, BPK_PLAIN, Opacus
 from benchmarks.problems import Problem
-from benchmarks.quantities import QUANTITIES, RELATIVE, WRITE_FACTOR, Form, target
+from benchmarks.quantities import MEGABYTES, QUANTITIES, RELATIVE, WRITE_FACTOR, Form, target
 from benchmarks.reference import Reference, check
 from benchmarks.timing import Series, interleave
 
 PLAIN = Plain()
 WRITE = Write()
-OWN: tuple[Alternative, ...] = (BPK, TorchFunc(), Loop(), WRITE)
+OWN: tuple[Alternative, ...] = (BPK, BPK_PLAIN, TorchFunc(), Loop(), WRITE)
 PEERS: tuple[Alternative, ...] = (BACKPACK, Opacus())
 ALTERNATIVES: dict[str, Alternative] = {a.name: a for a in (PLAIN, *OWN, *PEERS)}
 
@@ -123,7 +123,9 @@ def fastest_peer(row: Row) -> str | None:
     peers = {
         name: cell.ratio
         for name, cell in row.cells.items()
-        if name not in (PLAIN.name, WRITE.name, BPK.name) and cell.status == "ok" and cell.ratio is not None
+        if name not in (PLAIN.name, WRITE.name, BPK.name, BPK_PLAIN.name)
+        and cell.status == "ok"
+        and cell.ratio is not None
     }
     return min(peers, key=lambda name: peers[name] or 0.0) if peers else None
 
@@ -138,6 +140,9 @@ def judge(row: Row) -> str:
     faults = []
     if row.target is not None and own.ratio > row.target:
         faults.append(f"over target {row.target:g}")
+    limit = MEGABYTES.get(row.problem, {}).get(row.quantity)
+    if limit is not None and own.megabytes is not None and own.megabytes > limit:
+        faults.append(f"over {limit:g} MB")
     if row.quantity in RELATIVE and row.parts:
         dearest, allowed = max(row.parts.values()), RELATIVE[row.quantity][1]
         if own.ratio > allowed * dearest:

@@ -64,14 +64,14 @@ class Averaged(Sweep):
         exact = self.mc_samples is None
         root = loss.sqrt_hessian(step.full) if exact else loss.sqrt_hessian_sampled(step.full, self.mc_samples or 1)
         if samples is None:
-            flat = self.rows(root, 1).flatten(2).flatten(0, 1)
+            flat = self.rows(root, 1).flatten(0, 1).reshape(-1, root[0, 0].numel())
             self.begin(source, flat.T @ flat * scale)
             return
         pulled = source.pull((apart(root, samples) if exact else root) * scale.sqrt())
         for first, half in pulled:  # the loss has several rows per sample: begin where they are together
             require_samples(first, half.shape[1] == step.batch_size)
             for second, other in pulled:
-                block = half.flatten(2).flatten(0, 1).T @ other.flatten(2).flatten(0, 1)
+                block = half.reshape(-1, half[0, 0].numel()).T @ other.reshape(-1, other[0, 0].numel())
                 self.add(id(first), id(second), block)
 
     def visit(self, step: Step) -> Averages:

@@ -142,7 +142,8 @@ class Source:
         rows = []
         for g in seen:
             unit = torch.eye(g[0].numel(), dtype=g.dtype, device=g.device).reshape(-1, 1, *g.shape[1:])
-            rows.append(torch.cat([b.flatten(2) for b in self._derivative(g, unit.expand(-1, *g.shape), gradients)], 2))
+            blocks = self._derivative(g, unit.expand(-1, *g.shape), gradients)
+            rows.append(torch.cat([b.reshape(*b.shape[:2], -1) for b in blocks], 2))
         return torch.cat(rows).transpose(0, 1)
 
     def _dense(self, grad: Tensor, n: int) -> Tensor:
@@ -157,7 +158,7 @@ class Source:
             return torch.zeros(len(flat), len(flat), dtype=flat.dtype, device=flat.device)
         blocks = self._derivative(flat, torch.eye(len(flat), dtype=flat.dtype, device=flat.device), gradients)
         targets = [b[:, n] for b in blocks[: len(own)]]
-        return torch.cat([b.flatten(1) for b in (*targets, *blocks[len(own) :])], 1)
+        return torch.cat([b.reshape(len(b), -1) for b in (*targets, *blocks[len(own) :])], 1)
 
     def _derivative(self, gradient: Tensor, columns: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """Columns `[K, ...]` times the derivative of a gradient, by what the stretch is a function of."""

@@ -187,7 +187,7 @@ class Uses:
         if self.simple and (self.shortcut or not self.keeps_rows):
             use = self.uses[0]
             return use.rule.norm_squared(use.call, self.blocks()[0][0][0], use.name)
-        rows = self.all_rows()[0].flatten(1)
+        rows = self.all_rows()[0].reshape(-1, self.param.numel())
         if torch.is_grad_enabled():
             return rows.square().sum(1)
         return torch.linalg.vector_norm(rows, dim=1).square()
@@ -213,7 +213,7 @@ class Uses:
             return self.nearest_factors(lambda uses: uses.factors(approximation))
         inputs = self.input_factor(approximation)
         if inputs is None and not self.simple:
-            rows = self.all_rows().flatten(2).flatten(0, 1)
+            rows = self.all_rows().reshape(-1, self.param.numel())
             return [rows.T @ rows]
         outputs = add_up([self._output_factor(key, approximation) for key in self.keys])
         return [outputs] if inputs is None else [outputs, inputs]

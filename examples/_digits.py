@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
+from _check import needs
 from _torchvision import import_torchvision
 
 
@@ -28,7 +29,7 @@ class Digits:
         return self.train_x.shape[-1]
 
 
-def load_digits(root: Path, download: bool = False, held_out: int = 297) -> Digits:
+def load_digits(root: Path = Path("data"), download: bool = False, held_out: int = 297) -> Digits:
     """MNIST at 14 x 14 where `root` holds it, otherwise the 1797 digits of 8 x 8 that ship with scikit-learn.
 
     `download` lets torchvision fetch MNIST into `root`. The digits of scikit-learn are the test part of the UCI
@@ -53,6 +54,7 @@ def _mnist(root: Path, download: bool) -> tuple[str, Tensor, Tensor]:
 
 
 def _scikit_learn() -> tuple[str, Tensor, Tensor]:
+    needs("sklearn")
     from sklearn import datasets
 
     data = datasets.load_digits()

@@ -19,12 +19,12 @@ from torch import Tensor
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def along(p: Tensor, x: Tensor) -> Tensor:
-    """The softmax's Jacobian (it is symmetric): `p * (x - <p, x>)`."""
+def along(p: Tensor, x: Tensor, own: bool = False) -> Tensor:
+    """The softmax's Jacobian (it is symmetric): `p * (x - <p, x>)`; what is the caller's `own` may be overwritten."""
     if torch.is_grad_enabled():
         return p * (x - (p * x).sum(-1, keepdim=True))
-    product = p * x
-    return product.sub_(p * product.sum(-1, keepdim=True))
+    product = x.mul_(p) if own else p * x
+    return product.addcmul_(p, product.sum(-1, keepdim=True), value=-1)
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -105,7 +105,7 @@ class Heads:
         """From columns at output `[V, N, H, L, d]` and weights `[V, N, H, L, S]` (or one of them) to the scores."""
         dp = plus(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
         assert dp is not None
-        return along(self.p, dp)
+        return along(self.p, dp, own=c is not None)
 
     def pull(self, c: Tensor | None, cp: Tensor | None) -> Triple:
         """From columns at output and weights to queries, keys and values."""

@@ -21,6 +21,7 @@ from bpk.jacobians.attention_parts import (
     Settings,
     arrange,
     at_mask,
+    beside,
     evaluate_heads,
     mask_tangent,
     projection,
@@ -34,6 +35,9 @@ from bpk.jacobians.rule import Residual
 
 KEPT = 1 << 22
 """How many numbers are remembered at most of the columns that came last (but always those of one block)."""
+
+PIECE = 1 << 16
+"""How many weights (and columns at them) are worked on at a time on a processor, so that they stay in cache."""
 
 LINEAR: tuple[set[Wrt], ...] = (
     {2, "out_proj.bias"},
@@ -82,10 +86,18 @@ class AttentionLayer(LinearInside):
         kept: dict[Hashable, tuple[Tensor, Pulled]] = call.memo((self, "pulled"), dict)
         key = (mat.data_ptr(), mat._version, mat.shape, mat.stride(), torch.is_grad_enabled())
         if key not in kept:
-            kept[key] = mat, arrange(call, self.at(call).pull(*self.columns_at_heads(call, mat)))
+            kept[key] = mat, self.pull_in_pieces(call, mat)
             while len(kept) > 1 and 3 * sum(m.numel() for m, _ in kept.values()) > KEPT:
                 del kept[next(iter(kept))]
         return kept[key][1]
+
+    def pull_in_pieces(self, call: Call, mat: Tensor) -> Pulled:
+        """A few columns at a time, so that what is as large as the weights stays in the processor's cache."""
+        at = self.at(call)
+        whole = torch.is_grad_enabled() or mat.device.type != "cpu"
+        step = len(mat) if whole else PIECE // max(1, at.p.numel())
+        pieces = [arrange(call, at.pull(*self.columns_at_heads(call, part))) for part in mat.split(max(1, step))]
+        return beside(pieces)
 
     def tangent(self, call: Call, mats: Mapping[Wrt, Tensor]) -> Tangent:
         """Tangents at the heads from those of inputs, and of parameters before the heads."""

@@ -144,12 +144,28 @@ def arrange(call: Call, found: Triple) -> Pulled:
     has_extra = "bias_k" in call.params
     appended = {name: found[r][..., lengths[r], :].flatten(2) for r, name in APPENDED.items()} if has_extra else {}
     own = [x[..., :t, :].transpose(2, 3) for x, t in zip(found, lengths, strict=True)]  # [V, N, T, H, d]
-    if len(set(lengths)) > 1:
-        q, k, v = (x.flatten(3) for x in own)
-        return Pulled((q, k, v), None, appended)
-    together = torch.stack(own, 3)
-    q, k, v = together.flatten(4).unbind(3)
-    return Pulled((q, k, v), together.flatten(3), appended)
+    if len(set(lengths)) == 1:
+        return packed(torch.stack(own, 3).flatten(3), appended)
+    q, k, v = (x.flatten(3) for x in own)
+    return Pulled((q, k, v), None, appended)
+
+
+def packed(together: Tensor, appended: Mapping[str, Tensor]) -> Pulled:
+    """Columns `[V, N, T, 3 D]` by their parts."""
+    q, k, v = together.chunk(3, -1)
+    return Pulled((q, k, v), together, appended)
+
+
+def beside(pieces: Sequence[Pulled]) -> Pulled:
+    """Several blocks of columns as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    appended = {name: torch.cat([piece.appended[name] for piece in pieces]) for name in pieces[0].appended}
+    together = [piece.packed for piece in pieces if piece.packed is not None]
+    if together:
+        return packed(torch.cat(together), appended)
+    q, k, v = (torch.cat(parts) for parts in zip(*(piece.roles for piece in pieces), strict=True))
+    return Pulled((q, k, v), None, appended)
 
 
 def same(tensors: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ with slopes `[..., K, H]`. Leading axes are free: time, columns, samples.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,23 +22,36 @@ from torch import Tensor
 from torch.func import jvp, vjp
 
 
+Parts = Sequence[Tensor]
+
+
 @dataclass
 class Slopes:
-    """Local derivatives over time: `d m / d q` `[T, N, K, H]`; for an LSTM `d c / d q`, `d m / d q` and `d m / d c`."""
+    """Local derivatives over time.
+
+    `slope` `[T, N, K, H]` is `d m / d q`; in an LSTM it is `d c / d q` for the first four local variables, which act
+    through the cell state, and `via` `[T, N, 1, H]` is `d m / d c`.
+    """
 
     slope: Tensor
     via: Tensor | None = None
 
 
+def squash(x: Tensor) -> Tensor:
+    """`tanh(x) = 2 s(2 x) - 1`, as exact as numbers of size 1 are, without a graph: torch's tanh takes six times longer."""
+    return (2 * x).sigmoid_().mul_(2).sub_(1)
+
+
 class Cell(ABC):
-    """One kind of cell. `gates` is `G`, `blocks` is `K`; `hidden` are the local variables that `b` enters.
+    """One kind of cell. `gates` is `G`; `hidden` are the local variables that `b` enters.
 
     `carried` is the local variable that comes from the step before untouched by a weight: the cell state (`memory`)
-    or the hidden state. `layer` is torch's function for whole layers.
+    or the hidden state. `parts` are the numbers of local variables that act in the same way. `layer` is torch's
+    function for whole layers.
     """
 
     gates: int
-    blocks: int
+    parts: tuple[int, ...]
     hidden: slice
     carried: int | None = None
     memory = False
@@ -75,13 +88,17 @@ class Cell(ABC):
         `before` are the hidden states before each step, `c` is the initial cell state. No graph is built.
         """
 
-    def pull(self, at: Slopes, t: int, dm: Tensor, dc: Tensor | None, out: Tensor | None) -> Tensor:
-        """`dq` at step `t` from the gradients `[V, N, H]` of both states, written to `out` if that is given."""
-        return torch.mul(at.slope[t], dm[..., None, :], out=out)
+    def pull(self, slope: Tensor, via: Tensor | None, dm: Tensor, dc: Tensor | None) -> Tensor:
+        """`dq` `[V, N, K, H]` at one step, from the gradients `[V, N, 1, H]` of both states."""
+        return slope * dm
 
-    def push(self, at: Slopes, t: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tangents of both states at step `t` from those of the local variables `[V, N, K, H]`."""
-        return (at.slope[t] * q).sum(-2), None
+    def pull_into(self, slope: Parts, via: Tensor | None, dm: Tensor, dc: Tensor | None, dq: Parts) -> None:
+        """The same without a graph; `slope` and `dq` come in `parts`."""
+        torch.mul(slope[0], dm, out=dq[0])
+
+    def push(self, slope: Tensor, via: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tangents of both states at a step from those of the local variables `[V, N, K, H]`."""
+        return (slope * q).sum(-2), None
 
     def bend(self, q: Tensor, dm: Tensor, dc: Tensor | None, tangent: Tensor) -> Tensor:
         """The second derivative, contracted with the gradients of both states, times a tangent of `q`."""
@@ -96,7 +113,7 @@ class Cell(ABC):
 class Elman(Cell):
     """`m = phi(z)` with `z = a + b` and `phi` tanh or ReLU. `q = (z)`."""
 
-    gates = blocks = 1
+    gates, parts = 1, (1,)
     hidden = slice(0, 1)
 
     def __init__(self, relu: bool) -> None:
@@ -123,7 +140,7 @@ class Elman(Cell):
 class Lstm(Cell):
     """`c = s(f) c' + s(i) tanh(g)`, `m = s(o) tanh(c)` with `(i, f, g, o) = a + b`. `q = (c', i, f, g, o)`."""
 
-    gates, blocks, carried, memory = 4, 5, 0, True
+    gates, parts, carried, memory = 4, (4, 1), 0, True
     hidden = slice(1, 5)
     layer = staticmethod(torch.lstm)
 
@@ -144,19 +161,19 @@ class Lstm(Cell):
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         c = (f * before + i * g).tanh()
         slope = [f, g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), c * o * (1 - o)]
-        return Slopes(torch.stack(slope, -2), o * (1 - c * c))
+        return Slopes(torch.stack(slope, -2), (o * (1 - c * c))[..., None, :])
 
     def replay(self, a: Tensor, b: Tensor, before: Tensor, c: Tensor | None) -> tuple[Slopes, Tensor]:
         assert c is not None
         z = a.add_(b).unflatten(-1, (4, -1))
-        g = z[:, :, 2].tanh()
+        g = squash(z[:, :, 2])
         gates = z.sigmoid_()
         i, f, _, o = gates.unbind(2)
         new, cells = i * g, f.new_empty(len(f) + 1, *c.shape)
         cells[0] = c
         for at, into, forget, add in zip(cells[:-1].unbind(), cells[1:].unbind(), f.unbind(), new.unbind(), strict=True):
             torch.addcmul(add, forget, at, out=into)
-        squashed = cells[1:].tanh()
+        squashed = squash(cells[1:])
         slope = f.new_empty(*f.shape[:2], 5, f.shape[2])
         slope[:, :, 0] = f
         bent = torch.addcmul(gates, gates, gates, value=-1)  # s (1 - s)
@@ -165,23 +182,23 @@ class Lstm(Cell):
         torch.addcmul(i, new, g, value=-1, out=slope[:, :, 3])
         torch.mul(squashed, bent[:, :, 3], out=slope[:, :, 4])
         m = o * squashed
-        return Slopes(slope, torch.addcmul(o, m, squashed, value=-1)), m
+        return Slopes(slope, torch.addcmul(o, m, squashed, value=-1)[:, :, None]), m
 
-    def pull(self, at: Slopes, t: int, dm: Tensor, dc: Tensor | None, out: Tensor | None) -> Tensor:
-        assert at.via is not None
-        slope = at.slope[t]
-        dc = dm * at.via[t] if dc is None else torch.addcmul(dc, dm, at.via[t])
-        if out is None:
-            return torch.cat([slope[:, :4] * dc[..., None, :], (slope[:, 4] * dm)[..., None, :]], -2)
-        torch.mul(slope[:, :4], dc[..., None, :], out=out[..., :4, :])
-        torch.mul(slope[:, 4], dm, out=out[..., 4, :])
-        return out
+    def pull(self, slope: Tensor, via: Tensor | None, dm: Tensor, dc: Tensor | None) -> Tensor:
+        assert via is not None
+        dc = dm * via if dc is None else dc + dm * via
+        return torch.cat([slope[:, :4] * dc, slope[:, 4:] * dm], -2)
 
-    def push(self, at: Slopes, t: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        assert at.via is not None
-        slope = at.slope[t]
+    def pull_into(self, slope: Parts, via: Tensor | None, dm: Tensor, dc: Tensor | None, dq: Parts) -> None:
+        assert via is not None
+        dc = dm * via if dc is None else torch.addcmul(dc, dm, via)
+        torch.mul(slope[0], dc, out=dq[0])
+        torch.mul(slope[1], dm, out=dq[1])
+
+    def push(self, slope: Tensor, via: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
+        assert via is not None
         c = (slope[:, :4] * q[..., :4, :]).sum(-2)
-        return at.via[t] * c + slope[:, 4] * q[..., 4, :], c
+        return via[:, 0] * c + slope[:, 4] * q[..., 4, :], c
 
 
 class Gru(Cell):
@@ -190,7 +207,7 @@ class Gru(Cell):
     `q = (a_n, r, u, b_n, m')`, where `r` and `u` stand for their pre-activations.
     """
 
-    gates, blocks, carried = 3, 5, 4
+    gates, parts, carried = 3, (5,), 4
     hidden = slice(1, 4)
     layer = staticmethod(torch.gru)
 
@@ -219,7 +236,7 @@ class Gru(Cell):
         gates = torch.add(a[:, :, :2], b[:, :, :2]).sigmoid_()
         r, u = gates.unbind(2)
         new = b[:, :, 2]
-        n = torch.addcmul(a[:, :, 2], r, new).tanh_()
+        n = squash(torch.addcmul(a[:, :, 2], r, new))
         slope = a.new_empty(*r.shape[:2], 5, r.shape[2])
         bent = torch.addcmul(gates, gates, gates, value=-1)  # s (1 - s)
         keep = torch.sub(1, u)

@@ -6,7 +6,7 @@ the projection), `O = G H` the number of pre-activations, `K` that of local vari
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -159,35 +159,57 @@ class Trace:
 
         `bend` `[T, V, N, K, H]` is added to the gradients of the local variables.
         """
-        steps, like = len(self.hidden), next(x for x in (dh, dc, None if dy is None else dy[0]) if x is not None)
-        lead, width = like.shape[:2], self.before.shape[-1]
-        dh = like.new_zeros(*lead, width) if dh is None else dh
-        dh = dh if dy is None else dh + dy[-1]
-        cell, at, weight = self.cell, self.slopes, self.params["weight_hh"]
-        buffer = None
-        if not torch.is_grad_enabled():
-            buffer = like.new_empty(steps, *lead, *at.slope.shape[2:])
-        local: list[Tensor] = [] if buffer is None else list(buffer.unbind())
-        states = [dh]
-        for t in reversed(range(steps)):
-            dm = dh @ self.params["weight_hr"] if self.projects else dh
-            dq = cell.pull(at, t, dm, dc, None if buffer is None else local[t])
+        like = next(x for x in (dh, dc, None if dy is None else dy[0]) if x is not None)
+        if dh is None:
+            dh = like.new_zeros(*like.shape[:2], self.before.shape[-1])
+        dh, dc = dh[:, :, None], None if dc is None else dc[:, :, None]
+        given = None if dy is None else dy[:, :, :, None].unbind()
+        if torch.is_grad_enabled():
+            return self._pull_with_graph(given, dh, dc, bend)
+        dq = like.new_empty(len(self.hidden), *like.shape[:2], *self.slopes.slope.shape[2:])
+        cell, slopes, back = self.cell, self.slopes, self.params["weight_hh"].T
+        slope = list(zip(*[part.unbind() for part in slopes.slope.split(cell.parts, -2)], strict=True))
+        into = list(zip(*[part.unbind() for part in dq.split(cell.parts, -2)], strict=True))
+        via = None if slopes.via is None else slopes.via.unbind()
+        carry = None if cell.carried is None else dq[..., cell.carried : cell.carried + 1, :].unbind()
+        rows = cell.of_hidden(dq).flatten(1, 2).unbind()
+        states = []
+        for t in reversed(range(len(dq))):
+            if given is not None:
+                dh = dh + given[t]
+            if self.projects:
+                states.append(dh)
+                dm = dh @ self.params["weight_hr"]
+            else:
+                dm = dh
+            cell.pull_into(slope[t], None if via is None else via[t], dm, dc, into[t])
             if bend is not None:
-                dq = dq + bend[t] if buffer is None else dq.add_(bend[t])
-            if buffer is None:
-                local.insert(0, dq)
-            rows = cell.of_hidden(dq).flatten(0, 1)
-            carry = cell.of_carry(dq)
-            dh = gemm.linear(rows, weight.T).view(*lead, width)
-            if dy is not None and t:
-                dh = dh + dy[t - 1]
-            if cell.memory:
-                dc = carry
-            elif carry is not None:
-                dh = dh + carry
+                dq[t] += bend[t]
+            dh = gemm.linear(rows[t], back).view(dh.shape)
+            if carry is not None:
+                dc, dh = (carry[t], dh) if cell.memory else (None, dh + carry[t])
+        return self._adjoint(dq, states, dh, dc)
+
+    def _pull_with_graph(self, dy: Sequence[Tensor] | None, dh: Tensor, dc: Tensor | None, bend: Tensor | None) -> Adjoint:
+        """The same as an ordinary differentiable expression."""
+        cell, via = self.cell, self.slopes.via
+        found, states = [], []
+        for t in reversed(range(len(self.hidden))):
+            dh = dh if dy is None else dh + dy[t]
             states.append(dh)
-        projected = torch.stack(states[-2::-1]) if self.projects else None
-        return Adjoint(torch.stack(local) if buffer is None else buffer, projected, dh, dc)
+            dm = dh @ self.params["weight_hr"] if self.projects else dh
+            dq = cell.pull(self.slopes.slope[t], None if via is None else via[t], dm, dc)
+            dq = dq if bend is None else dq + bend[t]
+            found.append(dq)
+            dh = (cell.of_hidden(dq) @ self.params["weight_hh"]).view(dh.shape)
+            carry = cell.of_carry(dq)
+            if carry is not None:
+                dc, dh = (carry[..., None, :], dh) if cell.memory else (None, dh + carry[..., None, :])
+        return self._adjoint(torch.stack(found[::-1]), states, dh, dc)
+
+    def _adjoint(self, dq: Tensor, states: Sequence[Tensor], dh: Tensor, dc: Tensor | None) -> Adjoint:
+        projected = torch.stack(states[::-1])[..., 0, :] if self.projects else None
+        return Adjoint(dq, projected, dh[:, :, 0], None if dc is None else dc[:, :, 0])
 
     def push(
         self, x: Tensor | None, h: Tensor | None, c: Tensor | None, params: Mapping[str, Tensor], like: Tensor
@@ -211,11 +233,12 @@ class Trace:
             of_hidden = of_hidden + params["bias_hh"][:, None]
         h = like.new_zeros(*like.shape[:-1], own["weight_hh"].shape[1]) if h is None else h
         c = torch.zeros_like(like) if c is None and self.cell.memory else c
+        at = self.slopes
         local, middle, output = [], [], []
         for t in range(steps):
             b = of_hidden[t] + h @ own["weight_hh"].T
             local.append(self.cell.assemble(of_input[t], b, h if c is None else c))
-            m, c = self.cell.push(self.slopes, t, local[-1])
+            m, c = self.cell.push(at.slope[t], None if at.via is None else at.via[t], local[-1])
             middle.append(m)
             h = m @ own["weight_hr"].T if self.projects else m
             if "weight_hr" in params:

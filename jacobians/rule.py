@@ -267,7 +267,7 @@ class Rule(ABC):
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""
-        return self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0].flatten(1).square().sum(1)
+        return self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0].reshape(len(grad_out), -1).square().sum(1)
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""
@@ -284,7 +284,8 @@ class Rule(ABC):
 
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """Rows `[..., P]` whose Gram matrix is the factor `G`. Default: `[V, N, P]`, the parameter's columns."""
-        return self.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(2)
+        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False)
+        return rows.reshape(*rows.shape[:2], -1)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).

@@ -33,11 +33,11 @@ def agrees(model: nn.Module, ref: Reference, factors: bool = True, **tolerance: 
             torch.testing.assert_close(
                 getattr(p, field), of(name), msg=lambda m, f=field, n=name: f"{n}.{f}: {m}", **close
             )
-        rows = p.sqrt_ggn_exact.flatten(2)
+        rows = p.sqrt_ggn_exact.reshape(*p.sqrt_ggn_exact.shape[:2], -1)
         torch.testing.assert_close(torch.einsum("cnp,cnq->npq", rows, rows), ref.ggn_batch(name), **close)
         v = torch.randn(2, *p.shape, dtype=p.dtype)
-        torch.testing.assert_close(p.hmp(v).flatten(1), v.flatten(1) @ ref.hessian(name), **close)
-        torch.testing.assert_close(p.ggnmp(v).flatten(1), v.flatten(1) @ ref.ggn(name), **close)
+        torch.testing.assert_close(p.hmp(v).reshape(2, -1), v.reshape(2, -1) @ ref.hessian(name), **close)
+        torch.testing.assert_close(p.ggnmp(v).reshape(2, -1), v.reshape(2, -1) @ ref.ggn(name), **close)
         for found, expected in zip(p.kflr, ref.kflr(name), strict=True) if factors else ():
             torch.testing.assert_close(found, expected, msg=lambda m, n=name: f"{n}.kflr: {m}", **close)
         mc = p.sqrt_ggn_mc

@@ -147,7 +147,7 @@ class Reference:
         return self._grad_batch[name].sum(0)
 
     def batch_l2(self, name: str) -> Tensor:
-        return self._grad_batch[name].flatten(1).square().sum(1)
+        return self._grad_batch[name].reshape(self.N, -1).square().sum(1)
 
     def sum_grad_squared(self, name: str) -> Tensor:
         return self._grad_batch[name].square().sum(0)

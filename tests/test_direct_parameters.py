@@ -51,7 +51,12 @@ def merged(m: Direct, x: Tensor) -> Tensor:
     return m.head(z).reshape(len(x), 2, 3).sum(1)
 
 
+def scalar(m: Direct, x: Tensor) -> Tensor:
+    return m.head(torch.tanh(m.first(x))) / m.w.square()
+
+
 CASES = {
+    "scalar": (scalar, {"w": torch.tensor(1.5)}),
     "bias before": (bias_before, {"w": torch.randn(4)}),
     "scale behind the last layer": (scale_behind, {"w": torch.randn(3)}),
     "token": (token, {"w": torch.randn(1, 4)}),
@@ -79,7 +84,7 @@ def test_factors_are_the_block(name: str) -> None:
         loss_fn(model(rand(N, 2)), rand(N, 3)).backward()
     for name in params:
         p = model.get_parameter(name)
-        rows = p.sqrt_ggn_exact.flatten(2).flatten(0, 1)
+        rows = p.sqrt_ggn_exact.reshape(-1, p.numel())
         torch.testing.assert_close(p.kflr[0], rows.T @ rows)
 
 
@@ -107,7 +112,7 @@ def test_first_order_without_an_extended_loss(name: str) -> None:
     for name, p in model.named_parameters():
         rows = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / N, p)[0] for n in range(N)]
         torch.testing.assert_close(p.grad_batch, torch.stack(rows), msg=lambda m, k=name: f"{k}: {m}")
-        torch.testing.assert_close(p.batch_l2, torch.stack(rows).flatten(1).square().sum(1))
+        torch.testing.assert_close(p.batch_l2, torch.stack(rows).reshape(N, -1).square().sum(1))
         torch.testing.assert_close(p.variance, torch.stack(rows).var(0, correction=0))
 
 

@@ -78,7 +78,7 @@ def test_kinks_belong_where_autograd_puts_them(rule: Elementwise, example: Examp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_finite_and_right_far_out(rule: Elementwise, example: Example, dtype: torch.dtype) -> None:
     layer, x = example.build(), points(example, *FAR).to(dtype)
-    if example.args and example.args[0] in OVERFLOWS:
+    if any(function in OVERFLOWS for function in rule.functions):
         pytest.skip("the function itself overflows")
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for order in range(2 if example.layer is nn.Hardsigmoid else 3):
