@@ -113,7 +113,7 @@ class Affine(LinearInEach):
         if torch.is_grad_enabled() or self.has_cheap_squares(call, param):
             return None
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
-        if gemm.by_pairs(sum(map(len, mats)), self.positions(call)):
+        if gemm.by_pairs(sum(map(len, mats)), blocks[0].shape[3], width, self.positions(call)):
             patches = partial(self.patches, call)
             squares = gemm.squared_sum_by_pairs(patches, blocks, width, weights, per_sample, call.empty)
             return self.as_weight(call, squares)

@@ -50,7 +50,7 @@ class LinearInside(SeveralOutputs):
         if sum_batch:
             return joined([torch.matmul(m.flatten(1, 2).transpose(1, 2), x.flatten(0, 1)) for m, x in pairs], 1)
         empty = call.empty if len(pairs) == 1 else fresh
-        return joined([gemm.per_sample(patches(x), seen(m), x.shape[2], empty)[:, :, 0] for m, x in pairs], 2)
+        return joined([outer(m, x, empty) for m, x in pairs], 2)
 
     # ---- shortcuts -------------------------------------------------------------------------------------
     def has_cheap_squares(self, call: Call, param: str) -> bool:
@@ -64,7 +64,7 @@ class LinearInside(SeveralOutputs):
             return super().squared_sum(call, mat, param, weights, per_sample)
         empty = call.empty if len(inputs) == 1 else fresh
         parts = [
-            gemm.squared_sum(patches(x), seen(m), x.shape[2], weights, per_sample, empty).squeeze(-3)
+            squares(m, x, weights, per_sample, empty)
             for m, x in zip(self.columns(call, mat, param), inputs, strict=True)
         ]
         return joined(parts, -2)
@@ -107,6 +107,33 @@ class LinearInside(SeveralOutputs):
     def _pull_to_outputs(self, one: Call, param: str, matrix: Tensor) -> Tensor:
         """Columns `[D, D_out]` at the only sample's output, pulled to the outputs of a weight's layers: `[D, O]`."""
         return self.kron_rows(one, matrix.reshape(-1, *one.output.shape), param)[:, 0]
+
+
+def outer(m: Tensor, x: Tensor, empty: gemm.Empty) -> Tensor:
+    """`sum_t m_t x_t^T` for every sample: `[V, N, O, I]`."""
+    if torch.is_grad_enabled():
+        return torch.matmul(m.transpose(2, 3), x)
+    out = empty((*m.shape[:2], m.shape[3], x.shape[2]), m)
+    for column, goal in zip(m, out, strict=True):
+        torch.bmm(column.transpose(1, 2), x, out=goal)
+    return out
+
+
+def squares(m: Tensor, x: Tensor, weights: Tensor | None, per_sample: bool, empty: gemm.Empty) -> Tensor:
+    """`sum_v w_vn (sum_t m_t x_t^T)^2`: `[O, I]`, or `[N, O, I]` where `per_sample`. No graph is built."""
+    (v, n, t, o), width = m.shape, x.shape[2]
+    if t == 1 or gemm.by_pairs(v, o, width, t):
+        return gemm.squared_sum(patches(x), seen(m), width, weights, per_sample, empty).squeeze(-3)
+    total = empty((n if per_sample else 1, o, width), gemm.wide(m[:0])).zero_()
+    for part in gemm.chunks(n, 2 * o * width, m.device):
+        goal = total[part] if per_sample else fresh((part.stop - part.start, o, width), total).zero_()
+        rows = torch.empty_like(goal)
+        for k, column in enumerate(m[:, part]):
+            torch.bmm(gemm.wide(column).transpose(1, 2), gemm.wide(x[part]), out=rows)
+            goal.addcmul_(rows, rows if weights is None else rows * weights[k, part, None, None])
+        if not per_sample:
+            total[0] += goal.sum(0)
+    return (total if per_sample else total[0]).to(m.dtype)
 
 
 def patches(x: Tensor) -> gemm.Patches:

@@ -114,13 +114,14 @@ def squared_sum_by_sample(
     return (total if keep else total[0]).to(blocks[0].dtype)
 
 
-def by_pairs(v: int, t: int) -> bool:
+def by_pairs(v: int, o: int, width: int, t: int) -> bool:
     """Whether squares are cheaper through pairs of positions than from the products of single columns.
 
-    Per sample and weight, `t (t + 1) / 2` multiplications stand against `v t`, and against writing and squaring `v`
-    products, which takes as long as about 40 multiplications each.
+    Per sample and weight, `t (t + 1) / 2` multiplications (and the Gram matrices of the columns) stand against `v t`,
+    and against writing and squaring `v` products, which is slower where they do not stay in cache. Measured.
     """
-    return t * (t + 1) // 2 <= v * (t + 38)
+    writing = 2.5 if o * width > 4 * LARGE else 1.0
+    return t * (t + 1) / 2 * (1 + 3 * v / width) <= v * (10 + t / 3) * writing
 
 
 def squared_sum_by_pairs(
@@ -190,7 +191,7 @@ def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None,
     v, n, g, o, t = m.shape
     if t == 1:
         return _squared_outer(patches(slice(0, n)), m, weights, keep, empty)
-    if by_pairs(v, t):
+    if by_pairs(v, o, width, t):
         return squared_sum_by_pairs(patches, [m], width, weights, keep, empty)
     if one_by_one(m, width):
         return squared_sum_by_sample(patches, [m], width, weights, keep, empty)
