@@ -79,7 +79,7 @@ class PackJob(Job):
     As in a training loop, the fields stay on the parameters until the next run overwrites them.
     """
 
-    def __init__(self, setup: Setup, quantity: Quantity, root: str, convert: bool) -> None:
+    def __init__(self, setup: Setup, quantity: Quantity, root: str, convert: bool = False) -> None:
         super().__init__(setup, quantity)
         package = importlib.import_module(root)
         classes = importlib.import_module(f"{root}.extensions") if quantity.extensions else None

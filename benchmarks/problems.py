@@ -52,9 +52,8 @@ class Problem:
     With a `vocabulary`, inputs are indices below it. `steps` is the shape of one sample's targets where it has
     several. `check_batch` is the number of samples in the correctness check, smaller than `batch` where the reference
     (a loop over samples and classes) would take minutes. `tolerance` bounds the error relative to the norm: in float32,
-    one sample at a time and all at once round differently, and a near tie in a max-pooling window, or an input of a ReLU
-    near zero, then goes to the other side (2e-3 was seen; in deep networks, with hundreds of thousands of ReLUs before
-    small feature maps, 2e-2).
+    one sample at a time and all at once round differently, and a near tie in a max-pooling window, or an input of a
+    ReLU near zero, then goes to the other side (2e-3 was seen; in deep networks with small feature maps, 2e-2).
     """
 
     name: str

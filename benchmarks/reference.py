@@ -19,8 +19,8 @@ from benchmarks.quantities import QUANTITIES, Form
 
 DRAWS = 12
 ROUNDING = 1e-5
-"""A further error that is allowed in variances, relative to the mean square: where individual gradients hardly differ, the difference of
-moments keeps few digits in float32, and the reference no more."""
+"""A further error that is allowed in variances, relative to the mean square: where individual gradients hardly differ,
+the difference of moments keeps few digits in float32, and the reference no more."""
 
 STANDARD_ERRORS = 6.0
 DIRECTIONS = 3

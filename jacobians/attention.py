@@ -44,9 +44,7 @@ def additive(mask: Tensor, like: Tensor) -> Tensor:
 def weights(scores: Tensor, zero_rows: bool) -> Tensor:
     """`softmax` over keys; a query that may attend to no key gets NaN, or zeros where `zero_rows`."""
     p = scores.softmax(-1)
-    if not zero_rows:
-        return p
-    return p.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    return p.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0) if zero_rows else p
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,9 @@ class Heads:
     def attend(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, zero_rows: bool) -> Heads:
         """Evaluate the weights; `mask` is added to the scores."""
         scores = torch.matmul(q * scale, k.transpose(-1, -2))
-        return cls(q, k, v, weights(scores if mask is None else scores + mask, zero_rows), scale)
+        if mask is None:
+            return cls(q, k, v, weights(scores, False), scale)
+        return cls(q, k, v, weights(scores + mask, zero_rows), scale)
 
     @property
     def z(self) -> Tensor:

@@ -59,7 +59,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def one_by_one(m: Tensor, width: int) -> bool:
     """Whether the products of single samples are large enough to be computed one after the other."""
     v, _, g, o, t = m.shape
-    return g == 1 and m.device.type == "cpu" and v * o * width * t >= LARGE
+    return g == 1 and m.device.type == "cpu" and v * o * width * t >= 8 * LARGE
 
 
 def products(patches: Patches, blocks: Sequence[Tensor], width: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -96,7 +96,12 @@ def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty) -> Tensor:
             out[first : first + len(buffer), k, 0] = buffer
         return out
     for part in chunks(n, g * (width * t + v * o * width), m.device):
-        out[:, part] = torch.matmul(m[:, part], patches(part).transpose(-1, -2))
+        a = patches(part).transpose(-1, -2)
+        if g > 1:
+            out[:, part] = torch.matmul(m[:, part], a)
+            continue
+        for column, goal in zip(m, out, strict=True):
+            torch.bmm(column[part, 0], a[:, 0], out=goal[part, 0])
     return out
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Example, Rule
 from bpk.rules import REGISTRY
-from tests import recurrence
+from tests import attention, recurrence
 
 N = 3
 CLASSES = 3
@@ -347,6 +347,7 @@ def hand_made() -> list[Network]:
         Network("reused-layer", problem(Reused, (3,), CE), sequential=False),
         Network("tied-weight", problem(Tied, (3,), CE), sequential=False),
         Network("siamese", problem(Siamese, (4,), MSE, CLASSES), sequential=False),
+        *[Network(name, problem(m, s, CE), sequential=False) for name, m, s in attention.networks()],
         *[Network(name, problem(m, s, CE, *more), sequential=False) for name, m, s, *more in recurrence.networks()],
     ]
 

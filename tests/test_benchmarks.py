@@ -130,8 +130,8 @@ def test_new_rules_are_measured(
             REGISTRY.remove(rule)
     assert list(REGISTRY) == before
     rows = {row.layer.split("(")[0].split()[0]: row for row in layers.read_json(tmp_path / "layers.json") or []}
-    assert list(rows) == ["sqrt", "MSELoss", "Swish", "Mixer", "Wrong"]
-    for name in ("sqrt", "MSELoss", "Swish", "Mixer"):
+    assert list(rows) == ["Sqrt", "MSELoss", "Swish", "Mixer", "Wrong"]
+    for name in ("Sqrt", "MSELoss", "Swish", "Mixer"):
         assert set(rows[name].ratios) == set(layers.MEASURED) and not rows[name].notes
         assert rows[name].products is not None and rows[name].batch == 6
     assert set(rows["Wrong"].status.values()) == {"wrong"}
