@@ -1,9 +1,9 @@
 """Which sample does a row belong to, and which axis is the batch axis, where a model moves or merges it?
 
-Windows, heads or time steps may be folded into the batch axis (`[N, T, D] -> [N*T, D]`), in any order, or come before it
-(`[T, N, D]`). The graph tells: gradients are sent back from the loss, one of all samples, and one for each binary digit
-of their numbers, of those samples that have it. At an entry that feeds one sample only, each of these is either
-the first one or zero.
+Windows, heads or time steps may be folded into the batch axis (`[N, T, D] -> [N*T, D]`), in any order, or come before
+it (`[T, N, D]`). The graph tells: gradients are sent back from the loss, one of all samples, and one for each binary
+digit of their numbers, of those samples that have it. At an entry that feeds one sample only, each of these is
+either the first one or zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOLERANCE = 0.05
 
 
 class NotInFront(Exception):
-    """A layer that is left to autograd: its rule needs the batch axis in front, and it is elsewhere, or there is none."""
+    """A layer is to be left to autograd: its rule needs the batch axis in front, and it is elsewhere or missing."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record.path)
@@ -36,7 +36,7 @@ class NotInFront(Exception):
 
 @dataclass
 class Attribution:
-    """By `id` of a record: the sample of each row where rows are not the samples in order, and then how many there are."""
+    """By `id` of a record: the sample of each row, where rows are not the samples in order, and how many there are."""
 
     samples: dict[int, Tensor] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
@@ -58,7 +58,8 @@ class Attribution:
 def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]]:
     """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
 
-    Returns the number of samples and, by `id` of a record, the sample `[R]` of every row, where rows are not simply the samples in order.
+    Returns the number of samples and, by `id` of a record, the sample `[R]` of every row, where rows are not simply the
+    samples in order.
 
     Raises:
         NotInFront: If a layer has to be left to autograd first.
@@ -128,7 +129,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, fed: bool) ->
     rows = decode(mat, n)
     if rows is not None:
         if record.knows_batch and not torch.equal(rows, torch.arange(n, device=rows.device)):
-            raise mixed(f"rows of '{record.path}' ({type(record.module).__name__}) are not, one by one, those of the {n}")
+            raise mixed(f"rows of '{record.path}' ({type(record.module).__name__}) are not the {n} samples in order")
         return rows
     axis = next((a for a in range(1, mat.dim() - 1) if is_batch(mat.movedim(1 + a, 1), n)), 0)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
@@ -223,7 +224,8 @@ def mixed(what: str) -> UnsupportedLayer:
     return UnsupportedLayer(
         explain(
             f"Rows are not samples: {what}.",
-            "a function or a layer mixes samples, or the batch axis was moved or merged and samples cannot be told apart.",
+            "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told "
+            "apart.",
             "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
             "losses take [N, C, T].",
         )

@@ -210,8 +210,8 @@ def require_layers_only(source: Source) -> None:
     if source.trained:
         raise UnsupportedLayer(
             explain(
-                f"KFRA cannot be computed for a parameter of shape {list(source.trained[0].shape)}, which plain functions "
-                f"use before '{source.consumer.path}' ({type(source.consumer.module).__name__}).",
+                f"KFRA cannot be computed for a parameter of shape {list(source.trained[0].shape)}, which plain "
+                f"functions use before '{source.consumer.path}' ({type(source.consumer.module).__name__}).",
                 "its recursion goes from layer to layer, and no layer stands for this use.",
                 "use KFLR or KFAC, or extend(model, use_converter=True).",
             )

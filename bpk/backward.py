@@ -179,10 +179,10 @@ class Backward:
 
     def feeding(self, record: Record) -> dict[int, Source]:
         """By input index: the recorded calls, and functions with parameters, that feed the call's inputs."""
-        return {index: source for index, source in self.sources_of(record).items() if source.targets or source.trained}
+        return {k: source for k, source in self.sources_of(record).items() if source.targets or source.trained}
 
     def reach_functions(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
-        """Show the gradient of the call's inputs to sweeps that look at it, where functions with parameters feed them."""
+        """Show the gradient of the call's inputs to first-order sweeps, where functions with parameters feed them."""
         sources = [source for source in self.sources_of(record).values() if source.trained]
         first_order = [sweep for sweep in self.sweeps.values() if isinstance(sweep, Gradient)]
         if not sources or not first_order:

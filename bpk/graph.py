@@ -91,7 +91,8 @@ class Source:
                         create_graph=torch.is_grad_enabled(),
                     )
                 )
-        return [(leaf, torch.stack(parts, 1)) for leaf, parts in zip(self.trained, zip(*found, strict=True), strict=True)]
+        by_leaf = zip(*found, strict=True)
+        return [(leaf, torch.stack(parts, 1)) for leaf, parts in zip(self.trained, by_leaf, strict=True)]
 
     def target_edges(self) -> list[GradientEdge]:
         """The outputs of the calls that feed the stretch."""
@@ -130,7 +131,10 @@ class Source:
                 )
             )
         sizes = [shape[1:] for shape in shapes] + [leaf.shape for leaf in self.trained]
-        dense = torch.stack([self._dense(grad, n) for n in range(len(grad))]) if self.trained else self._blocks(gradients)
+        if self.trained:
+            dense = torch.stack([self._dense(grad, n) for n in range(len(grad))])
+        else:
+            dense = self._blocks(gradients)
         vectors, signs = factor(dense)
         parts = vectors.split([size.numel() for size in sizes], 2)
         return [part.reshape(*part.shape[:2], *size) for part, size in zip(parts, sizes, strict=True)], signs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ class Port:
     """
 
     axis: int = 0
-    shape: torch.Size = torch.Size()
+    shape: tuple[int, ...] = ()
     start: int = 0
     total: int = 0
 
@@ -32,14 +33,14 @@ class Port:
             mat = mat.movedim(1 + self.axis, 1)
         if not self.total:
             return mat
-        size = self.shape.numel()
+        size = prod(self.shape)
         zeros = [mat.new_zeros(*mat.shape[:2], k) for k in (self.start, self.total - self.start - size)]
         return torch.cat([zeros[0], mat.flatten(2) if mat.dim() > 2 else mat[..., None], zeros[1]], 2)
 
     def to_graph(self, mat: Tensor) -> Tensor:
         """Columns `[V, N, *out]` of the rule as columns `[V, *tensor]` of the graph."""
         if self.total:
-            mat = mat[..., self.start : self.start + self.shape.numel()].reshape(*mat.shape[:2], *self.shape)
+            mat = mat[..., self.start : self.start + prod(self.shape)].reshape(*mat.shape[:2], *self.shape)
         return mat.movedim(1, 1 + self.axis) if self.axis else mat
 
     def one_to_rule(self, x: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
 class Record:
     """One recorded call of a layer: module, rule, inputs, results, and the edges towards its inputs.
 
-    `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which of
-    them an output of the graph node is. `used` are those that something behind the call has asked for.
+    `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
+    of them an output of the graph node is. `used` are those that something behind the call has asked for.
     """
 
     __slots__ = (
@@ -207,7 +207,8 @@ class Record:
         if self.rule is not None and self.rule.reads_values:
             inputs = [self.unchanged(k, self.rule) for k in range(len(inputs))]
         form = (self.shifted, *self.used)
-        if self.seen is None or self.seen[0] != form or any(x is not y for x, y in zip(inputs, self.seen[1], strict=True)):
+        same = self.seen is not None and self.seen[0] == form
+        if self.seen is None or not same or any(x is not y for x, y in zip(inputs, self.seen[1], strict=True)):
             self.seen = form, inputs, self.call_on(inputs)
         return self.seen[2]
 

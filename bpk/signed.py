@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
 from torch import Tensor
 
 from bpk.attribution import to_samples

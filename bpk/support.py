@@ -53,7 +53,10 @@ WRITE_RULE = (
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
 
-CHAIN_RULE = "First-order quantities are what the chain rule gives, layer by layer; call model.eval() for those of samples."
+CHAIN_RULE = (
+    "first-order quantities are what the chain rule gives, layer by layer; call model.eval() first for those of "
+    "samples."
+)
 
 WARNED: WeakSet[nn.Module] = WeakSet()
 """Layers that mix samples, and whose user has been told."""

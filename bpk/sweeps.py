@@ -163,9 +163,7 @@ def collect_rows(sweep: Sweep, source: Source, key: Hashable, mat: Tensor, signs
         add_direct(sweep, param, source, key, of_samples, signs)
 
 
-def add_direct(
-    sweep: Sweep, param: Tensor, source: Source, key: Hashable, rows: Tensor, signs: Tensor | None
-) -> None:
+def add_direct(sweep: Sweep, param: Tensor, source: Source, key: Hashable, rows: Tensor, signs: Tensor | None) -> None:
     """Rows `[V, N, *p]` of a parameter that the functions of a stretch use."""
     n = sweep.attribution.batch_size(source.consumer)
     sweep.direct.setdefault(param, Direct(Columns(), n)).arrived.add_own(DIRECT, key, rows, signs)

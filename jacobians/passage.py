@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from bpk.jacobians.call import Call, Options, Wrt
@@ -25,11 +24,11 @@ class Passage(SeveralOutputs):
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         zeros = {k: mat.new_zeros(*mat.shape[:2], *shape) for k, shape in call.used.items() if k != wrt}
-        return self.merge(call, {**zeros, wrt: mat}) if wrt in call.used else self.merge(call, zeros)  # type: ignore[dict-item]
+        return self.merge(call, zeros | {int(wrt): mat} if wrt in call.used else zeros)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         parts = self.split(call, mat)
-        return parts[wrt] if wrt in parts else mat.new_zeros(*mat.shape[:2], *call.shape_of(wrt)[1:])  # type: ignore[index]
+        return parts[wrt] if wrt in parts else mat.new_zeros(*mat.shape[:2], *call.shape_of(wrt)[1:])
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO

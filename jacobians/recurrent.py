@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.recurrent_cells import Cell
+from bpk.jacobians.recurrent_grams import TimeGrams, pays, same
 from bpk.jacobians.recurrent_scan import Scan
 from bpk.jacobians.recurrent_stack import Pulled, Seeds, Stack
 from bpk.jacobians.rule import Example, Residual
@@ -27,6 +28,9 @@ SPLIT = "use single layers with nn.Dropout in between (extend(model, use_convert
 
 KEEP = 1 << 22
 """How many numbers of backward recurrences are kept for the next one who asks."""
+
+COLUMNS = 1 << 22
+"""How many numbers a backward recurrence finds at a time (on a processor): memory of this size is used again."""
 
 
 class Latest:
@@ -170,12 +174,53 @@ class Recurrent(RecurrentForward):
         stack, latest = self.at(call), call.memo((self, "latest"), Latest)
         return latest.find(mat, lambda: stack.pull(self.seeds(self.split(call, gemm.wide(mat)))))
 
-    def affine(self, call: Call, mat: Tensor, param: str) -> tuple[Tensor, Tensor | None]:
+    def pieces(self, call: Call, mat: Tensor) -> Iterator[tuple[Tensor | None, Pulled]]:
+        """Backward recurrences of some columns at a time, and which these are (`None`: all of them).
+
+        A column that starts at some step lives at earlier steps only: those that start together go back together.
+        """
+        stack = self.at(call)
+        step = max(1, COLUMNS // stack.size) if mat.device.type == "cpu" else len(mat)
+        if len(mat) <= step or torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None:
+            yield None, self.pulled(call, mat)
+            return
+        order, ends = torch.arange(len(mat), device=mat.device), None
+        if stack.forward_only and set(call.used) == {0}:
+            y = self.seeds(self.split(call, mat)).y
+            if y is not None:
+                alive = (y != 0).flatten(2).any(2)
+                ends = (alive * torch.arange(1, len(y) + 1, device=mat.device)[:, None]).amax(0).clamp(min=1)
+                order = ends.argsort()
+        for part in order.split(step):
+            seeds = self.seeds(self.split(call, gemm.wide(mat[part])))
+            if ends is not None and seeds.y is not None:
+                seeds.y = seeds.y[: int(ends[part].max())]
+            yield part, stack.pull(seeds)
+
+    def collect(self, call: Call, mat: Tensor, shape: Sequence[int], found: Callable[[Pulled], Tensor]) -> Tensor:
+        """Columns `[V, *shape]` of what is `found` for some of them; steps at which they do not live are zero."""
+        out: Tensor | None = None
+        for part, pulled in self.pieces(call, mat):
+            some = found(pulled)
+            if part is None:
+                return some.to(mat.dtype)
+            if out is None:
+                whole = some.shape[1:] == torch.Size(shape)
+                out = call.empty((len(mat), *shape), mat) if whole else mat.new_zeros(len(mat), *shape)
+            if some.shape[1:] == out.shape[1:]:
+                out[part] = some.to(mat.dtype)
+            else:
+                out[part, :, : some.shape[2]] = some.to(mat.dtype)
+        assert out is not None
+        return out
+
+    def affine(self, call: Call, pulled: Pulled, param: str) -> tuple[Tensor, Tensor | None]:
         """The affine map of a parameter: gradients `[T, V, N, O]` of its output, and its input `[T, N, I]` (weights)."""
-        stack, pulled = self.at(call), self.pulled(call, mat)
+        stack = self.at(call)
         layer, place, role = stack.find(param)
         trace, adjoint = stack.traces[layer][place], pulled.adjoints[layer][place]
-        return trace.gradient(role, adjoint), trace.value(role)
+        columns, values = trace.gradient(role, adjoint), trace.value(role)
+        return columns, None if values is None else values[: len(columns)]
 
     # ---- products --------------------------------------------------------------------------------
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
@@ -191,13 +236,16 @@ class Recurrent(RecurrentForward):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         if isinstance(wrt, int):
-            return self.left(self.pulled(call, mat), wrt).to(mat.dtype)
-        columns, values = self.affine(call, mat, wrt)
+            return self.collect(call, mat, call.inputs[wrt].shape, lambda pulled: self.left(pulled, wrt))
+        shape = (*([] if sum_batch else [call.batch_size]), *call.params[wrt].shape)
+        return self.collect(call, mat, shape, lambda pulled: self.rows(call, pulled, wrt, sum_batch))
+
+    def rows(self, call: Call, pulled: Pulled, param: str, sum_batch: bool) -> Tensor:
+        """The gradients of a parameter: `[V, *p]`, or `[V, N, *p]`."""
+        columns, values = self.affine(call, pulled, param)
         if values is None:
-            return columns.sum((0, 2) if sum_batch else 0).to(mat.dtype)
-        if sum_batch:
-            return sequence_gemm.summed(columns, values).to(mat.dtype)
-        return sequence_gemm.per_sample(columns, values, call.empty).to(mat.dtype)
+            return columns.sum((0, 2) if sum_batch else 0)
+        return sequence_gemm.summed(columns, values) if sum_batch else sequence_gemm.per_sample(columns, values, call.empty)
 
     def has_cheap_squares(self, call: Call, param: str) -> bool:
         """A bias has few entries."""
@@ -206,13 +254,50 @@ class Recurrent(RecurrentForward):
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:
-        columns, values = self.affine(call, mat, param)
-        if torch.is_grad_enabled() or values is None:
-            return super().squared_sum(call, mat, param, weights, per_sample)
-        return sequence_gemm.squared_sum(columns, values, weights, per_sample, call.empty).to(mat.dtype)
+        found = self.squared_sum_of_blocks(call, [mat], param, weights, per_sample)
+        return super().squared_sum(call, mat, param, weights, per_sample) if found is None else found
+
+    def squared_sum_of_blocks(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
+    ) -> Tensor | None:
+        if torch.is_grad_enabled():
+            return None
+        if pays(self.at(call), sum(map(len, mats))):
+            return self.grams(call, mats, weights).squares(param, per_sample).to(mats[0].dtype)
+        total: Tensor | None = None
+        for _, scale, pulled in self.all_pieces(call, mats, weights):
+            columns, values = self.affine(call, pulled, param)
+            if values is None:
+                squares = columns.sum(0).square()
+                squares = squares if scale is None else squares * scale[..., None]
+                part = squares.sum(0) if per_sample else squares.sum((0, 1))
+            else:
+                part = sequence_gemm.squared_sum(columns, values, scale, per_sample, call.empty)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.to(mats[0].dtype)
+
+    def all_pieces(
+        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor | None, Pulled]]:
+        """Backward recurrences of columns in several blocks: the block, weights of these columns, what came of them."""
+        split = [None] * len(mats) if weights is None else weights.split([len(mat) for mat in mats])
+        for mat, scale in zip(mats, split, strict=True):
+            for part, pulled in self.pieces(call, mat):
+                yield mat, scale if part is None or scale is None else scale[part], pulled
+
+    def grams(self, call: Call, mats: Sequence[Tensor], weights: Tensor | None) -> TimeGrams:
+        """Gram matrices over time, shared by all parameters that ask with the same columns."""
+        latest: list[Any] = call.memo((self, "grams"), lambda: [[], None])
+        if not same(latest[0], [*mats, weights]):
+            grams = TimeGrams(self.at(call))
+            for _, scale, pulled in self.all_pieces(call, mats, weights):
+                grams.add(pulled, scale)
+            latest[:] = [[*mats, weights], grams]
+        return latest[1]
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
-        columns, values = self.affine(call, grad_out[None], param)
+        columns, values = self.affine(call, self.pulled(call, grad_out[None]), param)
         if values is None:
             return columns[:, 0].sum(0).square().sum(1).to(grad_out.dtype)
         return sequence_gemm.norm_squared(columns[:, 0], values).to(grad_out.dtype)
@@ -234,10 +319,15 @@ class Recurrent(RecurrentForward):
 
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """Rows whose Gram matrix is `G`: gradients summed over time, or one row for each step ("expand")."""
-        columns, values = self.affine(call, mat, param)
-        if approximation == "expand" and values is not None:
-            return columns.movedim(0, 2).to(mat.dtype)
-        return columns.sum(0).to(mat.dtype)
+        expand = approximation == "expand" and param.startswith("weight")
+
+        def found(pulled: Pulled) -> Tensor:
+            columns, _ = self.affine(call, pulled, param)
+            return columns.movedim(0, 2) if expand else columns.sum(0)
+
+        steps = [call.inputs[0].shape[1]] if expand and self.axes == 3 else []
+        width = call.params[param].shape[0]
+        return self.collect(call, mat, (call.batch_size, *steps, width), found)
 
     def _pull_flat(self, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
         """For the recursion of KFRA a weight stands for the bias that would be added to its map."""

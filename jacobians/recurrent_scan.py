@@ -166,7 +166,8 @@ class Trace:
         given = None if dy is None else dy[:, :, :, None].unbind()
         if torch.is_grad_enabled():
             return self._pull_with_graph(given, dh, dc, bend)
-        dq = like.new_empty(len(self.hidden), *like.shape[:2], *self.slopes.slope.shape[2:])
+        steps = len(self.hidden) if given is None else len(given)
+        dq = like.new_empty(steps, *like.shape[:2], *self.slopes.slope.shape[2:])
         cell, slopes, back = self.cell, self.slopes, self.params["weight_hh"].T
         slope = list(zip(*[part.unbind() for part in slopes.slope.split(cell.parts, -2)], strict=True))
         into = list(zip(*[part.unbind() for part in dq.split(cell.parts, -2)], strict=True))
@@ -194,7 +195,7 @@ class Trace:
         """The same as an ordinary differentiable expression."""
         cell, via = self.cell, self.slopes.via
         found, states = [], []
-        for t in reversed(range(len(self.hidden))):
+        for t in reversed(range(len(self.hidden) if dy is None else len(dy))):
             dh = dh if dy is None else dh + dy[t]
             states.append(dh)
             dm = dh @ self.params["weight_hr"] if self.projects else dh

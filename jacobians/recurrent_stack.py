@@ -92,6 +92,18 @@ class Stack:
         flat = [own[role] for own in sets for role in ROLES if role in own]
         return self.cell.layer(x, start, flat, "bias_ih" in sets[0], 1, 0.0, False, len(sets) == 2, False)[0]
 
+    @property
+    def size(self) -> int:
+        """How many numbers a backward recurrence finds for one column."""
+        shape = self.traces[0][0].x.shape[:2].numel()
+        hidden = self.params[f"weight_hh{self.traces[0][0].scan.suffix}"].shape[0] // self.cell.gates
+        return shape * hidden * sum(self.cell.parts) * sum(map(len, self.traces))
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether nothing depends on later steps."""
+        return not any(trace.scan.reverse for row in self.traces for trace in row)
+
     def results(self) -> Seeds:
         """The output and the last states."""
         every = [trace for row in self.traces for trace in row]

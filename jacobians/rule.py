@@ -267,7 +267,8 @@ class Rule(ABC):
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""
-        return self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0].reshape(len(grad_out), -1).square().sum(1)
+        rows = self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0]
+        return rows.reshape(len(grad_out), -1).square().sum(1)
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""

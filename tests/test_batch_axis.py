@@ -1,4 +1,4 @@
-"""Per sample means per sample: also where the batch axis is moved or merged, and where its length is that of another."""
+"""Per sample means per sample: also where the batch axis is moved or merged, or as long as another."""
 
 from __future__ import annotations
 

@@ -126,5 +126,3 @@ def test_subsampling_and_positive_curvature() -> None:
     torch.testing.assert_close(model.w.grad_batch, torch.stack(rows))
     block = model.w.pchmp(torch.eye(3, dtype=torch.float64))
     assert torch.linalg.eigvalsh((block + block.T) / 2).min() > -1e-12
-
-
