@@ -25,11 +25,12 @@ class Call:
 
     Axis 0 of every input and of the output is the batch axis. Of a layer with several results, `used` names those
     that matter; if these are several, `output` holds them flattened, side by side. `options` carries the
-    hyperparameters as attributes (for a module: the module). `pull`, where present, multiplies `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules
-    of layers that draw random numbers need it. `saved`, where present, looks up what autograd kept
-    of the forward pass under a name, so that a rule need not compute it again. Both exist during
-    the backward pass only, for `Rule.capture`. `whole` is the call on the whole batch, where this is a part of it; only
-    rules of layers that mix samples need it. `spare` is contiguous memory that `empty` may hand out.
+    hyperparameters as attributes (for a module: the module). `pull`, where present, multiplies
+    `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules of layers that draw
+    random numbers need it. `saved`, where present, looks up what autograd kept of the forward pass under a name, so
+    that a rule need not compute it again. Both exist during the backward pass only, for `Rule.capture`. `whole` is the
+    call on the whole batch, where this is a part of it; only rules of layers that mix samples need it. `spare` is
+    contiguous memory that `empty` may hand out.
     """
 
     def __init__(
