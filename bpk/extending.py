@@ -19,6 +19,9 @@ from bpk.rules import REGISTRY
 
 M = TypeVar("M", bound=nn.Module)
 
+QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+"""Where torch's quantised layers live (not imported: that takes long)."""
+
 
 def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     """Extend a model or a loss, recursively; returns the same object (with the converter: a graph of modules).
@@ -33,8 +36,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
             model's parameters; `result.conversion_report` says what changed.
 
     Raises:
-        ValueError: If `module` is a class or no module, has a trainable complex parameter, or a lazy layer that was
-            not initialised.
+        ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, or
+            a lazy one that was not initialised.
 
     >>> import torch, bpk
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -70,6 +73,16 @@ def check_module(module: object) -> None:
                 "wrap a function into an nn.Module; for a loss function use its class, such as nn.CrossEntropyLoss().",
             )
         )
+    for path, child in module.named_modules():
+        if type(child).__module__.startswith(QUANTISED):
+            raise ValueError(
+                explain(
+                    f"Layer '{path or type(child).__name__}' ({type(child).__name__}) is quantised.",
+                    "its weights are integers and its output has no gradient, so nothing can be computed for it or before "
+                    "it.",
+                    "extend the model before it is quantised.",
+                )
+            )
     for name, param in module.named_parameters():
         if is_lazy(param):
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -381,3 +382,26 @@ def test_messages_are_laid_out() -> None:
     assert first.endswith(".") and "DiagGGNExact" in first
     assert any(line.startswith("  Why: ") for line in rest)
     assert any(line.startswith("  Do:  ") for line in rest)
+
+
+def test_quantised_and_lazy_layers_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantisation moves to another package
+        quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    with pytest.raises(ValueError, match="quantised"):
+        bpk.extend(quantised)
+    with pytest.raises(ValueError, match="not initialised yet"):
+        bpk.extend(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    layer = bpk.extend(nn.Linear(3, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+        out = layer(x)
+        flat = out.values() if layout is torch.jagged else torch.nested.to_padded_tensor(out, 0.0)
+    with pytest.raises(UnsupportedLayer, match="nested tensor"), bpk.backpack(E.BatchGrad()):
+        flat.sum().backward()
