@@ -1,6 +1,7 @@
-# make demo    trains a small network on real digits and shows all 18 quantities
-# make test    runs the tests
-# make bench   measures every quantity as a ratio to plain forward+backward
+# make demo      trains a small network on real digits and shows all 18 quantities
+# make examples  runs every script in examples/, each of which checks itself against autograd
+# make test      runs the tests
+# make bench     measures every quantity as a ratio to plain forward+backward
 # Each sets up .venv by itself (Python >= 3.10); a second call finds it ready.
 
 PYTHON ?= python3
@@ -9,14 +10,19 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint doctest bench clean
+.PHONY: help demo examples test lint doctest bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 demo: $(VENV)/.has-demo
 	$(PY) examples/demo.py $(ARGS)
+
+examples: $(VENV)/.has-demo
+	@for script in examples/[a-z]*.py; do \
+		if [ $$script != examples/demo.py ]; then printf '\n== %s\n' $$script; $(PY) $$script || exit 1; fi; \
+	done
 
 test: $(VENV)/.has-demo $(VENV)/.has-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)

@@ -78,7 +78,7 @@ def check_module(module: object) -> None:
             raise ValueError(
                 explain(
                     f"Layer '{path or type(child).__name__}' ({type(child).__name__}) is quantised.",
-                    "its weights are integers and its output has no gradient, so nothing can be computed for it or before "
+                    "its weights are integers and its output has no gradient: nothing can be computed for it or before "
                     "it.",
                     "extend the model before it is quantised.",
                 )

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians import gemm, sequence_gemm
+from bpk.jacobians import gemm, recurrent_residual, sequence_gemm
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.recurrent_cells import Cell
-from bpk.jacobians.recurrent_grams import TimeGrams, pays, same
+from bpk.jacobians.recurrent_grams import TimeGrams, pays
+from bpk.jacobians.recurrent_residual import Bent
 from bpk.jacobians.recurrent_scan import Scan
 from bpk.jacobians.recurrent_stack import Pulled, Seeds, Stack
 from bpk.jacobians.rule import Example, Residual
@@ -82,6 +83,8 @@ class RecurrentForward(SeveralOutputs):
             return Binding(module, inputs[:1], problem=PACKED + ".", do=PAD)
         if inputs[0].dim() != self.axes:
             return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
+        if self.draws(module):
+            return Binding(module, inputs, problem=DROPOUT + ".", do=SPLIT)
         axis, states = 0 if module.batch_first else 1, 2 if module.mode == "LSTM" else 1
         return Binding(module, inputs, (axis, *[1] * (len(inputs) - 1)), (axis, *[1] * states))
 
@@ -114,7 +117,9 @@ class RecurrentForward(SeveralOutputs):
         assert x is not None
         return Stack(self.cell(options), self.layers(options), params, x, h0, c0, known)
 
-    def seen(self, inputs: Sequence[Tensor | None], lead: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def seen(
+        self, inputs: Sequence[Tensor | None], lead: int = 0
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Inputs (or columns of inputs, with `lead` axes more) as a stack takes them: time first."""
         x, h0, c0 = (*inputs, None, None)[:3]
         return None if x is None else x.movedim(1 + lead, 0), h0, c0
@@ -127,7 +132,7 @@ class RecurrentForward(SeveralOutputs):
         """The inverse of `returned`, for columns."""
         return Seeds(*self.seen([parts.get(k) for k in range(3)], 1))
 
-    def left(self, pulled: Pulled, index: int) -> Tensor:
+    def left(self, pulled: Pulled | Bent, index: int) -> Tensor:
         """Columns of an input, from what was pulled back to it."""
         return pulled.state(index) if index else pulled.input().movedim(0, 2)
 
@@ -152,7 +157,11 @@ class Recurrent(RecurrentForward):
         if call.inputs[0].dim() != self.axes or self.draws(call.options):
             reason = self.obstacle(call) or ""
             raise UnsupportedLayer(
-                explain(f"{self.name}: products are not defined here.", reason + ".", SPLIT if self.draws(call.options) else ADD_AXIS)
+                explain(
+                    f"{self.name}: products are not defined here.",
+                    reason + ".",
+                    SPLIT if self.draws(call.options) else ADD_AXIS,
+                )
             )
         if torch.is_grad_enabled():
             return call.memo((self, "with graph"), lambda: self.stack(call.options, call.inputs, call.params))
@@ -219,7 +228,7 @@ class Recurrent(RecurrentForward):
         stack = self.at(call)
         layer, place, role = stack.find(param)
         trace, adjoint = stack.traces[layer][place], pulled.adjoints[layer][place]
-        columns, values = trace.gradient(role, adjoint), trace.value(role)
+        columns, values = adjoint.of(trace, role), trace.value(role)
         return columns, None if values is None else values[: len(columns)]
 
     # ---- products --------------------------------------------------------------------------------
@@ -236,7 +245,14 @@ class Recurrent(RecurrentForward):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         if isinstance(wrt, int):
-            return self.collect(call, mat, call.inputs[wrt].shape, lambda pulled: self.left(pulled, wrt))
+            grams = self.foresee(call, mat)
+
+            def to_input(pulled: Pulled) -> Tensor:
+                if grams is not None:
+                    grams.add(pulled)
+                return self.left(pulled, wrt)
+
+            return self.collect(call, mat, call.inputs[wrt].shape, to_input)
         shape = (*([] if sum_batch else [call.batch_size]), *call.params[wrt].shape)
         return self.collect(call, mat, shape, lambda pulled: self.rows(call, pulled, wrt, sum_batch))
 
@@ -245,7 +261,11 @@ class Recurrent(RecurrentForward):
         columns, values = self.affine(call, pulled, param)
         if values is None:
             return columns.sum((0, 2) if sum_batch else 0)
-        return sequence_gemm.summed(columns, values) if sum_batch else sequence_gemm.per_sample(columns, values, call.empty)
+        return (
+            sequence_gemm.summed(columns, values)
+            if sum_batch
+            else sequence_gemm.per_sample(columns, values, call.empty)
+        )
 
     def has_cheap_squares(self, call: Call, param: str) -> bool:
         """A bias has few entries."""
@@ -265,7 +285,7 @@ class Recurrent(RecurrentForward):
         if pays(self.at(call), sum(map(len, mats))):
             return self.grams(call, mats, weights).squares(param, per_sample).to(mats[0].dtype)
         total: Tensor | None = None
-        for _, scale, pulled in self.all_pieces(call, mats, weights):
+        for scale, pulled in self.all_pieces(call, mats, weights):
             columns, values = self.affine(call, pulled, param)
             if values is None:
                 squares = columns.sum(0).square()
@@ -279,22 +299,40 @@ class Recurrent(RecurrentForward):
 
     def all_pieces(
         self, call: Call, mats: Sequence[Tensor], weights: Tensor | None
-    ) -> Iterator[tuple[Tensor, Tensor | None, Pulled]]:
-        """Backward recurrences of columns in several blocks: the block, weights of these columns, what came of them."""
+    ) -> Iterator[tuple[Tensor | None, Pulled]]:
+        """Backward recurrences of columns in several blocks, with the weights of these columns."""
         split = [None] * len(mats) if weights is None else weights.split([len(mat) for mat in mats])
         for mat, scale in zip(mats, split, strict=True):
             for part, pulled in self.pieces(call, mat):
-                yield mat, scale if part is None or scale is None else scale[part], pulled
+                yield scale if part is None or scale is None else scale[part], pulled
 
     def grams(self, call: Call, mats: Sequence[Tensor], weights: Tensor | None) -> TimeGrams:
         """Gram matrices over time, shared by all parameters that ask with the same columns."""
-        latest: list[Any] = call.memo((self, "grams"), lambda: [[], None])
-        if not same(latest[0], [*mats, weights]):
-            grams = TimeGrams(self.at(call))
-            for _, scale, pulled in self.all_pieces(call, mats, weights):
-                grams.add(pulled, scale)
-            latest[:] = [[*mats, weights], grams]
-        return latest[1]
+        known: list[TimeGrams] = call.memo((self, "grams"), list)
+        for grams in known:
+            if grams.holds(mats, weights):
+                return grams
+        grams = TimeGrams(self.at(call))
+        grams.mats, grams.weights = list(mats), weights
+        for scale, pulled in self.all_pieces(call, mats, weights):
+            grams.add(pulled, scale)
+        known[:] = [*known[-1:], grams]
+        return grams
+
+    def foresee(self, call: Call, mat: Tensor) -> TimeGrams | None:
+        """Where many columns pass on the way to the input: Gram matrices to which they are added at once.
+
+        Squares of the parameters' columns usually follow, and would need the same backward recurrences again.
+        """
+        if torch.is_grad_enabled() or not pays(self.at(call), len(mat)):
+            return None
+        known: list[TimeGrams] = call.memo((self, "grams"), list)
+        if not known:
+            known.append(TimeGrams(self.at(call)))
+        if known[0].weights is not None or any(mat is other for other in known[0].mats):
+            return None
+        known[0].mats.append(mat)
+        return known[0]
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         columns, values = self.affine(call, self.pulled(call, grad_out[None]), param)
@@ -305,6 +343,16 @@ class Recurrent(RecurrentForward):
     # ---- the second derivative -------------------------------------------------------------------
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.GENERAL
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        grad = self.seeds(self.split(call, gemm.wide(grad_out)[None]))
+        given = {wrt: gemm.wide(mat) for wrt, mat in mats.items()}
+        x, h, c = self.seen([given.get(k) for k in range(3)], 1)
+        params = {name: mat for name, mat in given.items() if isinstance(name, str)}
+        lead = len(next(iter(mats.values())))
+        bent = recurrent_residual.residual_mat_prod(self.at(call), grad, (x, h, c), params, lead)
+        found = {wrt: bent.params[wrt] if isinstance(wrt, str) else self.left(bent, wrt) for wrt in mats}
+        return {wrt: product.to(mats[wrt].dtype) for wrt, product in found.items()}
 
     # ---- Kronecker factors -----------------------------------------------------------------------
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
@@ -356,7 +404,9 @@ class RecurrentStep(Recurrent):
     def layers(self, options: Any) -> list[list[Scan]]:
         return [[Scan()]]
 
-    def seen(self, inputs: Sequence[Tensor | None], lead: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def seen(
+        self, inputs: Sequence[Tensor | None], lead: int = 0
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, h0, c0 = (*inputs, None, None)[:3]
         states = [None if s is None else s.unsqueeze(1 + lead) for s in (h0, c0)]
         return None if x is None else x[None], states[0], states[1]
@@ -371,5 +421,5 @@ class RecurrentStep(Recurrent):
         h, c = (None if part is None else part.unsqueeze(2) for part in (parts.get(0), parts.get(1)))
         return Seeds(None, h, c)
 
-    def left(self, pulled: Pulled, index: int) -> Tensor:
+    def left(self, pulled: Pulled | Bent, index: int) -> Tensor:
         return pulled.state(index).squeeze(2) if index else pulled.input()[0]

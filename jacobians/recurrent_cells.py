@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp
 
-
 Parts = Sequence[Tensor]
 
 
@@ -43,7 +42,7 @@ def squash(x: Tensor) -> Tensor:
 
 
 class Cell(ABC):
-    """One kind of cell. `gates` is `G`; `hidden` are the local variables that `b` enters.
+    """One kind of cell. `gates` is `G`; `inputs` and `hidden` are the local variables that `a` and `b` enter, by gate.
 
     `carried` is the local variable that comes from the step before untouched by a weight: the cell state (`memory`)
     or the hidden state. `parts` are the numbers of local variables that act in the same way. `layer` is torch's
@@ -52,7 +51,8 @@ class Cell(ABC):
 
     gates: int
     parts: tuple[int, ...]
-    hidden: slice
+    inputs: tuple[int, ...]
+    hidden: tuple[int, ...]
     carried: int | None = None
     memory = False
     layer: Callable[..., tuple[Tensor, ...]]
@@ -61,13 +61,13 @@ class Cell(ABC):
     def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
         """Local variables from `a`, `b` `[..., G H]` and what is carried over `[..., H]`."""
 
-    @abstractmethod
     def of_input(self, dq: Tensor) -> Tensor:
         """The gradient `[..., G H]` of `a`: with the next two, the adjoint of `assemble`."""
+        return pick(dq, self.inputs, -2).flatten(-2)
 
     def of_hidden(self, dq: Tensor) -> Tensor:
         """The gradient `[..., G H]` of `b`."""
-        return dq[..., self.hidden, :].flatten(-2)
+        return pick(dq, self.hidden, -2).flatten(-2)
 
     def of_carry(self, dq: Tensor) -> Tensor | None:
         """The gradient `[..., H]` of what was carried over."""
@@ -103,18 +103,28 @@ class Cell(ABC):
     def bend(self, q: Tensor, dm: Tensor, dc: Tensor | None, tangent: Tensor) -> Tensor:
         """The second derivative, contracted with the gradients of both states, times a tangent of `q`."""
 
+        def states(at: Tensor) -> tuple[Tensor, ...]:
+            return tuple(state for state in self.output(at) if state is not None)
+
         def gradient(at: Tensor) -> Tensor:
-            (m, c), pull = vjp(self.output, at)
-            return pull((dm, None if c is None else torch.zeros_like(c) if dc is None else dc))[0]
+            return vjp(states, at)[1]((dm,) if dc is None else (dm, dc))[0]
 
         return jvp(gradient, (q,), (tangent,))[1]
+
+
+def pick(x: Tensor, places: Sequence[int], dim: int) -> Tensor:
+    """Entries along an axis; a view where they follow each other."""
+    first = places[0]
+    if tuple(places) == tuple(range(first, first + len(places))):
+        return x.narrow(dim, first, len(places))
+    return torch.cat([x.narrow(dim, k, 1) for k in places], dim)
 
 
 class Elman(Cell):
     """`m = phi(z)` with `z = a + b` and `phi` tanh or ReLU. `q = (z)`."""
 
     gates, parts = 1, (1,)
-    hidden = slice(0, 1)
+    inputs = hidden = (0,)
 
     def __init__(self, relu: bool) -> None:
         self.relu = relu
@@ -122,9 +132,6 @@ class Elman(Cell):
 
     def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
         return (a + b)[..., None, :]
-
-    def of_input(self, dq: Tensor) -> Tensor:
-        return dq[..., 0, :]
 
     def output(self, q: Tensor) -> tuple[Tensor, None]:
         z = q[..., 0, :]
@@ -141,15 +148,12 @@ class Lstm(Cell):
     """`c = s(f) c' + s(i) tanh(g)`, `m = s(o) tanh(c)` with `(i, f, g, o) = a + b`. `q = (c', i, f, g, o)`."""
 
     gates, parts, carried, memory = 4, (4, 1), 0, True
-    hidden = slice(1, 5)
+    inputs = hidden = (1, 2, 3, 4)
     layer = staticmethod(torch.lstm)
 
     def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
         gates = (a + b).unflatten(-1, (4, -1))
         return torch.cat([carry[..., None, :], gates], -2)
-
-    def of_input(self, dq: Tensor) -> Tensor:
-        return dq[..., 1:, :].flatten(-2)
 
     def output(self, q: Tensor) -> tuple[Tensor, Tensor]:
         before, i, f, g, o = q.unbind(-2)
@@ -171,7 +175,9 @@ class Lstm(Cell):
         i, f, _, o = gates.unbind(2)
         new, cells = i * g, f.new_empty(len(f) + 1, *c.shape)
         cells[0] = c
-        for at, into, forget, add in zip(cells[:-1].unbind(), cells[1:].unbind(), f.unbind(), new.unbind(), strict=True):
+        for at, into, forget, add in zip(
+            cells[:-1].unbind(), cells[1:].unbind(), f.unbind(), new.unbind(), strict=True
+        ):
             torch.addcmul(add, forget, at, out=into)
         squashed = squash(cells[1:])
         slope = f.new_empty(*f.shape[:2], 5, f.shape[2])
@@ -208,15 +214,12 @@ class Gru(Cell):
     """
 
     gates, parts, carried = 3, (5,), 4
-    hidden = slice(1, 4)
+    inputs, hidden = (1, 2, 0), (1, 2, 3)
     layer = staticmethod(torch.gru)
 
     def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
         a, b = a.unflatten(-1, (3, -1)), b.unflatten(-1, (3, -1))
         return torch.cat([a[..., 2:, :], a[..., :2, :] + b[..., :2, :], b[..., 2:, :], carry[..., None, :]], -2)
-
-    def of_input(self, dq: Tensor) -> Tensor:
-        return torch.cat([dq[..., 1:3, :], dq[..., :1, :]], -2).flatten(-2)
 
     def output(self, q: Tensor) -> tuple[Tensor, None]:
         a, r, u, b, before = q.unbind(-2)
@@ -247,4 +250,3 @@ class Gru(Cell):
         torch.mul(inner, r, out=slope[:, :, 3])
         slope[:, :, 4] = u
         return Slopes(slope), None
-

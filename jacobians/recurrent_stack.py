@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bpk.jacobians import recurrent_back, recurrent_forth
 from bpk.jacobians.gemm import linear, wide
+from bpk.jacobians.recurrent_back import Adjoint
 from bpk.jacobians.recurrent_cells import Cell
-from bpk.jacobians.recurrent_scan import ROLES, Adjoint, Scan, Tangent, Trace
+from bpk.jacobians.recurrent_forth import Tangent
+from bpk.jacobians.recurrent_scan import ROLES, Scan, Trace
 
 
 @dataclass
@@ -120,20 +123,25 @@ class Stack:
                         return k, j, role
         raise KeyError(param)
 
-    def pull(self, seeds: Seeds, bends: Sequence[Sequence[Tensor]] | None = None) -> Pulled:
+    def pull(self, seeds: Seeds) -> Pulled:
         """Back through all layers."""
         dy, adjoints = seeds.y, list[list[Adjoint]]()
         for k in reversed(range(len(self.traces))):
-            parts = [None] * len(self.traces[k]) if dy is None else dy.chunk(len(self.traces[k]), -1)
-            row = []
-            for j, (trace, part) in enumerate(zip(self.traces[k], parts, strict=True)):
-                h, c = (None if s is None else s[:, :, trace.scan.number] for s in (seeds.h, seeds.c))
-                bend = None if bends is None else bends[k][j]
-                row.append(trace.pull(None if part is None else trace.scan.turned(part), h, c, bend))
+            row = [recurrent_back.pull(trace, *given) for trace, given in self.seeds_of(k, dy, seeds)]
             adjoints.insert(0, row)
             if k:
                 dy = self.input_gradient(k, row)
         return Pulled(adjoints, lambda: self.input_gradient(0, adjoints[0]))
+
+    def seeds_of(
+        self, k: int, dy: Tensor | None, seeds: Seeds
+    ) -> Iterator[tuple[Trace, tuple[Tensor | None, Tensor | None, Tensor | None]]]:
+        """The scans of a layer, with the gradients of their outputs and of their last states."""
+        row = self.traces[k]
+        parts = [None] * len(row) if dy is None else dy.chunk(len(row), -1)
+        for trace, part in zip(row, parts, strict=True):
+            h, c = (None if s is None else s[:, :, trace.scan.number] for s in (seeds.h, seeds.c))
+            yield trace, (None if part is None else trace.scan.turned(part), h, c)
 
     def input_gradient(self, k: int, row: Sequence[Adjoint]) -> Tensor:
         """The gradient `[T, V, N, I]` of the input of a layer."""
@@ -155,7 +163,7 @@ class Stack:
                 like = trace.m.new_zeros(lead, *trace.m.shape[1:])
                 h0, c0 = (None if s is None else s[:, :, trace.scan.number] for s in (h, c))
                 given = None if x is None else trace.scan.turned(x)
-                found.append(trace.push(given, h0, c0, trace.scan.own(params), like))
+                found.append(recurrent_forth.push(trace, given, h0, c0, trace.scan.own(params), like))
             tangents.append(found)
             x = torch.cat([tr.scan.turned(ta.y) for tr, ta in zip(row, found, strict=True)], -1)
         last = [ta for row in tangents for ta in row]

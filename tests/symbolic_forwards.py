@@ -184,3 +184,24 @@ def _exp(x: Array) -> Array:
 
 def _log(x: Array) -> Array:
     return np.vectorize(sympy.log, otypes=[object])(x)
+
+
+def recurrent_step(options: Any, inputs: Inputs, params: Params) -> Array:
+    """One step of an Elman, GRU or LSTM cell: the new hidden state."""
+    x, h = inputs[:2]
+    a = x @ params["weight_ih"].T + params.get("bias_ih", 0)
+    b = h @ params["weight_hh"].T + params.get("bias_hh", 0)
+    tanh, logistic = np.vectorize(sympy.tanh, otypes=[object]), np.vectorize(_logistic, otypes=[object])
+    kind = type(options).__name__
+    if "LSTM" in kind:
+        i, f, g, o = np.split(a + b, 4, axis=1)
+        return logistic(o) * tanh(logistic(f) * inputs[2] + logistic(i) * tanh(g))
+    if "GRU" in kind:
+        (ar, au, an), (br, bu, bn) = np.split(a, 3, axis=1), np.split(b, 3, axis=1)
+        update = logistic(au + bu)
+        return (1 - update) * tanh(an + logistic(ar + br) * bn) + update * h
+    return tanh(a + b)
+
+
+def _logistic(x: Any) -> Any:
+    return 1 / (1 + sympy.exp(-x))
