@@ -33,7 +33,7 @@ from bpk.placement import place
 from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
-from bpk.survey import require_layers, require_whole_batch
+from bpk.survey import require_layers, require_whole_batch, upstream
 from bpk.sweeps import DIRECT, Gradient, Step, Sweep
 
 
@@ -139,6 +139,9 @@ class Backward:
 
     def survey(self, root: Record) -> None:
         """Check everything behind a loss (or behind the last layer) before computing anything."""
+        for record in upstream(root, self.sources_of):
+            if record.problem:  # its rows need not be samples: say so before they are looked for
+                self.require(record)
         placement = place(root, self.sources_of, self.second_order, self.sources.clear)
         above = placement.above
         self.placed.update(id(record) for record in (*above, root))

@@ -55,7 +55,7 @@ class Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in tensors)
+        return tuple(x.detach() for x in tensors)  # not views: these must not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:

@@ -77,7 +77,7 @@ def _dense_residual(rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt
         for w, s, part in zip(wrts, shapes, eye.split(splits, 1), strict=True)
     }
     product = rule.residual_mat_prod(one, grad_out[n : n + 1], mats)
-    return torch.cat([product[w].flatten(1) for w in wrts], 1)
+    return torch.cat([product[w].reshape(len(eye), -1) for w in wrts], 1)
 
 
 class Autodiff(Rule):

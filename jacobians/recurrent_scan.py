@@ -50,12 +50,24 @@ class Trace:
         self._slopes: Slopes | None = None
         self._q: Tensor | None = None
         self._m: Tensor | None = None
+        self.tolerance = 0.0 if y is None else torch.finfo(y.dtype).eps ** 0.5
+        self._hidden = None if y is None else scan.turned(gemm.wide(y))
+        self._before: Tensor | None = None
         self.c_n = c0
-        if y is None:
-            self.hidden = self.unroll()
-        else:
-            self.hidden = scan.turned(y)
-        self.before = torch.cat([h0[None], self.hidden[:-1]])
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states `[T, N, P]` in the order of reading."""
+        if self._hidden is None:
+            self._hidden = self.unroll()
+        return self._hidden
+
+    @property
+    def before(self) -> Tensor:
+        """The hidden states before each step `[T, N, P]`."""
+        if self._before is None:
+            self._before = torch.cat([self.h0[None], self.hidden[:-1]])
+        return self._before
 
     @property
     def projects(self) -> bool:
@@ -112,46 +124,22 @@ class Trace:
     @property
     def m(self) -> Tensor:
         """Hidden states before the projection `[T, N, H]`."""
-        if self._m is None and self.projects:
+        if not self.projects:
+            return self.hidden
+        if self._m is None:
             _ = self.slopes
-        return self.hidden if self._m is None else self._m
+        assert self._m is not None
+        return self._m
+
+    def agrees(self) -> bool:
+        """Whether the known output is that of the cell: it may have been changed in place since."""
+        _ = self.slopes
+        assert self._m is not None
+        h = F.linear(self._m, self.params["weight_hr"]) if self.projects else self._m
+        return bool(((h - self.hidden).abs() <= self.tolerance).all())
 
     def value(self, role: str) -> Tensor | None:
         """What a weight is multiplied with at each step, `[T, N, *]` (`None` for a bias)."""
         if role == "weight_hr":
             return self.m
         return {"weight_ih": self.x, "weight_hh": self.before}.get(role)
-
-    @property
-    def slopes(self) -> Slopes:
-        """Local derivatives: of the local variables or, where hidden states alone are known, all at once from these."""
-        if self._slopes is None and self._q is not None:
-            self._slopes = self.cell.slopes(self._q)
-        if self._slopes is None:
-            a = gemm.linear(self.x, self.params["weight_ih"])
-            b = gemm.linear(self.before, self.params["weight_hh"])
-            for part, name in ((a, "bias_ih"), (b, "bias_hh")):
-                if name in self.params:
-                    part += self.params[name]
-            self._slopes, self._m = self.cell.replay(a, b, self.before, self.c0)
-        return self._slopes
-
-    @property
-    def m(self) -> Tensor:
-        """Hidden states before the projection `[T, N, H]`."""
-        if self._m is None and self.projects:
-            _ = self.slopes
-        return self.hidden if self._m is None else self._m
-
-    def value(self, role: str) -> Tensor | None:
-        """What a weight is multiplied with at each step, `[T, N, *]` (`None` for a bias)."""
-        if role == "weight_hr":
-            return self.m
-        return {"weight_ih": self.x, "weight_hh": self.before}.get(role)
-
-    def gradient(self, role: str, adjoint: Adjoint) -> Tensor:
-        """The gradient `[T, V, N, O]` of what a weight makes or a bias is added to."""
-        if role == "weight_hr":
-            assert adjoint.dh is not None
-            return adjoint.dh
-        return self.cell.of_input(adjoint.dq) if role.endswith("_ih") else self.cell.of_hidden(adjoint.dq)

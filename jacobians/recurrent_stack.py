@@ -64,18 +64,25 @@ class Stack:
         self.traces: list[list[Trace]] = []
         x, h0, c0 = wide(x), None if h0 is None else wide(h0), None if c0 is None else wide(c0)
         for k, scans in enumerate(layers):
-            sets = [scan.own(self.params) for scan in scans]
-            states = [self.start(own, scan, x, h0, c0) for own, scan in zip(sets, scans, strict=True)]
-            y: Tensor | None = None
-            if known is not None:
-                y = known(k)
-                y = self.replayed(sets, x, states) if y is None else wide(y)
-            parts = [None] * len(scans) if y is None else y.chunk(len(scans), -1)
-            given = zip(scans, sets, states, parts, strict=True)
-            row = [Trace(cell, scan, own, x, h, c, part) for scan, own, (h, c), part in given]
+            y = None if known is None else known(k)
+            row = self.layer(scans, x, h0, c0, y)
+            if known is not None and (y is None or not all(trace.agrees() for trace in row)):
+                y = self.replayed(row)
+                row = self.layer(scans, x, h0, c0, y)
             self.traces.append(row)
-            x = torch.cat([trace.y for trace in row], -1) if y is None else y
+            x = torch.cat([trace.y for trace in row], -1) if y is None else wide(y)
         self.y = x
+
+    def layer(
+        self, scans: Sequence[Scan], x: Tensor, h0: Tensor | None, c0: Tensor | None, y: Tensor | None
+    ) -> list[Trace]:
+        """The scans of a layer; `y` is its output where it is known."""
+        parts = [None] * len(scans) if y is None else y.chunk(len(scans), -1)
+        row = []
+        for scan, part in zip(scans, parts, strict=True):
+            own = scan.own(self.params)
+            row.append(Trace(self.cell, scan, own, x, *self.start(own, scan, x, h0, c0), part))
+        return row
 
     def start(
         self, own: Mapping[str, Tensor], scan: Scan, x: Tensor, h0: Tensor | None, c0: Tensor | None
@@ -86,14 +93,13 @@ class Stack:
         c = x.new_zeros(x.shape[1], hidden) if c0 is None else c0[:, scan.number]
         return h, c if self.cell.memory else None
 
-    def replayed(
-        self, sets: Sequence[Mapping[str, Tensor]], x: Tensor, states: Sequence[tuple[Tensor, Tensor | None]]
-    ) -> Tensor:
+    def replayed(self, row: Sequence[Trace]) -> Tensor:
         """The output `[T, N, *]` of a layer by torch's own function for it."""
-        h, c = torch.stack([h for h, _ in states]), [c for _, c in states if c is not None]
+        h, c = torch.stack([trace.h0 for trace in row]), [trace.c0 for trace in row if trace.c0 is not None]
         start = (h, torch.stack(c)) if c else h
-        flat = [own[role] for own in sets for role in ROLES if role in own]
-        return self.cell.layer(x, start, flat, "bias_ih" in sets[0], 1, 0.0, False, len(sets) == 2, False)[0]
+        flat = [trace.params[role] for trace in row for role in ROLES if role in trace.params]
+        biased = "bias_ih" in row[0].params
+        return self.cell.layer(row[0].x, start, flat, biased, 1, 0.0, False, len(row) == 2, False)[0]
 
     @property
     def size(self) -> int:

@@ -309,4 +309,4 @@ class Rule(ABC):
         return self._pull_flat(call, half.T.reshape(-1, 1, *out), wrt)
 
     def _pull_flat(self, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
-        return self.jac_t_mat_prod(call, mat, wrt, sum_batch=True).flatten(1)
+        return self.jac_t_mat_prod(call, mat, wrt, sum_batch=True).reshape(len(mat), -1)

@@ -47,7 +47,7 @@ def squared_sum(m: Tensor, u: Tensor, weights: Tensor | None, keep: bool, empty:
 
 
 def norm_squared(m: Tensor, u: Tensor) -> Tensor:
-    """`|sum_t m u^T|^2` for every sample of one column `m` `[T, N, O]`: `[N]`, by Gram matrices over time or directly."""
+    """`|sum_t m u^T|^2` for every sample of one column `m` `[T, N, O]`: `[N]`, by Gram matrices if that is cheaper."""
     t, _, o = m.shape
     left, right = m.transpose(0, 1), u.transpose(0, 1)
     if t * (o + right.shape[-1]) < o * right.shape[-1]:

@@ -1,4 +1,14 @@
-"""Recurrent layers and their cells."""
+"""Recurrent layers and their cells.
+
+At each step `a_t = W_ih x_t + b_ih` and `b_t = W_hh h_(t-1) + b_hh` enter the cell, and an LSTM may project its result,
+`h_t = W_hr m_t`. Kronecker factors are those of these linear maps, with time as an extra axis:
+
+    A = sum_n sum_t u_t u_t^T / N     u_t = x_t for weight_ih, h_(t-1) for weight_hh, m_t for weight_hr
+    G = the GGN's block of a bias added to the map's output: gradients are summed over time, then multiplied
+
+so that `G` of `weight_ih` is that of `bias_ih`; in a GRU the hidden part of the candidate has a gradient of its own.
+"expand": one row of `G` for each step, `A` divided by `N T`; "reduce": `A` of `u` averaged over time.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Everything(nn.Module):
 
 
 class TimeFirst(nn.Module):
-    """Time first between the layers, a prediction for every step; a recurrent layer starts from the state of another."""
+    """Time first between the layers, a prediction for every step; one layer starts from the state of another."""
 
     def __init__(self) -> None:
         super().__init__()

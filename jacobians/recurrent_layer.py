@@ -1,0 +1,153 @@
+"""What a recurrent layer computes, and how rules and modules see its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from bpk.jacobians.binding import Binding, tensors_in
+from bpk.jacobians.call import Call, Options
+from bpk.jacobians.recurrent_cells import Cell
+from bpk.jacobians.recurrent_residual import Bent
+from bpk.jacobians.recurrent_scan import Scan
+from bpk.jacobians.recurrent_stack import Pulled, Seeds, Stack
+from bpk.jacobians.rule import Example
+from bpk.jacobians.several import SeveralOutputs
+
+PACKED = "its input is a packed sequence, whose rows are not samples"
+UNBATCHED = "its input has no batch axis"
+DROPOUT = "it drops out values between its layers, and what it drew cannot be drawn again"
+PAD = "pass a padded tensor, and leave what is padding out of the loss (ignore_index, or a mask)."
+ADD_AXIS = "add a batch axis: x.unsqueeze(0) with batch_first=True, x.unsqueeze(1) without."
+SPLIT = "use single layers with nn.Dropout in between (extend(model, use_converter=True) does that), or call eval()."
+
+
+class RecurrentForward(SeveralOutputs):
+    """What a recurrent layer computes, and how its arguments are seen; products are left to a family.
+
+    Inputs are `x` `[N, T, I]` and, where they are given, the initial states `[N, scans, *]`; results are the output
+    `[N, T, *]` and the last states `[N, scans, *]`, where there is one scan for each layer and direction.
+    """
+
+    axes = 3
+    """How many axes an input has."""
+
+    def __init__(
+        self,
+        *modules: type[nn.Module],
+        cell: Callable[[Options], Cell],
+        params: Sequence[str] = (),
+        examples: Sequence[Example] = (),
+    ) -> None:
+        super().__init__(*modules, params=params, examples=examples)
+        self.cell = cell
+
+    def params_of(self, module: Any) -> Sequence[str]:
+        return module._flat_weights_names
+
+    def bind(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        given = (*args, *kwargs.values())
+        inputs = tuple(tensors_in(given))
+        if any(isinstance(x, nn.utils.rnn.PackedSequence) for x in given):
+            return Binding(module, inputs[:1], problem=PACKED + ".", do=PAD)
+        if inputs[0].dim() != self.axes:
+            return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
+        if self.draws(module):
+            return Binding(module, inputs, problem=DROPOUT + ".", do=SPLIT)
+        axis, states = 0 if module.batch_first else 1, 2 if module.mode == "LSTM" else 1
+        return Binding(module, inputs, (axis, *[1] * (len(inputs) - 1)), (axis, *[1] * states))
+
+    def obstacle(self, call: Call) -> str | None:
+        if call.inputs[0].dim() != self.axes:
+            return UNBATCHED
+        return DROPOUT if self.draws(call.options) else None
+
+    def draws(self, options: Any) -> bool:
+        """Whether the layer draws random numbers in its present mode."""
+        return bool(options.training and options.dropout > 0 and options.num_layers > 1)
+
+    def layers(self, options: Any) -> list[list[Scan]]:
+        """The scans of each layer."""
+        ways = (False, True) if options.bidirectional else (False,)
+        return [
+            [Scan(f"_l{k}{'_reverse' if way else ''}", k * len(ways) + way, way) for way in ways]
+            for k in range(options.num_layers)
+        ]
+
+    def stack(
+        self,
+        options: Options,
+        inputs: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        known: Callable[[int], Tensor | None] | None = None,
+    ) -> Stack:
+        """The layer evaluated at a point; `known` gives outputs of layers, and says that no graph is needed."""
+        x, h0, c0 = self.seen(inputs)
+        assert x is not None
+        return Stack(self.cell(options), self.layers(options), params, x, h0, c0, known)
+
+    def seen(
+        self, inputs: Sequence[Tensor | None], lead: int = 0
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Inputs (or columns of inputs, with `lead` axes more) as a stack takes them: time first."""
+        x, h0, c0 = (*inputs, None, None)[:3]
+        return None if x is None else x.movedim(1 + lead, 0), h0, c0
+
+    def returned(self, seeds: Seeds, lead: int = 0) -> list[Tensor | None]:
+        """The results (or columns of results) of a stack, by number."""
+        return [None if seeds.y is None else seeds.y.movedim(0, 1 + lead), seeds.h, seeds.c]
+
+    def seeds(self, parts: Mapping[int, Tensor]) -> Seeds:
+        """The inverse of `returned`, for columns."""
+        return Seeds(*self.seen([parts.get(k) for k in range(3)], 1))
+
+    def left(self, pulled: Pulled | Bent, index: int) -> Tensor:
+        """Columns of an input, from what was pulled back to it."""
+        return pulled.state(index) if index else pulled.input().movedim(0, 2)
+
+    def results(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        found = self.returned(self.stack(options, inputs, params).results())
+        return [x.to(inputs[0].dtype) for x in found if x is not None]
+
+
+class StepForward(RecurrentForward):
+    """A single step of a recurrent layer (`nn.LSTMCell`): `x` `[N, I]`, states `[N, *]`; new states are returned."""
+
+    axes = 2
+
+    def params_of(self, module: Any) -> Sequence[str]:
+        return self.params
+
+    def bind(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        inputs = tuple(tensors_in((*args, *kwargs.values())))
+        if inputs[0].dim() != self.axes:
+            return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
+        return Binding(module, inputs)
+
+    def draws(self, options: Any) -> bool:
+        return False
+
+    def layers(self, options: Any) -> list[list[Scan]]:
+        return [[Scan()]]
+
+    def seen(
+        self, inputs: Sequence[Tensor | None], lead: int = 0
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, h0, c0 = (*inputs, None, None)[:3]
+        states = [None if s is None else s.unsqueeze(1 + lead) for s in (h0, c0)]
+        return None if x is None else x[None], states[0], states[1]
+
+    def sequence(self, call: Call) -> Tensor | None:
+        return None
+
+    def returned(self, seeds: Seeds, lead: int = 0) -> list[Tensor | None]:
+        return [None if s is None else s.squeeze(1 + lead) for s in (seeds.h, seeds.c)]
+
+    def seeds(self, parts: Mapping[int, Tensor]) -> Seeds:
+        h, c = (None if part is None else part.unsqueeze(2) for part in (parts.get(0), parts.get(1)))
+        return Seeds(None, h, c)
+
+    def left(self, pulled: Pulled | Bent, index: int) -> Tensor:
+        return pulled.state(index).squeeze(2) if index else pulled.input()[0]
