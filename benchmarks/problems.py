@@ -53,7 +53,8 @@ class Problem:
     several. `check_batch` is the number of samples in the correctness check, smaller than `batch` where the reference
     (a loop over samples and classes) would take minutes. `tolerance` bounds the error relative to the norm: in float32,
     one sample at a time and all at once round differently, and a near tie in a max-pooling window, or an input of a
-    ReLU near zero, then goes to the other side (2e-3 was seen; in deep networks with small feature maps, 2e-2).
+    ReLU near zero, then goes to the other side (2e-3 was seen; in deep networks with small feature maps, 2e-2). `slow`
+    names alternatives that would take minutes for a single run.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Problem:
     steps: tuple[int, ...] = ()
     functions: bool = False
     tolerance: float = 1e-2
+    slow: tuple[str, ...] = ()
 
     def setup(self, batch: int | None = None, seed: int = 0) -> Setup:
         """Draw parameters and `batch` samples; the same seed gives the same problem everywhere."""
@@ -128,7 +130,8 @@ PROBLEMS = {
                 tuple(q for q in USUAL if q != "DiagGGNExact"), check_batch=2, vocabulary=83, steps=(25,),
                 functions=True),
         Problem("charrnn_n4", "Character RNN (2-layer LSTM), T=25", architectures.CharRNN, (25,), 83, 4,
-                ("DiagGGNExact", "BatchDiagGGNExact"), check_batch=2, vocabulary=83, steps=(25,), functions=True),
+                ("DiagGGNExact", "BatchDiagGGNExact"), check_batch=2, vocabulary=83, steps=(25,), functions=True,
+                slow=("torch.func",)),
         Problem("wrn16_4", "Wide ResNet 16-4, CIFAR-10 shapes, evaluation mode", architectures.wrn_16_4, (3, 32, 32),
                 10, 8, USUAL, functions=True, tolerance=4e-2),
         Problem("resnet18", "ResNet-18, 3 x 64 x 64, evaluation mode", architectures.resnet18, (3, 64, 64), 10, 8,

@@ -92,7 +92,8 @@ def _prepare(
 ) -> tuple[Cell, Job | None]:
     """Check the result on the problem's check batch; only a right one gets a job to be timed."""
     quantity = QUANTITIES[quantity_name]
-    if why := alternative.reason(problem, quantity):
+    slow = "takes minutes" if alternative.name in problem.slow else None
+    if why := slow or alternative.reason(problem, quantity):
         return Cell("skipped", why), None
     try:
         wrong = check(alternative.prepare(problem.check_setup(), quantity), reference)

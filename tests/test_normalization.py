@@ -72,7 +72,7 @@ def batch_norm(options: Any, inputs: Sequence[Array], params: Mapping[str, Array
         (group_norm, trained(nn.GroupNorm, 1, 2, shape=(1, 2, 2))),
         (batch_norm, trained(nn.BatchNorm1d, 2, shape=(2, 2, 2))),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Example) else value.__name__,
 )
 def test_agrees_with_sympy(forward: Any, example: Example) -> None:
     module = example.build().double()
