@@ -22,8 +22,10 @@ from bpk.records import Edge, Record
 SourcesOf = Mapping[int, dict[int, Source]]
 
 
-TOLERANCE = 0.05
-"""Of gradients that are equal or zero: layers may compute in bfloat16."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of gradients that are equal or zero, by the precision of the layers."""
+COARSE = 0.05
+"""The same where a layer computes in a shorter format."""
 
 
 class NotInFront(Exception):
@@ -106,9 +108,18 @@ def follow(
     """Test one hypothesis about the rows of the root throughout the graph."""
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
+    shared: NotInFront | None = None
+    tolerance = max(TOLERANCE.get(x.dtype, COARSE) for r in (*above, root) for x in (r.output, r.inputs[0]) if is_real(x))
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
-        found[id(record)] = numbers_of(record, mat, n, movable, bool(sources[id(record)]))
+        try:
+            found[id(record)] = numbers_of(record, mat, n, movable, tolerance)
+        except Shared as error:
+            if sources[id(record)] or not movable and is_real(record.inputs[0]):
+                raise mixed(f"one {error}") from None
+            shared = shared or NotInFront(record)
+    if shared is not None:  # all others agree with this hypothesis
+        raise shared
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")

@@ -12,15 +12,17 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from bpk import engine
-from bpk.attribution import Attribution
+from bpk.attribution import Attribution, consumers_first
 from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
@@ -35,6 +37,12 @@ from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
 from bpk.survey import require_layers, require_whole_batch, upstream
 from bpk.sweeps import DIRECT, Gradient, Step, Sweep
+
+MEMORY = 1 << 28
+"""Bytes that columns of a square root may take at the largest layer on a processor, unless the user says more."""
+
+LIVE = 3
+"""How many times the columns exist: those that arrive at a layer, those that it sends, and what it needs for both."""
 
 
 class Backward:
@@ -63,6 +71,7 @@ class Backward:
         for sweep in self.sweeps.values():
             sweep.attribution = self.attribution
         self.placed: set[int] = set()
+        self.above: dict[int, list[Record]] = {}
         self.required: set[int] = set()
         self.closed = False
 
@@ -95,9 +104,14 @@ class Backward:
     def collect_functions(self) -> None:
         """Parameters that plain functions use have received all that will come."""
         for key, sweep in self.sweeps.items():
-            for param, direct in sweep.direct.items():
-                use = Use(Call(None, (), {}, param.new_zeros(())), PASSAGE, DIRECT, direct.arrived)
-                self.parameters.collect(self.parameters.state_of(param), key, use, direct.batch_size)
+            self.collect_direct(key, sweep)
+
+    def collect_direct(self, key: Hashable, sweep: Sweep) -> None:
+        """Hand over what has reached parameters that plain functions use."""
+        for param, direct in sweep.direct.items():
+            use = Use(Call(None, (), {}, param.new_zeros(())), PASSAGE, DIRECT, direct.arrived)
+            self.parameters.collect(self.parameters.state_of(param), key, use, direct.batch_size)
+        sweep.direct = {}
 
     def abort(self) -> None:
         """Something went wrong: remove the fields that this pass has saved."""
@@ -109,7 +123,7 @@ class Backward:
         """Let go of everything."""
         self.context.backwards.pop(self.task, None)
         self.parameters.clear()
-        self.sweeps, self.sources, self.visited = {}, {}, {}
+        self.sweeps, self.sources, self.visited, self.above = {}, {}, {}, {}
 
     # ---- one call --------------------------------------------------------------------------------
     def _visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -145,6 +159,7 @@ class Backward:
         placement = place(root, self.sources_of, self.second_order, self.sources.clear)
         above = placement.above
         self.placed.update(id(record) for record in (*above, root))
+        self.above[id(root)] = above
         if placement.rows:
             require_whole_batch(self.extensions, root)
             self.attribution.samples.update(placement.rows)
@@ -210,7 +225,7 @@ class Backward:
         """Let every sweep pass the call, and collect what it brings for the call's parameters."""
         loss = rule if isinstance(rule, Loss) else None
         grad, call = matched(grad, record.call())
-        call.pull = self.pull_through(record)
+        call.pull = self.pull_through(record, engine.current_node())
         if self.second_order:
             call.saved = partial(engine.saved_tensor, engine.current_node())
             rule.capture(call)
@@ -235,7 +250,8 @@ class Backward:
                     self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
             elif sweep.second_order and sources:
                 announce(loss.flat, self.extensions)
-                sweep.start(step, loss)
+                for _ in sweep.rounds(step, loss, self.columns_at_a_time(key, step)):
+                    self.go_round(key, sweep, record)
         call.pull = call.saved = None
         if states:
             self.parameters.expect_gradients(record, states)
@@ -243,9 +259,52 @@ class Backward:
             if not later[name]:
                 self.parameters.finish(state)
 
-    def pull_through(self, record: Record) -> Callable[[Tensor], Tensor]:
-        """The transposed Jacobian of the call that is being visited, by autograd's own graph."""
-        here, edge = (engine.current_node(), next(iter(record.places))), record.edges[0]
+    # ---- columns in several rounds --------------------------------------------------------------------
+    def columns_at_a_time(self, key: Hashable, step: Step) -> int | None:
+        """How many columns may exist at the same time (`None`: all of them)."""
+        mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
+        if torch.is_grad_enabled() or not all(e.combines and not e.has_module_extensions for e in mine):
+            return None
+        if self.context.chunk_size is not None:
+            return self.context.chunk_size
+        on_processor = step.full.output.device.type == "cpu"
+        memory = self.context.memory or (MEMORY if on_processor else None)
+        column = LIVE * self.largest * step.full.output.element_size()
+        return None if memory is None else max(1, memory // column)
+
+    def go_round(self, key: Hashable, sweep: Sweep, root: Record) -> None:
+        """Send what waits behind a loss all the way back, and keep what extensions make of it."""
+        above = self.above[id(root)]
+        sources = {id(record): self.feeding(record) for record in (*above, root)}
+        nodes = {id(r): edge[0] for found in sources.values() for s in found.values() for r, edge in s.targets}
+        open_uses = Counter(id(p) for record in above for p in record.params.values())
+        for record in consumers_first(root, above, sources):
+            open_uses.subtract(id(p) for p in record.params.values())
+            node = nodes[id(record)]
+            if id(record) not in sweep.waiting or record.rule is None or node is None:
+                continue
+            call = matched(record.output, record.call())[1]
+            call.pull, call.saved = self.pull_through(record, node), partial(engine.saved_tensor, node)
+            record.rule.capture(call)
+            view = call if sweep.samples is None else call.subset(sweep.samples)
+            rows, n = self.attribution.rows(record), self.attribution.batch_size(record)
+            step = Step(record, record.rule, call, view, call.output, sources[id(record)], (), self.largest, rows, n)
+            arrived = sweep.visit(step)
+            call.pull = call.saved = None
+            for name, p in record.params.items():
+                if is_trained(p):
+                    state = self.parameters.state_of(p, record.module)
+                    self.parameters.collect(state, key, Use(view, record.rule, name, arrived, rows), n)
+                    if not open_uses[id(p)] and id(p) not in self.parameters.held:
+                        self.parameters.settle(state, key)
+        self.collect_direct(key, sweep)
+        for state in self.parameters.states.values():
+            if key in state.uses:
+                self.parameters.settle(state, key)
+
+    def pull_through(self, record: Record, node: Node) -> Callable[[Tensor], Tensor]:
+        """The transposed Jacobian of a call, whose output is at `node`, by autograd's own graph."""
+        here, edge = (node, next(iter(record.places))), record.edges[0]
         leave, enter = record.exit(record.used[0]), record.entrance(0)
 
         def pull(vector: Tensor) -> Tensor:

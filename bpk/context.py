@@ -30,6 +30,9 @@ class backpack:
             module; it may replace or delete what they saved.
         debug: Print what is computed for which module.
         retain_graph: Keep what the forward pass stored, for another backward pass.
+        chunk_size: How many columns of a square root of the GGN travel at a time. Left out, as many as `memory` holds.
+        memory: Bytes that these columns may take at the largest layer (default: 256 MiB on processors; no limit
+            elsewhere). Layers are passed once for each chunk.
 
     Raises:
         ValueError: If something other than an extension instance is passed.
@@ -52,6 +55,8 @@ class backpack:
         extension_hook: ExtensionHook | None = None,
         debug: bool = False,
         retain_graph: bool = False,
+        chunk_size: int | None = None,
+        memory: int | None = None,
     ) -> None:
         for extension in extensions:
             check_extension(extension)
@@ -59,6 +64,8 @@ class backpack:
         self.extension_hook = extension_hook
         self.debug = debug
         self.retain_graph = retain_graph
+        self.chunk_size = positive("chunk_size", chunk_size)
+        self.memory = positive("memory", memory)
         self.backwards: dict[int, Backward] = {}
         self.reached = False
         self._tasks_before = 0
@@ -86,6 +93,19 @@ class backpack:
                     "call bpk.extend(model) and bpk.extend(loss_fn) before the forward pass.",
                 )
             )
+
+
+def positive(name: str, number: int | None) -> int | None:
+    """A number of at least one, or `None`."""
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        raise ValueError(
+            explain(
+                f"backpack(..., {name}={number!r}) is not a whole number of at least 1.",
+                "it limits how many columns, or bytes of columns, exist at a time.",
+                f"pass a whole number, or leave {name} out.",
+            )
+        )
+    return number
 
 
 def check_extension(extension: object) -> None:

@@ -25,6 +25,7 @@ class ParameterState:
         self.gradients: list[Tensor] = []
         self.awaited_gradients = 0
         self.done: set[int] = set()
+        self.before: dict[int, Any] = {}
 
 
 class Parameters:
@@ -63,6 +64,18 @@ class Parameters:
             rows, samples = any(e.needs_rows for e in mine), any(e.needs_samples for e in mine)
             state.uses[key] = Uses(state.param, batch_size, rows, samples)
         state.uses[key].uses.append(use)
+
+    def settle(self, state: ParameterState, key: Hashable) -> None:
+        """Some columns have reached all uses of a parameter: keep what extensions make of them, and let go of them."""
+        uses = state.uses.pop(key)
+        for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
+            if listens == key:
+                state.before[index] = self.combined(state, index, extension.value(uses))
+
+    def combined(self, state: ParameterState, index: int, value: Any) -> Any:
+        """A value together with that of columns that came before."""
+        before = state.before.pop(index, None)
+        return value if before is None else self.extensions[index].combine(before, value)
 
     # ---- gradients that autograd computes anyway -------------------------------------------------------
     def expect_gradients(self, record: Record, states: dict[str, ParameterState]) -> None:
@@ -105,7 +118,7 @@ class Parameters:
             if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
                 uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
             state.done.add(index)
-            self.save(state.param, extension.savefield, extension.value(uses))
+            self.save(state.param, extension.savefield, self.combined(state, index, extension.value(uses)))
         if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
             state.uses, state.gradients = {}, []
             for module in state.modules:

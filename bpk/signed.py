@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from torch import Tensor
 
@@ -29,6 +29,11 @@ class SignedHessian(SquareRoot):
     @property
     def key(self) -> Hashable:
         return ("hessian", self.samples)
+
+    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
+        """One round: layers add columns of their own."""
+        self.start(step, loss)
+        return iter(())
 
     def hand_over(self, record: Record) -> Tensor:
         raise self.no_module_extension(record)

@@ -7,7 +7,7 @@ has arrived at its output. Extensions that ask for equal sweeps share one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,14 @@ class Sweep(ABC):
     def start(self, step: Step, loss: Loss) -> None:
         """Begin at a loss; `step.grad` is the scalar gradient with which it enters the objective."""
 
+    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
+        """Begin at a loss with at most so many columns at a time.
+
+        Whenever this yields, what was sent has to go all the way back before there is more. Default: one round.
+        """
+        self.start(step, loss)
+        return iter(())
+
     @abstractmethod
     def visit(self, step: Step) -> Any:
         """Return what has arrived at the call's output, and send it on to the call's inputs."""
@@ -215,6 +223,20 @@ class SquareRoot(Sweep):
             root = loss.sqrt_hessian_sampled(step.full, self.mc_samples)
         for k, piece in enumerate(step.pieces(self.rows(root, 1) * scale.sqrt())):
             self.send(step.sources[0], ("loss", id(step.record), k), piece, None)
+
+    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
+        if columns is None or self.mc_samples is not None:
+            self.start(step, loss)
+            return
+        scale, root = positive_scale(step).sqrt(), loss.sqrt_hessian(step.full)
+        if step.samples_of_rows is not None:
+            root = apart(root, step.samples_of_rows)
+        groups = root.split(columns)
+        for j, group in enumerate(groups):
+            for k, piece in enumerate(step.pieces(self.rows(group, 1) * scale)):
+                self.send(step.sources[0], ("loss", id(step.record), j, k), piece, None)
+            if j + 1 < len(groups):
+                yield
 
     def visit(self, step: Step) -> Columns:
         columns: Columns = self.arrived(step)

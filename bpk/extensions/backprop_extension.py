@@ -39,6 +39,8 @@ class BackpropExtension:
     """Whether individual rows `[V, N, *p]` are materialised anyway."""
     needs_samples = False
     """Whether per-sample squares `[N, *p]` are materialised anyway."""
+    combines = False
+    """Whether values from some of the columns, and from the others, give the whole (see `combine`)."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
 
@@ -94,6 +96,10 @@ class BackpropExtension:
     def value(self, uses: Uses) -> Any:
         """The value of the field, from what the sweep has brought to the parameter."""
         raise TypeError(f"{type(self).__name__} declares a sweep but no value")
+
+    def combine(self, before: Any, value: Any) -> Any:
+        """The value of all columns, from that of the first ones and that of the others."""
+        raise TypeError(f"{type(self).__name__} does not combine values")
 
     def __repr__(self) -> str:
         return type(self).__name__

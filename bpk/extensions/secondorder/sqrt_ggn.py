@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from bpk.extensions.backprop_extension import positive
@@ -15,9 +16,13 @@ class SqrtGGN(SquareRootExtension):
     """Common part: `V = J^T S` with `GGN = V V^T`."""
 
     needs_rows = True
+    combines = True
 
     def value(self, uses: Uses) -> Tensor:
         return uses.all_rows()
+
+    def combine(self, before: Tensor, value: Tensor) -> Tensor:
+        return torch.cat([before, value])
 
 
 class SqrtGGNExact(SqrtGGN):
