@@ -129,21 +129,27 @@ class Opacus(Alternative):
 
 
 class OpacusJob(PlainJob):
+    """Recurrent layers are replaced by Opacus' own, which hold parameters of the same names."""
+
     def __init__(self, setup: Setup, quantity: Quantity) -> None:
         super().__init__(setup, quantity)
         module = importlib.import_module("opacus.grad_sample")
-        self.model = module.GradSampleModule(setup.model, loss_reduction="mean", strict=False)
+        model = setup.model
+        if any(isinstance(m, torch.nn.RNNBase) for m in model.modules()):
+            model = importlib.import_module("opacus.validators").ModuleValidator.fix(model)
+        self.model = module.GradSampleModule(model, loss_reduction="mean", strict=False)
+        found = dict(model.named_parameters())
+        self.params = [found[name] for name, _ in setup.model.named_parameters()]
 
     def run(self) -> Result:
         s = self.setup
         s.loss(self.model(s.inputs), s.targets).backward()
-        rows: list[Any] = [p.grad_sample for p in s.params]  # type: ignore[attr-defined]
+        rows: list[Any] = [p.grad_sample for p in self.params]  # type: ignore[attr-defined]
         return {self.quantity.name: reduce_rows(self.quantity.name, rows)}
 
     def clear(self) -> None:
-        super().clear()
-        for p in self.setup.params:
-            p.grad_sample = None  # type: ignore[attr-defined]
+        for p in self.params:
+            p.grad = p.grad_sample = None  # type: ignore[attr-defined]
 
     def canonical(self, result: Result) -> Result:
         """Opacus leaves out the division by `N`."""

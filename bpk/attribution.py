@@ -28,6 +28,10 @@ COARSE = 0.05
 """The same where a layer computes in a shorter format."""
 
 
+class Shared(Exception):
+    """A call whose rows feed several samples: it may have no batch axis."""
+
+
 class NotInFront(Exception):
     """A layer is to be left to autograd: its rule needs the batch axis in front, and it is elsewhere or missing."""
 
@@ -109,15 +113,15 @@ def follow(
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
     shared: NotInFront | None = None
-    tolerance = max(TOLERANCE.get(x.dtype, COARSE) for r in (*above, root) for x in (r.output, r.inputs[0]) if is_real(x))
+    tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root))
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
         try:
             found[id(record)] = numbers_of(record, mat, n, movable, tolerance)
         except Shared as error:
-            if sources[id(record)] or not movable and is_real(record.inputs[0]):
+            if sources[id(record)] or (not movable and record.inputs[0].is_floating_point()):
                 raise mixed(f"one {error}") from None
-            shared = shared or NotInFront(record)
+            shared = shared or NotInFront(record)  # a call that no other feeds: an embedding of positions
     if shared is not None:  # all others agree with this hypothesis
         raise shared
     for record in above:
@@ -132,22 +136,23 @@ def digits(numbers: Tensor, n: int) -> Tensor:
     return torch.stack([torch.ones_like(numbers), *places])
 
 
-def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, fed: bool) -> Tensor:
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float) -> Tensor:
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
 
-    A call that no other call feeds may have no batch axis at all: an embedding of positions.
+    Raises:
+        Shared: If there may be none.
     """
-    rows = decode(mat, n)
+    rows = decode(mat, n, tolerance)
     if rows is not None:
         if record.knows_batch and not torch.equal(rows, torch.arange(n, device=rows.device)):
             raise mixed(f"rows of '{record.path}' ({type(record.module).__name__}) are not the {n} samples in order")
         return rows
-    axis = next((a for a in range(1, mat.dim() - 1) if is_batch(mat.movedim(1 + a, 1), n)), 0)
+    axis = next((a for a in range(1, mat.dim() - 1) if is_batch(mat.movedim(1 + a, 1), n, tolerance)), 0)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
     if axis == 0 or not movable or record.knows_batch or record.rule is None:
         shared = record.batch_size != n or not record.inputs[0].is_floating_point()
-        if movable and not fed and shared and not record.knows_batch:
-            raise NotInFront(record)
+        if (movable or axis == 0) and shared and not record.knows_batch:
+            raise Shared(what)
         raise mixed(f"one {what}")
     looks_at = record.rule.acts_on(record.call())
     if looks_at is not None and axis < record.inputs[0].dim() - looks_at:
@@ -158,13 +163,13 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, fed: bool) ->
     raise NotInFront(record)
 
 
-def is_batch(mat: Tensor, n: int) -> bool:
+def is_batch(mat: Tensor, n: int, tolerance: float) -> bool:
     """Whether rows are the samples in order."""
-    rows = decode(mat, n)
+    rows = decode(mat, n, tolerance)
     return rows is not None and torch.equal(rows, torch.arange(n, device=rows.device))
 
 
-def decode(mat: Tensor, n: int) -> Tensor | None:
+def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
     """The sample `[R]` of every row from gradients `[1 + K, R, ...]`, or `None` if a row feeds several samples.
 
     Rows that feed nothing count as the sample of their number, or as the first one.
@@ -173,7 +178,7 @@ def decode(mat: Tensor, n: int) -> Tensor | None:
     plain, masked = flat[0], flat[1:]
     size = plain.square().sum(1)
     digit = ((masked * plain).sum(2) / torch.where(size > 0, size, 1.0)).round().clamp(0, 1)  # [K, R]
-    off = (masked - digit[..., None] * plain).square().sum(2) > TOLERANCE**2 * size
+    off = (masked - digit[..., None] * plain).square().sum(2) > tolerance**2 * size
     if off.any():
         return None
     place = 2 ** torch.arange(len(digit), device=mat.device)

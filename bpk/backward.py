@@ -205,6 +205,14 @@ class Backward:
         first_order = [sweep for sweep in self.sweeps.values() if isinstance(sweep, Gradient)]
         if not sources or not first_order:
             return
+        several = sum(edge[0] is not None for edge in record.edges) > 1
+        found = self.at_inputs(record, grads, sources) if several else self.at_input(record, grads, sources)
+        for source, grad in zip(sources, found, strict=True):
+            for sweep in first_order if grad is not None else ():
+                sweep.reach(source, grad)
+
+    def at_input(self, record: Record, grads: tuple[Tensor | None, ...], sources: list[Source]) -> list[Tensor | None]:
+        """The gradient of the call's input, by autograd's own graph."""
         here = engine.current_node()
         ends = [(gradient_edge((here, nr)), g) for nr in record.places if (g := grads[nr]) is not None]
         edges = [gradient_edge(record.edges[source.index]) for source in sources]
@@ -217,9 +225,18 @@ class Backward:
                 allow_unused=True,
                 create_graph=torch.is_grad_enabled(),
             )
-        for source, grad in zip(sources, found, strict=True):
-            for sweep in first_order if grad is not None else ():
-                sweep.reach(source, source.entrance.one_to_rule(grad))
+        return [None if g is None else s.entrance.one_to_rule(g) for s, g in zip(sources, found, strict=True)]
+
+    def at_inputs(self, record: Record, grads: tuple[Tensor | None, ...], sources: list[Source]) -> list[Tensor | None]:
+        """The same for several inputs, by the rule: one may be computed from another, or be the same tensor."""
+        grad, rule = record.gradient(grads), record.rule
+        assert grad is not None and rule is not None
+        if isinstance(rule, Loss):
+            return self.at_input(record, grads, sources)
+        grad, call = matched(grad, record.call())
+        call.pull = self.pull_through(record, engine.current_node())
+        rule.capture(call)
+        return [rule.jac_t_mat_prod(call, grad[None], source.index)[0] for source in sources]
 
     def apply_rule(self, record: Record, rule: Rule, grad: Tensor, written: set[Hashable]) -> None:
         """Let every sweep pass the call, and collect what it brings for the call's parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ class backpack:
             elsewhere). Layers are passed once for each chunk.
 
     Raises:
-        ValueError: If something other than an extension instance is passed.
+        ValueError: If something other than an extension instance is passed, or two that save the same field.
 
     Contexts nest: the innermost one is active, and leaving it restores the one around it.
 
@@ -60,6 +60,7 @@ class backpack:
     ) -> None:
         for extension in extensions:
             check_extension(extension)
+        check_fields(extensions)
         self.extensions = extensions
         self.extension_hook = extension_hook
         self.debug = debug
@@ -106,6 +107,22 @@ def positive(name: str, number: int | None) -> int | None:
             )
         )
     return number
+
+
+def check_fields(extensions: Sequence[BackpropExtension]) -> None:
+    """Refuse extensions that would overwrite each other's results."""
+    fields: dict[str, BackpropExtension] = {}
+    for extension in extensions:
+        if extension.savefield in fields:
+            raise ValueError(
+                explain(
+                    f"backpack(...) got {fields[extension.savefield]} and {extension}, which both save "
+                    f"'{extension.savefield}'.",
+                    "one would overwrite the other.",
+                    "use one of them, or give one another name: extension.savefield = '...'.",
+                )
+            )
+        fields[extension.savefield] = extension
 
 
 def check_extension(extension: object) -> None:

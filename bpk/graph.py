@@ -127,7 +127,7 @@ class Source:
                 explain(
                     f"A nonlinear function merges the batch axis: {grad.shape[0]} rows come from {shapes[0][0]}.",
                     "its second derivative is not known sample by sample.",
-                    "merge and split axes by functions of their own (view, reshape), or use a GGN quantity.",
+                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
                 )
             )
         sizes = [shape[1:] for shape in shapes] + [leaf.shape for leaf in self.trained]

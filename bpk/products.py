@@ -177,6 +177,14 @@ class BlockProduct:
                     "for a single vector write p.hmp(v[None])[0].",
                 )
             )
+        if mat.dtype != self.param.dtype:
+            raise ValueError(
+                explain(
+                    f"The product expects {self.param.dtype}, the parameter's, got {mat.dtype}.",
+                    "mixed precision would be lost in one of the two.",
+                    "convert the vectors: p.hmp(v.to(p.dtype)).",
+                )
+            )
         for frame in self.frames:
             frame.verify()
         with CTX.quietly(), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):

@@ -209,8 +209,12 @@ class Uses:
         return self.memo(("factors", approximation), lambda: self._factors(approximation))
 
     def _factors(self, approximation: str) -> list[Tensor]:
-        if self.turned:
+        known = all(use.rule.kron_input(use.call, use.name, approximation) is not None for use in self.turned)
+        if self.turned and known and self.only(self.straight).input_factor(approximation) is not None:
             return self.nearest_factors(lambda uses: uses.factors(approximation))
+        if self.turned:
+            rows = self.all_rows().reshape(-1, self.param.numel())
+            return [rows.T @ rows]
         inputs = self.input_factor(approximation)
         if inputs is None and not self.simple:
             rows = self.all_rows().reshape(-1, self.param.numel())
@@ -224,11 +228,15 @@ class Uses:
         first = self.uses[0]
         return [use for use in self.uses if use.rule.transposes(use.name) != first.rule.transposes(first.name)]
 
+    @property
+    def straight(self) -> list[Use]:
+        """The other uses."""
+        first = self.uses[0]
+        return [use for use in self.uses if use.rule.transposes(use.name) == first.rule.transposes(first.name)]
+
     def nearest_factors(self, of: Callable[[Uses], list[Tensor]]) -> list[Tensor]:
         """The factors of both kinds of uses have no common ones: those of the nearest Kronecker product."""
-        turned = self.turned
-        straight = self.only([use for use in self.uses if all(use is not t for t in turned)])
-        return nearest_kronecker([of(straight), of(self.only(turned))[::-1]])
+        return nearest_kronecker([of(self.only(self.straight)), of(self.only(self.turned))[::-1]])
 
     def only(self, uses: list[Use]) -> Uses:
         """Some of the uses."""

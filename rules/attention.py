@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bpk.jacobians.attention_function import DotProductRule, ScaledDotProductAttention
 from bpk.jacobians.attention_layer import AttentionLayer
 from bpk.jacobians.attention_parts import PROJECTIONS, Settings
 from bpk.jacobians.binding import Axis, Binding
@@ -92,6 +93,15 @@ RULES = (
             ),
             case(attention, 4, 2, batch_first=True, forward={"need_weights": False}, shapes=CROSS),
             case(attention, 4, 1, batch_first=True, forward={"average_attn_weights": False}, shapes=CROSS),
+        ),
+    ),
+    DotProductRule(
+        ScaledDotProductAttention,
+        functions=(F.scaled_dot_product_attention,),
+        examples=(
+            case(ScaledDotProductAttention, shapes=((3, 2, 2, 3), (3, 2, 3, 3), (3, 2, 3, 2))),
+            case(ScaledDotProductAttention, is_causal=True, scale=0.7, shapes=((3, 2, 2), (3, 3, 2), (3, 3, 2))),
+            case(ScaledDotProductAttention, shapes=((3, 2, 2, 2), (3, 2, 3, 2), (3, 2, 3, 2), (3, 1, 2, 3))),
         ),
     ),
 )

@@ -405,3 +405,16 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
         flat = out.values() if layout is torch.jagged else torch.nested.to_padded_tensor(out, 0.0)
     with pytest.raises(UnsupportedLayer, match="nested tensor"), bpk.backpack(E.BatchGrad()):
         flat.sum().backward()
+
+
+def test_two_extensions_with_one_field_are_refused() -> None:
+    with pytest.raises(ValueError, match="both save 'grad_batch'"):
+        bpk.backpack(E.BatchGrad(), E.BatchGrad(subsampling=[0]))
+
+
+def test_product_with_vectors_of_another_precision_is_refused() -> None:
+    model, loss_fn = extended(nn.Linear(2, 3), nn.CrossEntropyLoss())
+    with bpk.backpack(E.HMP()):
+        loss_fn(model(torch.randn(4, 2)), torch.tensor([0, 1, 2, 0])).backward()
+    with pytest.raises(ValueError, match="float64"):
+        model.weight.hmp(torch.zeros(1, 3, 2, dtype=torch.float64))
