@@ -12,17 +12,15 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from bpk import engine
-from bpk.attribution import Attribution, consumers_first
+from bpk.attribution import Attribution
 from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
@@ -33,16 +31,11 @@ from bpk.jacobians.rule import Rule
 from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
 from bpk.records import OPEN_USES, Record
+from bpk.rounds import columns_at_a_time, go_round, matched, pull_through
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support
 from bpk.survey import require_layers, require_whole_batch, upstream
 from bpk.sweeps import DIRECT, Gradient, Step, Sweep
-
-MEMORY = 1 << 28
-"""Bytes that columns of a square root may take at the largest layer on a processor, unless the user says more."""
-
-LIVE = 3
-"""How many times the columns exist: those that arrive at a layer, those that it sends, and what it needs for both."""
 
 
 class Backward:
@@ -234,7 +227,7 @@ class Backward:
         if isinstance(rule, Loss):
             return self.at_input(record, grads, sources)
         grad, call = matched(grad, record.call())
-        call.pull = self.pull_through(record, engine.current_node())
+        call.pull = pull_through(record, engine.current_node())
         rule.capture(call)
         return [rule.jac_t_mat_prod(call, grad[None], source.index)[0] for source in sources]
 
@@ -242,7 +235,7 @@ class Backward:
         """Let every sweep pass the call, and collect what it brings for the call's parameters."""
         loss = rule if isinstance(rule, Loss) else None
         grad, call = matched(grad, record.call())
-        call.pull = self.pull_through(record, engine.current_node())
+        call.pull = pull_through(record, engine.current_node())
         if self.second_order:
             call.saved = partial(engine.saved_tensor, engine.current_node())
             rule.capture(call)
@@ -267,72 +260,14 @@ class Backward:
                     self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
             elif sweep.second_order and sources:
                 announce(loss.flat, self.extensions)
-                for _ in sweep.rounds(step, loss, self.columns_at_a_time(key, step)):
-                    self.go_round(key, sweep, record)
+                for _ in sweep.rounds(step, loss, columns_at_a_time(self, key, step)):
+                    go_round(self, key, sweep, record)
         call.pull = call.saved = None
         if states:
             self.parameters.expect_gradients(record, states)
         for name, state in states.items():
             if not later[name]:
                 self.parameters.finish(state)
-
-    # ---- columns in several rounds --------------------------------------------------------------------
-    def columns_at_a_time(self, key: Hashable, step: Step) -> int | None:
-        """How many columns may exist at the same time (`None`: all of them)."""
-        mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
-        if torch.is_grad_enabled() or not all(e.combines and not e.has_module_extensions for e in mine):
-            return None
-        if self.context.chunk_size is not None:
-            return self.context.chunk_size
-        on_processor = step.full.output.device.type == "cpu"
-        memory = self.context.memory or (MEMORY if on_processor else None)
-        column = LIVE * self.largest * step.full.output.element_size()
-        return None if memory is None else max(1, memory // column)
-
-    def go_round(self, key: Hashable, sweep: Sweep, root: Record) -> None:
-        """Send what waits behind a loss all the way back, and keep what extensions make of it."""
-        above = self.above[id(root)]
-        sources = {id(record): self.feeding(record) for record in (*above, root)}
-        nodes = {id(r): edge[0] for found in sources.values() for s in found.values() for r, edge in s.targets}
-        open_uses = Counter(id(p) for record in above for p in record.params.values())
-        for record in consumers_first(root, above, sources):
-            open_uses.subtract(id(p) for p in record.params.values())
-            node = nodes[id(record)]
-            if id(record) not in sweep.waiting or record.rule is None or node is None:
-                continue
-            call = matched(record.output, record.call())[1]
-            call.pull, call.saved = self.pull_through(record, node), partial(engine.saved_tensor, node)
-            record.rule.capture(call)
-            view = call if sweep.samples is None else call.subset(sweep.samples)
-            rows, n = self.attribution.rows(record), self.attribution.batch_size(record)
-            step = Step(record, record.rule, call, view, call.output, sources[id(record)], (), self.largest, rows, n)
-            arrived = sweep.visit(step)
-            call.pull = call.saved = None
-            for name, p in record.params.items():
-                if is_trained(p):
-                    state = self.parameters.state_of(p, record.module)
-                    self.parameters.collect(state, key, Use(view, record.rule, name, arrived, rows), n)
-                    if not open_uses[id(p)] and id(p) not in self.parameters.held:
-                        self.parameters.settle(state, key)
-        self.collect_direct(key, sweep)
-        for state in self.parameters.states.values():
-            if key in state.uses:
-                self.parameters.settle(state, key)
-
-    def pull_through(self, record: Record, node: Node) -> Callable[[Tensor], Tensor]:
-        """The transposed Jacobian of a call, whose output is at `node`, by autograd's own graph."""
-        here, edge = (node, next(iter(record.places))), record.edges[0]
-        leave, enter = record.exit(record.used[0]), record.entrance(0)
-
-        def pull(vector: Tensor) -> Tensor:
-            at_output = leave.one_to_graph(vector)
-            with CTX.quietly(record):
-                pulled = torch.autograd.grad(
-                    (gradient_edge(here),), (gradient_edge(edge),), (at_output,), retain_graph=True
-                )
-            return enter.one_to_rule(pulled[0])
-
-        return pull
 
     # ---- hooks and user-written module extensions ---------------------------------------------------
     def run_hook(self, module: nn.Module) -> None:
@@ -391,18 +326,6 @@ class Backward:
         with CTX.quietly(record):
             found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))
         return tuple(next(found) if edge[0] is not None else None for edge in record.edges)
-
-
-def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:
-    """Bring a call and its gradient to one dtype (autocast mixes them)."""
-    tensors = [grad, *call.inputs, *call.params.values()]
-    kinds = {t.dtype for t in tensors if t.is_floating_point()}
-    if len(kinds) <= 1:
-        return grad, call
-    dtype = grad.dtype
-    for kind in kinds:
-        dtype = torch.promote_types(dtype, kind)
-    return grad.to(dtype), call.cast(dtype)
 
 
 def already_released(record: Record) -> str:

@@ -1,0 +1,106 @@
+"""Columns of a square root in several rounds: some go all the way back before others start, so that few exist at once.
+
+A round does not wait for autograd: it visits the calls behind a loss while autograd is at the loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk import engine
+from bpk.attribution import consumers_first
+from bpk.context import CTX
+from bpk.graph import gradient_edge
+from bpk.jacobians.call import Call
+from bpk.parameters import is_trained
+from bpk.records import Record
+from bpk.statistics import Use
+from bpk.sweeps import Step, Sweep
+
+if TYPE_CHECKING:
+    from bpk.backward import Backward
+
+MEMORY = 1 << 28
+"""Bytes that columns of a square root may take at the largest layer on a processor, unless the user says more."""
+
+LIVE = 3
+"""How many times the columns exist: those that arrive at a layer, those that it sends, and what it needs for both."""
+
+
+def columns_at_a_time(backward: Backward, key: Hashable, step: Step) -> int | None:
+    """How many columns may exist at the same time (`None`: all of them)."""
+    mine = [e for e, listens in zip(backward.extensions, backward.listens, strict=True) if listens == key]
+    if torch.is_grad_enabled() or not all(e.combines and not e.has_module_extensions for e in mine):
+        return None
+    if backward.context.chunk_size is not None:
+        return backward.context.chunk_size
+    on_processor = step.full.output.device.type == "cpu"
+    memory = backward.context.memory or (MEMORY if on_processor else None)
+    column = LIVE * backward.largest * step.full.output.element_size()
+    return None if memory is None else max(1, memory // column)
+
+
+def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> None:
+    """Send what waits behind a loss all the way back, and keep what extensions make of it."""
+    above = backward.above[id(root)]
+    sources = {id(record): backward.feeding(record) for record in (*above, root)}
+    nodes = {id(r): edge[0] for found in sources.values() for s in found.values() for r, edge in s.targets}
+    open_uses = Counter(id(p) for record in above for p in record.params.values())
+    for record in consumers_first(root, above, sources):
+        open_uses.subtract(id(p) for p in record.params.values())
+        node = nodes[id(record)]
+        if id(record) not in sweep.waiting or record.rule is None or node is None:
+            continue
+        call = matched(record.output, record.call())[1]
+        call.pull, call.saved = pull_through(record, node), partial(engine.saved_tensor, node)
+        record.rule.capture(call)
+        view = call if sweep.samples is None else call.subset(sweep.samples)
+        rows, n = backward.attribution.rows(record), backward.attribution.batch_size(record)
+        step = Step(record, record.rule, call, view, call.output, sources[id(record)], (), backward.largest, rows, n)
+        arrived = sweep.visit(step)
+        call.pull = call.saved = None
+        for name, p in record.params.items():
+            if is_trained(p):
+                state = backward.parameters.state_of(p, record.module)
+                backward.parameters.collect(state, key, Use(view, record.rule, name, arrived, rows), n)
+                if not open_uses[id(p)] and id(p) not in backward.parameters.held:
+                    backward.parameters.settle(state, key)
+    backward.collect_direct(key, sweep)
+    for state in backward.parameters.states.values():
+        if key in state.uses:
+            backward.parameters.settle(state, key)
+
+
+def pull_through(record: Record, node: Node) -> Callable[[Tensor], Tensor]:
+    """The transposed Jacobian of a call, whose output is at `node`, by autograd's own graph."""
+    here, edge = (node, next(iter(record.places))), record.edges[0]
+    leave, enter = record.exit(record.used[0]), record.entrance(0)
+
+    def pull(vector: Tensor) -> Tensor:
+        at_output = leave.one_to_graph(vector)
+        with CTX.quietly(record):
+            pulled = torch.autograd.grad(
+                (gradient_edge(here),), (gradient_edge(edge),), (at_output,), retain_graph=True
+            )
+        return enter.one_to_rule(pulled[0])
+
+    return pull
+
+
+def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:
+    """Bring a call and its gradient to one dtype (autocast mixes them)."""
+    tensors = [grad, *call.inputs, *call.params.values()]
+    kinds = {t.dtype for t in tensors if t.is_floating_point()}
+    if len(kinds) <= 1:
+        return grad, call
+    dtype = grad.dtype
+    for kind in kinds:
+        dtype = torch.promote_types(dtype, kind)
+    return grad.to(dtype), call.cast(dtype)
