@@ -201,8 +201,9 @@ class Backward:
         several = sum(edge[0] is not None for edge in record.edges) > 1
         found = self.at_inputs(record, grads, sources) if several else self.at_input(record, grads, sources)
         for source, grad in zip(sources, found, strict=True):
-            for sweep in first_order if grad is not None else ():
-                sweep.reach(source, grad)
+            if grad is not None:
+                for sweep in first_order:
+                    sweep.reach(source, grad)
 
     def at_input(self, record: Record, grads: tuple[Tensor | None, ...], sources: list[Source]) -> list[Tensor | None]:
         """The gradient of the call's input, by autograd's own graph."""

@@ -66,7 +66,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """Forward hook of every extended layer and loss."""
     fields = module.__dict__
     stashed = fields.pop("_bpk_stash", None)
-    if stashed is UNRECORDED or CTX.quiet or engine.is_transformed():
+    if stashed is UNRECORDED or CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:
@@ -99,7 +99,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of containers with parameters of their own: functions use these, somewhere before the output."""
-    if CTX.quiet or CTX.disabled or engine.is_transformed():
+    if CTX.quiet or CTX.disabled or not torch.is_grad_enabled() or engine.is_transformed():
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:

@@ -485,3 +485,9 @@ def test_kflr_is_exact_for_one_sample() -> None:
 def test_order_counts() -> None:
     """Which extensions are of first and of second order."""
     assert len(FIRST_ORDER) + len(SECOND_ORDER) == 18
+
+
+def test_forward_without_gradients_on_an_input_that_has_one() -> None:
+    layer, x = bpk.extend(nn.Dropout(0.0)), torch.randn(2, requires_grad=True)
+    with torch.no_grad():
+        assert layer(x) is x
