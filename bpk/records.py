@@ -215,12 +215,15 @@ class Record:
     def call_on(self, inputs: list[Tensor]) -> Call:
         """The call with these tensors as inputs, as the rule sees them."""
         if self.plain:
-            return Call(self.module, inputs, self.params, self.results[self.used[0]])
+            number, out = self.used[0], self.results[self.used[0]]
+            return Call(self.module, inputs, self.params, out, used={number: out.shape[1:]})
         used = self.used or list(self.results)[:1]
-        if self.shifted:
-            seen, results = [x.movedim(self.shifted, 0) for x in inputs], self.results[used[0]].movedim(self.shifted, 0)
-            return Call(self.module, seen, self.params, results)
         assert self.rule is not None
+        if self.shifted:
+            results = {k: self.results[k].movedim(self.shifted, 0) for k in used}
+            output, shapes = self.rule.join(Binding(self.module, ()), results, used)
+            seen = [x.movedim(self.shifted, 0) for x in inputs]
+            return Call(self.module, seen, self.params, output, used=shapes)
         output, shapes = self.rule.join(self.binding, {**self.results}, used)
         return Call(self.binding.options, self.binding.seen(inputs), self.params, output, used=shapes)
 

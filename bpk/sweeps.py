@@ -228,15 +228,17 @@ class SquareRoot(Sweep):
         if columns is None or self.mc_samples is not None:
             self.start(step, loss)
             return
-        scale, root = positive_scale(step).sqrt(), loss.sqrt_hessian(step.full)
+        scale, parts = positive_scale(step).sqrt(), loss.sqrt_hessian_parts(step.full, columns)
         if step.samples_of_rows is not None:
-            root = apart(root, step.samples_of_rows)
-        groups = root.split(columns)
-        for j, group in enumerate(groups):
-            for k, piece in enumerate(step.pieces(self.rows(group, 1) * scale)):
-                self.send(step.sources[0], ("loss", id(step.record), j, k), piece, None)
-            if j + 1 < len(groups):
+            parts = iter(apart(loss.sqrt_hessian(step.full), step.samples_of_rows).split(columns))
+        for j, part in enumerate(parts):
+            if j:
                 yield
+            group = self.rows(part, 1) * scale if scale != 1 else self.rows(part, 1)
+            del part
+            for k, piece in enumerate(step.pieces(group)):
+                self.send(step.sources[0], ("loss", id(step.record), j, k), piece, None)
+            del group, piece
 
     def visit(self, step: Step) -> Columns:
         columns: Columns = self.arrived(step)

@@ -10,7 +10,7 @@ Shapes: prediction `[N, *pred]` with `D` entries per sample; `K` columns of a fa
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class Loss(Autodiff):
     @abstractmethod
     def sqrt_hessian(self, call: Call) -> Tensor:
         """Columns `s_k`, `[K, N, *pred]`, with `H_n = sum_k s_kn s_kn^T`."""
+
+    def sqrt_hessian_parts(self, call: Call, columns: int) -> Iterator[Tensor]:
+        """`sqrt_hessian`, so many columns at a time."""
+        yield from self.sqrt_hessian(call).split(columns)
 
     @abstractmethod
     def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from bpk.jacobians.call import Call
 from bpk.jacobians.loss import Loss, safe_sqrt, wide
+
+
+def _grid(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Index tensors of the last two axes of `[K, N, C]`."""
+    n, c = (torch.arange(size, device=rows.device) for size in rows.shape[1:])
+    return n[:, None], c
 
 
 class SoftmaxCrossEntropy(Loss):
@@ -25,10 +33,25 @@ class SoftmaxCrossEntropy(Loss):
 
     def sqrt_hessian(self, call: Call) -> Tensor:
         x = call.inputs[0]
-        columns = self._position_columns(call)  # [C, N, C, P]
         if x.dim() > 2:
-            columns = columns.diag_embed().permute(0, 3, 1, 2, 4)
-        return columns.reshape(x.shape[1:].numel(), *x.shape).to(x.dtype)
+            return next(self.sqrt_hessian_parts(call, x.shape[1:].numel()))
+        return self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
+
+    def sqrt_hessian_parts(self, call: Call, columns: int) -> Iterator[Tensor]:
+        x = call.inputs[0]
+        if x.dim() == 2:
+            yield from self.sqrt_hessian(call).split(columns)
+            return
+        of_position = self._position_columns(call)  # [C, N, C, P]
+        positions = of_position.shape[3]
+        for numbers in torch.arange(x.shape[1:].numel(), device=x.device).split(columns):
+            c, p = numbers // positions, numbers % positions
+            own = of_position[c, :, :, p]  # [K, N, C]
+            part = own.new_zeros(len(numbers), *of_position.shape[1:])
+            part = part.index_put(
+                (torch.arange(len(numbers), device=x.device)[:, None, None], *_grid(own), p[:, None, None]), own
+            )
+            yield part.reshape(len(numbers), *x.shape).to(x.dtype)
 
     def sqrt_hessian_by_position(self, call: Call) -> Tensor:
         """The same columns `[C, N, C, *d]` with all positions side by side: positions must not be mixed after."""

@@ -10,10 +10,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.attention_function import DotProductRule, ScaledDotProductAttention
+from bpk.jacobians.attention_function import DotProductRule, ScaledDotProductAttention, read_attention
 from bpk.jacobians.attention_layer import AttentionLayer
 from bpk.jacobians.attention_parts import PROJECTIONS, Settings
 from bpk.jacobians.binding import Axis, Binding
+from bpk.jacobians.conversion import reading
 from bpk.jacobians.rule import case
 
 
@@ -97,11 +98,12 @@ RULES = (
     ),
     DotProductRule(
         ScaledDotProductAttention,
-        functions=(F.scaled_dot_product_attention,),
+        functions=reading(read_attention, F.scaled_dot_product_attention),
         examples=(
             case(ScaledDotProductAttention, shapes=((3, 2, 2, 3), (3, 2, 3, 3), (3, 2, 3, 2))),
             case(ScaledDotProductAttention, is_causal=True, scale=0.7, shapes=((3, 2, 2), (3, 3, 2), (3, 3, 2))),
             case(ScaledDotProductAttention, shapes=((3, 2, 2, 2), (3, 2, 3, 2), (3, 2, 3, 2), (3, 1, 2, 3))),
+            case(ScaledDotProductAttention, shapes=((3, 2, 2, 2), (3, 1, 3, 2), (3, 1, 3, 2))),
         ),
     ),
 )

@@ -130,6 +130,7 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     torch.split: (tensor(), 3, 1),
     T.split: (tensor(), [1, 3], -1),
     F.fold: (tensor(2, 8, 9), 4, 2),
+    F.scaled_dot_product_attention: (tensor(2, 3, 4), tensor(2, 5, 4), tensor(2, 5, 2)),
     F.max_unpool1d: (tensor(2, 3, 2), Placeholder(torch.tensor([0, 3]).expand(2, 3, 2)), 2),
     F.max_unpool2d: (tensor(2, 3, 1, 2), Placeholder(torch.tensor([[0, 3]]).expand(2, 3, 1, 2)), 2),
     F.max_unpool3d: (tensor(2, 3, 1, 1, 2), Placeholder(torch.tensor([[[0, 3]]]).expand(2, 3, 1, 1, 2)), 2),
