@@ -21,7 +21,8 @@ from bpk.extending import extend, memory_cleanup
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
 from bpk.registering import check_rule, register, unregister
-from bpk.support import support
+from bpk.supporting import support, support_matrix
+from bpk.verification import verify
 
 __version__ = "0.1.0"
 
@@ -39,5 +40,7 @@ __all__ = [
     "memory_cleanup",
     "register",
     "support",
+    "support_matrix",
     "unregister",
+    "verify",
 ]

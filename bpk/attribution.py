@@ -86,15 +86,14 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
 
 
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
-    """Hypotheses about `N`: what layers that know their batch axis say; the rows of the root, or fewer."""
+    """Hypotheses about `N`: the rows of the root, or fewer; those of layers that know their batch axis are multiples."""
     records = list(above)
     known = {record.batch_size for record in records if record.knows_batch}
-    if len(known) > 1:
+    rows = {r.batch_size for r in records if r.params and r.batch_size < root.batch_size} | {root.batch_size} | known
+    found = sorted((n for n in rows if n and all(k % n == 0 for k in known)), reverse=True)
+    if not found:
         raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
-    if known:
-        return list(known)
-    fewer = {r.batch_size for r in records if r.params and r.batch_size < root.batch_size}
-    return [root.batch_size, *sorted(fewer, reverse=True)]
+    return found
 
 
 def numberings(rows: int, n: int) -> Iterator[Tensor]:
@@ -144,8 +143,6 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     """
     rows = decode(mat, n, tolerance)
     if rows is not None:
-        if record.knows_batch and not torch.equal(rows, torch.arange(n, device=rows.device)):
-            raise mixed(f"rows of '{record.path}' ({type(record.module).__name__}) are not the {n} samples in order")
         return rows
     axis = next((a for a in range(1, mat.dim() - 1) if is_batch(mat.movedim(1 + a, 1), n, tolerance)), 0)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"

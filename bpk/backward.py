@@ -133,8 +133,8 @@ class Backward:
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         written = self.apply_module_extensions(record, grad)
+        self.reach_functions(record, grads)
         if record.rule is not None:
-            self.reach_functions(record, grads)
             self.apply_rule(record, record.rule, grad, written)
         if not (self.context.retain_graph or engine.keeps_graph()):
             record.release()
@@ -224,8 +224,8 @@ class Backward:
     def at_inputs(self, record: Record, grads: tuple[Tensor | None, ...], sources: list[Source]) -> list[Tensor | None]:
         """The same for several inputs, by the rule: one may be computed from another, or be the same tensor."""
         grad, rule = record.gradient(grads), record.rule
-        assert grad is not None and rule is not None
-        if isinstance(rule, Loss):
+        assert grad is not None
+        if rule is None or isinstance(rule, Loss):
             return self.at_input(record, grads, sources)
         grad, call = matched(grad, record.call())
         call.pull = pull_through(record, engine.current_node())
@@ -237,7 +237,7 @@ class Backward:
         loss = rule if isinstance(rule, Loss) else None
         grad, call = matched(grad, record.call())
         call.pull = pull_through(record, engine.current_node())
-        if self.second_order:
+        if self.second_order or call.drawn is not None:
             call.saved = partial(engine.saved_tensor, engine.current_node())
             rule.capture(call)
         views: dict[tuple[int, ...] | None, Call] = {None: call}

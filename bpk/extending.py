@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from bpk.context import CTX
 from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
+from bpk.jacobians.rule import Rule
 from bpk.products import BlockProduct
-from bpk.recorder import record, record_passage, stash
+from bpk.recorder import record, record_passage, remember_generators, stash
 from bpk.records import forget
 from bpk.rules import REGISTRY
 
@@ -133,11 +134,17 @@ def hook(module: nn.Module, path: str, recorder: Callable[..., Any]) -> None:
     module.register_forward_hook(recorder, with_kwargs=True)
     if isinstance(module.__dict__.get("inplace"), bool):
         module.register_forward_pre_hook(stash)
+    rule = REGISTRY.find(module)
+    if rule is not None and type(rule).draws is not Rule.draws:
+        module.register_forward_pre_hook(remember_generators)
 
 
 def detach(module: nn.Module) -> None:
     """Take the forward hooks of one module away again."""
-    for hooks, ours in ((module._forward_hooks, (record, record_passage)), (module._forward_pre_hooks, (stash,))):
+    for hooks, ours in (
+        (module._forward_hooks, (record, record_passage)),
+        (module._forward_pre_hooks, (stash, remember_generators)),
+    ):
         for key in [key for key, function in hooks.items() if function in ours]:
             del hooks[key]
             module._forward_hooks_with_kwargs.pop(key, None)

@@ -51,8 +51,9 @@ def place(root: Record, sources_of: SourcesOf, second_order: bool, forget: Calla
     told once.
     """
     above = upstream(root, sources_of)
-    stuck = tuple(k for k, record in enumerate(above) if second_order and is_stuck(record))
-    if not stuck and not is_moved(root, above, sources_of, second_order):
+    moved = is_moved(root, above, sources_of, second_order)
+    stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
+    if not stuck and not moved:
         return Placement(above, root.batch_size)
     forms = FORMS.setdefault(root.module, {})
     key = (second_order, *((id(r.module), tuple(x.shape for x in r.inputs)) for r in (*above, root)))

@@ -14,6 +14,7 @@ from bpk.context import CTX
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import explain
 from bpk.jacobians.passage import PASSAGE
+from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
 from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd
@@ -65,7 +66,7 @@ class Together(torch.autograd.Function):
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
     fields = module.__dict__
-    stashed = fields.pop("_bpk_stash", None)
+    stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
     if stashed is UNRECORDED or CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
@@ -76,6 +77,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return None
     rule = REGISTRY.find(module)
     binding = bind(module, rule, args, kwargs)
+    if rule is not None and not binding.inputs and not binding.problem:
+        return None  # it only passes on what is no tensor, such as a tuple inside a tuple
     if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
         binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
     kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(binding.inputs)]
@@ -87,6 +90,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     places = {x.output_nr: k for k, x in zip(results, together, strict=True)}
     detached = {k: x.detach() for k, x in zip(results, together, strict=True)}
     written = Record(module, rule, binding, inputs, edges, detached, places)
+    written.drawn = drawn
     written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
@@ -151,6 +155,15 @@ def substitute(output: Any, changed: dict[int, Tensor]) -> Any:
         parts = [substitute(part, changed) for part in output]
         return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)  # a named tuple
     return output
+
+
+def remember_generators(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of layers that draw random numbers: keep the state from which they can be drawn again."""
+    rule = REGISTRY.find(module)
+    if rule is None or CTX.disabled or CTX.quiet or not torch.is_grad_enabled() or not rule.draws(module):
+        return
+    parameter = next(module.parameters(), None)
+    module.__dict__["_bpk_drawn"] = RandomState.now(torch.device("cpu") if parameter is None else parameter.device)
 
 
 def stash(module: nn.Module, args: tuple[Any, ...]) -> None:

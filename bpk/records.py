@@ -19,6 +19,7 @@ from bpk.context import CTX
 from bpk.jacobians.binding import Binding
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
+from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule, add_up
 from bpk.ports import PLAIN, Port
 
@@ -69,6 +70,7 @@ class Record:
 
     __slots__ = (
         "binding",
+        "drawn",
         "edges",
         "inputs",
         "is_view",
@@ -104,6 +106,7 @@ class Record:
         self.used: list[int] = [] if len(results) > 1 else list(results)
         self.is_view = False
         self.shifted = 0
+        self.drawn: RandomState | None = None
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
         self.versions = [x._version for x in (*inputs, *results.values())]
         self.params = parameters_of(module, rule)
@@ -210,6 +213,7 @@ class Record:
         same = self.seen is not None and self.seen[0] == form
         if self.seen is None or not same or any(x is not y for x, y in zip(inputs, self.seen[1], strict=True)):
             self.seen = form, inputs, self.call_on(inputs)
+            self.seen[2].drawn = self.drawn
         return self.seen[2]
 
     def call_on(self, inputs: list[Tensor]) -> Call:

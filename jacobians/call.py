@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.binding import tensors_in
+from bpk.jacobians.random_state import RandomState
 
 if TYPE_CHECKING:
     from bpk.jacobians.rule import Rule
@@ -18,6 +19,15 @@ Wrt = int | str
 
 Options = Any
 """Where hyperparameters are read from: the module itself, or an object with the same attributes."""
+
+
+DRAWN = ("slope", "mask")
+"""Keys of the memo under which random layers keep what they drew, `[N, ...]`: it cannot be recomputed for a part."""
+
+
+def of_samples(drawn: Any, index: Tensor) -> Any:
+    """What was drawn for some samples; several tensors may be in a tuple."""
+    return tuple(part[index] for part in drawn) if isinstance(drawn, tuple) else drawn[index]
 
 
 class Call:
@@ -30,7 +40,8 @@ class Call:
     random numbers need it. `saved`, where present, looks up what autograd kept of the forward pass under a name, so
     that a rule need not compute it again. Both exist during the backward pass only, for `Rule.capture`. `whole` is the
     call on the whole batch, where this is a part of it; only rules of layers that mix samples need it. `spare` is
-    contiguous memory that `empty` may hand out.
+    contiguous memory that `empty` may hand out. `drawn`, where the rule asks for it, is the state of the random
+    generators before the call.
     """
 
     def __init__(
@@ -50,6 +61,7 @@ class Call:
         self.used = {0: output.shape[1:]} if used is None else dict(used)
         self.saved: Callable[[str], Tensor | None] | None = None
         self.spare: Tensor | None = None
+        self.drawn: RandomState | None = None
         self.whole: Call | None = None
         self._memo: dict[Hashable, Any] = {}
 
@@ -109,9 +121,7 @@ class Call:
             used=self.used,
         )
         kept.whole = self if self.whole is None else self.whole
-        kept._memo = {
-            key: value[index] for key, value in self._memo.items() if key == "slope"
-        }  # what a random layer drew cannot be recomputed
+        kept._memo = {key: of_samples(value, index) for key, value in self._memo.items() if key in DRAWN}
         return kept
 
     def cast(self, dtype: torch.dtype) -> Call:
@@ -127,7 +137,9 @@ class Call:
             to(self.output),
             used=self.used,
         )
-        cast._memo = {key: to(value) for key, value in self._memo.items() if key == "slope"}
+        cast._memo = {key: value for key, value in self._memo.items() if key in DRAWN}
+        cast._memo |= {key: to(value) for key, value in cast._memo.items() if isinstance(value, Tensor)}
+        cast.drawn = self.drawn
         return cast
 
     @classmethod

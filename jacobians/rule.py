@@ -161,6 +161,14 @@ class Rule(ABC):
             return next(iter(seen.values())), shapes
         return torch.cat([x.reshape(len(x), -1) for x in seen.values()], 1), shapes
 
+    def draws(self, module: nn.Module) -> bool:
+        """Whether a forward call, in the module's present mode, draws random numbers that the rule needs once more.
+
+        Then `call.drawn` is the state of the generators before the call, and `capture` is called in every backward
+        pass; what it puts into the call's memo under `"mask"` is restricted to the samples of a part.
+        """
+        return False
+
     def acts_on(self, call: Call) -> int | None:
         """How many trailing axes of its input the layer looks at, so that the batch axis may be any before them.
 

@@ -1,0 +1,125 @@
+"""`bpk.support(model, inputs=...)`: the calls of one recorded forward pass, and the functions in between."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from bpk.averaged import Averaged, require_layers_only
+from bpk.extending import extend
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.graph import Source, trace
+from bpk.jacobians.binding import Binding, tensors_in
+from bpk.jacobians.errors import UnsupportedLayer
+from bpk.jacobians.passage import PASSAGE
+from bpk.placement import place
+from bpk.recorder import keep
+from bpk.records import Record
+from bpk.support import Kind, Support
+from bpk.support import support as answer
+from bpk.support_table import Cell, SupportTable
+from bpk.supporting import IDLE, is_idle
+from bpk.verification.problem import Arguments, duplicate, undisturbed
+
+
+def recorded(model: nn.Module, extensions: Sequence[BackpropExtension], inputs: Any) -> SupportTable:
+    """The table of a copy of the model that is called once."""
+    with undisturbed(None, [p.device for p in model.parameters()]):
+        copy = extend(duplicate(model, None))
+        given = Arguments.of(inputs, 0).map(lambda x: x.detach().clone())
+        forward = Forward(copy, copy(*given.args, **given.kwargs))
+        return SupportTable(tuple(forward.cells(extensions)))
+
+
+class Forward:
+    """One recorded forward pass, looked at from its output."""
+
+    def __init__(self, model: nn.Module, output: Any) -> None:
+        parts = output.values() if isinstance(output, Mapping) else [output]
+        live = [x for part in parts for x in tensors_in(part) if x.requires_grad]
+        kept = [keep(x) for x in live]
+        whole = Binding(nn.Identity(), tuple(x for x, _ in kept))
+        self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})
+        self.root.module.__dict__["_bpk_path"] = "the output"
+        self.known: dict[int, dict[int, Source]] = {}
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.order = {id(module): k for k, module in enumerate(model.modules())}
+        self.refusal = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self.above = place(self.root, self.sources_of, True, self.known.clear).above
+            except UnsupportedLayer as error:
+                self.refusal = " ".join(str(error).split())
+                self.above = place(self.root, self.sources_of, False, self.known.clear).above
+
+    def sources_of(self, record: Record) -> dict[int, Source]:
+        """By input index: where the call's inputs come from."""
+        if id(record) not in self.known:
+            traced = {index: trace(record, index) for index in range(len(record.edges))}
+            self.known[id(record)] = {index: source for index, source in traced.items() if source is not None}
+        return self.known[id(record)]
+
+    def cells(self, extensions: Sequence[BackpropExtension]) -> Iterator[Cell]:
+        """Layers in the order of the model, functions before the layer that they feed."""
+        seen: set[tuple[str, str]] = set()
+        last = len(self.order)
+        for record in sorted((*self.above, self.root), key=lambda r: self.order.get(id(r.module), last)):
+            rows = [self.of_source(source, extensions) for source in self.sources_of(record).values()]
+            if record.rule is not PASSAGE:
+                rows.append([self.of_record(record, extension) for extension in extensions])
+            for row in rows:
+                if row and (row[0].path, row[0].layer) not in seen:
+                    seen.add((row[0].path, row[0].layer))
+                    yield from row
+
+    def of_record(self, record: Record, extension: BackpropExtension) -> Cell:
+        """A call: the question that the dispatcher asks."""
+        name = type(record.module).__name__
+        feeds = any(source.targets or source.trained for source in self.sources_of(record).values())
+        has_params = any(p.requires_grad for p in record.params.values())
+        if extension.module_extension(record.module) is not None:
+            found = Support(Kind.SUPPORTED, "By a module extension of its own.")
+        elif record.problem:
+            found = Support(Kind.REFUSED, record.problem, record.binding.do)
+        elif self.refusal and extension.second_order and has_params:
+            found = Support(Kind.REFUSED, self.refusal)
+        else:
+            found = answer(extension, record.rule, record.call() if record.rule is not None else None, name)
+        if found.kind is Kind.REFUSED and not (feeds or has_params):
+            found = Support(Kind.SUPPORTED, "Nothing before it needs a gradient.")
+        if found.kind is Kind.REFUSED and is_idle(extension, record.params.values()):
+            found = IDLE
+        return Cell(record.path, name, type(extension).__name__, found.kind, found.reason, found.do)
+
+    def of_source(self, source: Source, extensions: Sequence[BackpropExtension]) -> list[Cell]:
+        """Plain functions before a call, and the parameters that they use."""
+        if source.stretch is None:
+            return []
+        used = [self.names[id(p)] for p in source.trained if id(p) in self.names]
+        more = f" and {len(used) - 1} more parameters" if len(used) > 1 else ""
+        what = f"functions of {used[0]}{more}" if used else "functions"
+        cells = []
+        for extension in extensions:
+            found = Support(Kind.GENERIC)
+            if isinstance(extension.sweep(), Averaged):
+                try:
+                    require_layers_only(source)
+                except UnsupportedLayer as error:
+                    why, do = parts_of(str(error))
+                    found = Support(Kind.REFUSED, why, do)
+            where = f"before {source.consumer.path}"
+            cells.append(Cell(where, what, type(extension).__name__, found.kind, found.reason, found.do))
+        return cells
+
+
+def parts_of(message: str) -> tuple[str, str]:
+    """The reason and the advice of an explained error."""
+    lines = [line.strip() for line in message.splitlines()]
+    found = {
+        mark: line.removeprefix(mark).strip() for line in lines for mark in ("Why:", "Do:") if line.startswith(mark)
+    }
+    return found.get("Why:", lines[0]), found.get("Do:", "")

@@ -1,0 +1,42 @@
+"""The state of torch's random generators before a layer drew from them, so that it can draw the same numbers again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The generator of the processor, and that of the device where it is another one."""
+
+    device: torch.device
+    processor: Tensor
+    accelerator: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The present state.
+
+        >>> before = RandomState.now(torch.device("cpu"))
+        >>> drawn = torch.rand(3)
+        >>> with before.again():
+        ...     same = torch.equal(torch.rand(3), drawn)
+        >>> same
+        True
+        """
+        accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device, torch.get_rng_state(), accelerator)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the same numbers are drawn again; afterwards, the generators are where they were."""
+        with torch.random.fork_rng([self.device] if self.accelerator is not None else []):
+            torch.set_rng_state(self.processor)
+            if self.accelerator is not None:
+                torch.cuda.set_rng_state(self.accelerator, self.device)
+            yield
