@@ -35,9 +35,10 @@ class Shared(Exception):
 class NotInFront(Exception):
     """A layer is to be left to autograd: its rule needs the batch axis in front, and it is elsewhere or missing."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, missing: int = 0) -> None:
         super().__init__(record.path)
         self.record = record
+        self.missing = missing  # how many layers have no batch axis under this hypothesis
 
 
 @dataclass
@@ -72,6 +73,7 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
         UnsupportedLayer: If a row feeds several samples.
     """
     refusal: UnsupportedLayer | None = None
+    without: NotInFront | None = None
     for movable in (False, True):  # the batch axis is the first one unless only another one is possible
         for n in numbers_of_samples(root, above):
             for numbers in numberings(root.batch_size, n):
@@ -80,8 +82,14 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
                     return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
                 except UnsupportedLayer as error:
                     refusal = refusal or error
-                    for record, axis in before:
-                        record.shift(axis)
+                except NotInFront as error:
+                    if not error.missing:
+                        raise
+                    without = error if without is None or error.missing < without.missing else without
+                for record, axis in before:
+                    record.shift(axis)
+        if without is not None:  # no hypothesis gives every layer a batch axis
+            raise without
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
@@ -111,7 +119,7 @@ def follow(
     """Test one hypothesis about the rows of the root throughout the graph."""
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
-    shared: NotInFront | None = None
+    shared: list[Record] = []
     tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root))
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
@@ -120,9 +128,9 @@ def follow(
         except Shared as error:
             if sources[id(record)] or (not movable and record.inputs[0].is_floating_point()):
                 raise mixed(f"one {error}") from None
-            shared = shared or NotInFront(record)  # a call that no other feeds: an embedding of positions
-    if shared is not None:  # all others agree with this hypothesis
-        raise shared
+            shared.append(record)  # no other feeds it: an embedding of positions
+    if shared:  # all others agree with this hypothesis
+        raise NotInFront(shared[0], len(shared))
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")

@@ -132,3 +132,42 @@ class Positions(nn.Module):
 def test_layer_without_a_batch_axis(steps: int) -> None:
     torch.manual_seed(0)
     check(Positions(steps), torch.randint(5, (N, steps)), factors=False)
+
+
+def test_flattened_predictions_of_an_embedding_alone() -> None:
+    """Tokens `[N, T]` have a batch axis, although every row of the only layer feeds several rows of the loss."""
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 3)
+    apart = Assembled(lambda m, x: m.head(torch.tanh(m.table(x))).mT, table=table, head=nn.Linear(3, 5))
+    flat = Assembled(lambda m, x: m.head(torch.tanh(m.table(x))).flatten(0, 1), table=table, head=apart.head)
+    x, y = torch.randint(5, (N, 2)), torch.randint(5, (N, 2))
+    found = []
+    for model, target in ((apart, y), (flat, y.flatten())):
+        model, loss_fn = bpk.extend(model.double()), bpk.extend(nn.CrossEntropyLoss())
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+            loss_fn(model(x), target).backward()
+        found.append([(p.grad_batch, p.diag_ggn_exact) for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class LanguageModel(Positions):
+    """Predictions `[N T, C]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.position(torch.arange(x.shape[1]))
+        return self.head(torch.tanh(self.token(x) + here)).view(-1, 3)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_positions_and_flattened_predictions(steps: int) -> None:
+    torch.manual_seed(0)
+    flat, x, y = LanguageModel(steps).double(), torch.randint(5, (N, steps)), torch.randint(3, (N, steps))
+    model, loss_fn = bpk.extend(flat), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad(), E.KFLR(), E.DiagGGNExact(), E.SqrtGGNExact()):
+        loss_fn(model(x), y.flatten()).backward()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[n]) / N, p)[0] for n in range(N)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+        torch.testing.assert_close(p.diag_ggn_exact, p.sqrt_ggn_exact.square().sum((0, 1)))
+    assert [len(f) for f in model.token.weight.kflr] == [4, 5]  # a layer with factors, not a parameter of functions
