@@ -94,7 +94,7 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
 
 
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
-    """Hypotheses about `N`: the rows of the root, or fewer; those of layers that know their batch axis are multiples."""
+    """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it."""
     records = list(above)
     known = {record.batch_size for record in records if record.knows_batch}
     rows = {r.batch_size for r in records if r.params and r.batch_size < root.batch_size} | {root.batch_size} | known

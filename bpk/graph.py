@@ -112,17 +112,20 @@ class Source:
         """How the results of the targets are connected."""
         return [record.exit(record.places[edge[1]]) for record, edge in self.targets]
 
-    def residual_columns(self, grad: Tensor) -> tuple[list[Tensor], Tensor] | None:
+    def residual_columns(
+        self, grad: Tensor, samples: Sequence[Tensor] | None = None
+    ) -> tuple[list[Tensor], Tensor] | None:
         """Factor the second derivative of the stretch, contracted with `grad`, sample by sample.
 
-        Returns columns `[K, N, *target]` per target, then `[K, N, *p]` per parameter, and signs `[K, N]`; `None`
+        `samples` are the samples of the rows of the consumer, then of each target (left out: rows are samples).
+        Returns columns `[K, R, *target]` per target, then `[K, N, *p]` per parameter, and signs `[K, N]`; `None`
         where the stretch is linear.
         """
         gradients = self.gradients(grad.detach())
         if not any(g.requires_grad for g in gradients):
             return None
         shapes = [port.one_to_rule(g).shape for port, g in zip(self.exits, gradients, strict=False)]
-        if any(shape[0] != grad.shape[0] for shape in shapes):
+        if samples is None and any(shape[0] != grad.shape[0] for shape in shapes):
             raise UnsupportedLayer(
                 explain(
                     f"A nonlinear function merges the batch axis: {grad.shape[0]} rows come from {shapes[0][0]}.",
@@ -130,14 +133,21 @@ class Source:
                     "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
                 )
             )
-        sizes = [shape[1:] for shape in shapes] + [leaf.shape for leaf in self.trained]
-        if self.trained:
-            dense = torch.stack([self._dense(grad, n) for n in range(len(grad))])
-        else:
+        rows = [torch.arange(len(grad))] * (1 + len(shapes)) if samples is None else samples
+        end, *starts = [of_samples(r).to(grad.device) for r in rows]
+        if samples is None and not self.trained:
             dense = self._blocks(gradients)
+        else:
+            dense = torch.stack([self._dense(grad, end[n], [s[n] for s in starts]) for n in range(len(end))])
         vectors, signs = factor(dense)
-        parts = vectors.split([size.numel() for size in sizes], 2)
-        return [part.reshape(*part.shape[:2], *size) for part, size in zip(parts, sizes, strict=True)], signs
+        inner = [s.shape[1] * shape[1:].numel() for s, shape in zip(starts, shapes, strict=True)]
+        parts = vectors.split([*inner, *[leaf.numel() for leaf in self.trained]], 2)
+        found = []
+        for part, at, shape in zip(parts, starts, shapes, strict=False):
+            found.append(part.new_zeros(len(part), *shape))
+            found[-1][:, at.flatten()] = part.reshape(len(part), at.numel(), *shape[1:])
+        own = zip(parts[len(starts) :], self.trained, strict=True)
+        return [*found, *[part.reshape(*part.shape[:2], *leaf.shape) for part, leaf in own]], signs
 
     def _blocks(self, gradients: Sequence[Tensor]) -> Tensor:
         """The second derivative `[N, D, D]` of all samples at once: gradients of a sample depend on it alone."""
@@ -150,18 +160,22 @@ class Source:
             rows.append(torch.cat([b.reshape(*b.shape[:2], -1) for b in blocks], 2))
         return torch.cat(rows).transpose(0, 1)
 
-    def _dense(self, grad: Tensor, n: int) -> Tensor:
-        """The second derivative `[D, D]` of one sample, jointly over its targets and the parameters of the stretch."""
+    def _dense(self, grad: Tensor, here: Tensor, at: Sequence[Tensor]) -> Tensor:
+        """The second derivative `[D, D]` of one sample, jointly over its targets and the parameters of the stretch.
+
+        The sample's rows are `here` at the consumer, and `at[k]` at target `k`.
+        """
         alone = torch.zeros_like(grad)
-        alone[n] = grad[n]
+        alone[here] = grad[here]
         gradients = self.gradients(alone)
         with torch.enable_grad():
-            own = [port.one_to_rule(g)[n] for port, g in zip(self.exits, gradients, strict=False)]
+            seen = [port.one_to_rule(g) for port, g in zip(self.exits, gradients, strict=False)]
+            own = [g[rows] for g, rows in zip(seen, at, strict=True)]
             flat = torch.cat([g.flatten() for g in (*own, *gradients[len(own) :])])
         if not flat.requires_grad:
             return torch.zeros(len(flat), len(flat), dtype=flat.dtype, device=flat.device)
         blocks = self._derivative(flat, torch.eye(len(flat), dtype=flat.dtype, device=flat.device), gradients)
-        targets = [b[:, n] for b in blocks[: len(own)]]
+        targets = [b[:, rows] for b, rows in zip(blocks, at, strict=False)]
         return torch.cat([b.reshape(len(b), -1) for b in (*targets, *blocks[len(own) :])], 1)
 
     def _derivative(self, gradient: Tensor, columns: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -180,6 +194,21 @@ class Source:
         full = [b.new_zeros(len(columns), *b.shape) if p is None else p for p, b in zip(pulled, like, strict=True)]
         seen = [port.to_rule(f) for port, f in zip(self.exits, full, strict=False)]
         return [*seen, *full[len(seen) :]]
+
+
+def of_samples(samples: Tensor) -> Tensor:
+    """`[R] -> [N, S]`: the rows of every sample, which have to be equally many."""
+    order = torch.argsort(samples, stable=True)
+    n = int(samples.max()) + 1
+    if not torch.equal(samples[order], torch.arange(n, device=samples.device).repeat_interleave(len(samples) // n)):
+        raise UnsupportedLayer(
+            explain(
+                "A nonlinear function merges the batch axis, and samples have different numbers of rows.",
+                "its second derivative is computed for all samples alike.",
+                "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
+            )
+        )
+    return order.reshape(n, -1)
 
 
 def gradient_edge(edge: Edge) -> GradientEdge:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
+import torch
 from torch import Tensor
 
 from bpk.attribution import to_samples
@@ -93,21 +94,24 @@ class SignedHessian(SquareRoot):
         if source.stretch is None:
             return
         share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
-        factored = source.residual_columns(share)
+        factored = source.residual_columns(share, self.samples_of(source))
         if factored is None:
             return
         parts, signs = factored
-        columns: dict[Wrt, Tensor] = dict(enumerate(parts))
-        if step.samples_of_rows is not None:
-            columns, signs = split_rows(columns, signs, step.samples_of_rows, step.batch_size)
         key = ("stretch", id(step.record), index)
-        born = [self.rows(part, 1) for part in columns.values()]
+        born = [self.rows(part, 1) for part in parts]
         for (record, _), part in zip(source.targets, born, strict=False):
             self.waiting.setdefault(id(record), Columns()).add(key, part, self.rows(signs, 1))
         for param, part in zip(source.trained, born[len(source.targets) :], strict=True):
-            if step.samples_of_rows is not None:
-                part = to_samples(part, step.samples_of_rows, step.batch_size)
             add_direct(self, param, source, key, part, self.rows(signs, 1))
+
+    def samples_of(self, source: Source) -> list[Tensor] | None:
+        """The samples of the rows at both sides of a stretch (`None`: rows are the samples)."""
+        rows = [self.attribution.rows(record) for record in (source.consumer, *[r for r, _ in source.targets])]
+        if all(r is None for r in rows):
+            return None
+        in_order = torch.arange(self.attribution.batch_size(source.consumer))
+        return [in_order if r is None else r for r in rows]
 
 
 def split_rows(columns: dict[Wrt, Tensor], signs: Tensor, samples: Tensor, n: int) -> tuple[dict[Wrt, Tensor], Tensor]:

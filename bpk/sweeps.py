@@ -246,6 +246,8 @@ class SquareRoot(Sweep):
             mat = columns.blocks[key] = matched(mat, step.full)
             alone = len(step.sources) == 1
             free = alone and key in columns.unshared and not step.record.params
+            if free and mat.is_contiguous():
+                mat = mat.view(-1).view(mat.shape)  # the strides of axes with one entry may be any
             for index, source in step.sources.items():
                 step.call.spare = mat.view(-1) if free and mat.is_contiguous() else None
                 sent = step.rule.jac_t_mat_prod(step.call, mat, index)

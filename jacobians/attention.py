@@ -5,13 +5,15 @@ With scores `s = scale q k^T + mask`, weights `p = softmax(s)` (over keys) and o
     J v:      tp = p * (ts - <p, ts>),  ts = scale (tq k^T + q tk^T) + tmask,  tz = tp v + p tv
     J^T c:    dv = p^T c,  dp = c v^T,  ds = p * (dp - <p, dp>),  dq = scale ds k,  dk = scale ds^T q
 
-where `<., .>` is the sum over keys. The second derivative is the derivative of `J^T c` along a tangent.
+where `<., .>` is the sum over keys. Dropout puts `p * keep` in the place of `p`, except in the softmax's own
+derivative: `tp`, and `dp` before `ds`, are multiplied with `keep`. The second derivative is the derivative of `J^T c` along a tangent.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,13 +66,17 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention at a point: queries `[N, H, L, d]`, keys and values `[N, H, S, d]`, weights `[N, H, L, S]`."""
+    """Attention at a point: queries `[N, H, L, d]`, keys and values `[N, H, S, d]`, weights `[N, H, L, S]`.
+
+    `keep` `[N, H, L, S]` is what dropout multiplies the weights `p` with; `None`: nothing is dropped.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     p: Tensor
     scale: float
+    keep: Tensor | None = None
 
     @classmethod
     def attend(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, zero_rows: bool) -> Heads:
@@ -80,19 +86,30 @@ class Heads:
             return cls(q, k, v, weights(scores, False), scale)
         return cls(q, k, v, weights(scores + mask, zero_rows), scale)
 
+    @cached_property
+    def attended(self) -> Tensor:
+        """The weights `[N, H, L, S]` behind dropout."""
+        return self.dropped(self.p)
+
+    def dropped(self, x: Tensor, own: bool = False) -> Tensor:
+        """What dropout makes of weights, or of columns at them; what is the caller's `own` may be overwritten."""
+        if self.keep is None:
+            return x
+        return x.mul_(self.keep) if own and not torch.is_grad_enabled() else x * self.keep
+
     @property
     def z(self) -> Tensor:
         """The output `[N, H, L, d]`."""
-        return torch.matmul(self.p, self.v)
+        return torch.matmul(self.attended, self.v)
 
     def push(self, t: Tangent) -> tuple[Tensor, Tensor]:
-        """Tangents of output and weights."""
-        tp = self.push_weights(t)
+        """Tangents of output and weights, these behind dropout."""
+        tp = self.dropped(self.push_weights(t), own=True)
         tz = torch.matmul(tp, self.v)
-        return (tz if t.v is None else tz + torch.matmul(self.p, t.v)), tp
+        return (tz if t.v is None else tz + torch.matmul(self.attended, t.v)), tp
 
     def push_weights(self, t: Tangent) -> Tensor:
-        """The tangent `[V, N, H, L, S]` of the weights."""
+        """The tangent `[V, N, H, L, S]` of the weights, before dropout."""
         ts = None if t.q is None else torch.matmul(t.q * self.scale, self.k.transpose(-1, -2))
         ts = plus(ts, None if t.k is None else torch.matmul(self.q * self.scale, t.k.transpose(-1, -2)))
         ts = plus(ts, t.mask)
@@ -105,7 +122,7 @@ class Heads:
         """From columns at output `[V, N, H, L, d]` and weights `[V, N, H, L, S]` (or one of them) to the scores."""
         dp = plus(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
         assert dp is not None
-        return along(self.p, dp, own=c is not None)
+        return along(self.p, self.dropped(dp, own=c is not None), own=c is not None or self.keep is not None)
 
     def pull(self, c: Tensor | None, cp: Tensor | None) -> Triple:
         """From columns at output and weights to queries, keys and values."""
@@ -114,23 +131,24 @@ class Heads:
         dk = torch.matmul(ds.transpose(-1, -2), self.q * self.scale)
         if c is None:
             return dq, dk, self.v.new_zeros(ds.shape[0], *self.v.shape)
-        return dq, dk, torch.matmul(self.p.transpose(-1, -2), c)
+        return dq, dk, torch.matmul(self.attended.transpose(-1, -2), c)
 
     def bend(self, c: Tensor | None, cp: Tensor | None, t: Tangent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The derivative of `pull`, and of `pull_scores`, along tangents, for one column `c` `[N, H, L, d]`."""
         dp = plus(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
         assert dp is not None
+        dp = self.dropped(dp)
         slope = dp - (self.p * dp).sum(-1, keepdim=True)
         ds, tp = self.p * slope, self.push_weights(t)
         tds = tp * slope - self.p * (tp * dp).sum(-1, keepdim=True)
         if t.v is not None and c is not None:
-            tds = tds + along(self.p, torch.matmul(c, t.v.transpose(-1, -2)))
+            tds = tds + along(self.p, self.dropped(torch.matmul(c, t.v.transpose(-1, -2))))
         dq, dk = torch.matmul(tds, self.k), torch.matmul(tds.transpose(-1, -2), self.q)
         if t.k is not None:
             dq = dq + torch.matmul(ds, t.k)
         if t.q is not None:
             dk = dk + torch.matmul(ds.transpose(-1, -2), t.q)
-        dv = torch.matmul(tp.transpose(-1, -2), c) if c is not None else torch.zeros_like(dk)
+        dv = torch.matmul(self.dropped(tp).transpose(-1, -2), c) if c is not None else torch.zeros_like(dk)
         return dq * self.scale, dk * self.scale, dv, tds
 
 

@@ -6,7 +6,9 @@ parameters.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from bpk.jacobians import gemm
 from bpk.jacobians.attention import Heads, Tangent, merge_heads, split_heads
+from bpk.jacobians.attention_dropout import REASON, agrees, probed, redrawn, unknown
 from bpk.jacobians.attention_parts import (
     APPENDED,
     PROJECTIONS,
@@ -56,15 +59,69 @@ class AttentionLayer(LinearInside):
     """
 
     def results(self, options: Settings, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[Tensor]:
-        at = evaluate_heads(options, inputs, params)
+        if options.dropout:
+            raise unknown(self.name)
+        return self.results_at(evaluate_heads(options, inputs, params), options, params)
+
+    def results_at(self, at: Heads, options: Settings, params: Mapping[str, Tensor]) -> list[Tensor]:
+        """Output and weights of evaluated heads."""
         out = F.linear(merge_heads(at.z), params["out_proj.weight"], params.get("out_proj.bias"))
-        return [out, at.p.mean(1) if options.averaged else at.p]
+        return [out, at.attended.mean(1) if options.averaged else at.attended]
+
+    def evaluate(self, call: Call, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        at = dataclasses.replace(evaluate_heads(call.options, inputs, params), keep=self.keep(call))
+        return self.used(call, at, params)
+
+    def used(self, call: Call, at: Heads, params: Mapping[str, Tensor]) -> Tensor:
+        """The results that matter, of evaluated heads."""
+        results = self.results_at(at, call.options, params)
+        return self.merge(call, {k: results[k] for k in call.used}, 1)
+
+    # ---- dropout -------------------------------------------------------------------------------------
+    def obstacle(self, call: Call) -> str | None:
+        return REASON if call.options.dropout and call.drawn is None else None
+
+    def capture(self, call: Call) -> None:
+        """Draw once more which weights were dropped."""
+        self.keep(call)
+
+    def keep(self, call: Call) -> Tensor | None:
+        """What the weights of this call were multiplied with, `[N, H, L, S]`; `None` where nothing is dropped."""
+        if not call.options.dropout:
+            return None
+        kept: Tensor = call.memo("mask", lambda: self.redraw(call))
+        return kept
+
+    def redraw(self, call: Call) -> Tensor:
+        """The mask for which this rule gives the output that the layer gave."""
+        options, before = call.options, call.drawn
+        if before is None:
+            raise unknown(self.name)
+        with torch.no_grad():
+            plain = evaluate_heads(options, call.inputs, call.params)
+            without = self.used(call, plain, call.params)
+            masked = options.shared is not None or bool(options.masks)
+            found = redrawn(before, options.dropout, plain.p, call.output)
+            if not options.weighted and options.dropout < 1:  # only then torch may choose a kernel
+                found = chain(
+                    found, probed(before, options.dropout, plain.q, plain.p.shape[-1], masked, options.causal)
+                )
+            for keep in found:
+                at = dataclasses.replace(plain, keep=keep)
+                if agrees(self.used(call, at, call.params), without, call.output):
+                    return keep
+        raise unknown(self.name)
 
     # ---- the point, and columns and tangents at the heads --------------------------------------------
     def at(self, call: Call) -> Heads:
         """The heads, evaluated once per call."""
-        heads: Heads = call.memo((self, "heads"), lambda: evaluate_heads(call.options, call.inputs, call.params))
-        return heads
+
+        def heads() -> Heads:
+            plain = evaluate_heads(call.options, call.inputs, call.params)
+            return dataclasses.replace(plain, keep=self.keep(call))
+
+        found: Heads = call.memo((self, "heads"), heads)
+        return found
 
     def merged(self, call: Call) -> Tensor:
         """The heads' output side by side: `[N, L, D]`."""

@@ -24,7 +24,7 @@ class Settings:
     `module` carries `num_heads` and `add_zero_attn`. Behind query, key and value, a call has the inputs in `masks`:
     `"padding"` `[N, S]`, `"mask"` `[N, H, L, S]`; `shared` is a mask `[L, S]` for all samples. `weighted` says that the
     weights were asked for (a query without keys then gets NaN instead of zeros), `averaged` that they are averaged
-    over heads.
+    over heads. `dropout` is the rate at which weights are dropped in this call.
     """
 
     module: nn.Module
@@ -33,6 +33,7 @@ class Settings:
     causal: bool = False
     weighted: bool = True
     averaged: bool = True
+    dropout: float = 0.0
 
     @property
     def heads(self) -> int:
@@ -53,7 +54,7 @@ def projection(params: Mapping[str, Tensor], role: int) -> tuple[Tensor, Tensor 
 
 
 def evaluate_heads(settings: Settings, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Heads:
-    """The heads of one call."""
+    """The heads of one call, without dropout."""
     q, k, v = (F.linear(x, *projection(params, role)) for role, x in enumerate(inputs[:3]))
     if "bias_k" in params:
         k, v = append(k, params["bias_k"]), append(v, params["bias_v"])

@@ -74,6 +74,9 @@ class ParametricReLU(Rule):
             ),
         )
 
+    def acts_on(self, call: Call) -> int | None:
+        return 0 if call.params["weight"].numel() == 1 else None
+
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         return F.prelu(inputs[0], params["weight"])
 

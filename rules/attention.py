@@ -21,6 +21,10 @@ from bpk.jacobians.rule import case
 class MultiheadAttentionRule(AttentionLayer):
     """Reads the arguments of `nn.MultiheadAttention`."""
 
+    def draws(self, module: nn.Module) -> bool:
+        assert isinstance(module, nn.MultiheadAttention)
+        return module.training and module.dropout > 0
+
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         assert isinstance(module, nn.MultiheadAttention)
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -46,7 +50,8 @@ class MultiheadAttentionRule(AttentionLayer):
             shared = mask.detach()
             problem = "its attn_mask is shared by all samples, and is learned." if mask.requires_grad else ""
             do = "give every sample its own: attn_mask.expand(N * num_heads, L, S)."
-        options = Settings(module, tuple(masks), shared, causal, weighted, bool(given["average_attn_weights"]))
+        averaged, dropout = bool(given["average_attn_weights"]), module.dropout if module.training else 0.0
+        options = Settings(module, tuple(masks), shared, causal, weighted, averaged, dropout)
         return Binding(options, tuple(inputs), tuple(axes), (batch or 0, 0), problem, do)
 
 
@@ -56,9 +61,6 @@ def problem_of(module: nn.MultiheadAttention, inputs: list[Tensor]) -> tuple[str
         return "its inputs are nested tensors.", "pad them (x.to_padded_tensor(0.0)) and pass key_padding_mask."
     if inputs[0].dim() == 2:
         return "its input has no batch axis.", "add one: query[:, None] (query[None] if batch_first=True)."
-    if module.training and module.dropout > 0:
-        reason = "it drops attention weights at random, and which ones is not known after the forward pass."
-        return reason, "call .eval() on the layer, or set its dropout = 0.0 (nn.Dropout elsewhere may stay)."
     return "", ""
 
 

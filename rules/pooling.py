@@ -11,10 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.call import Call
+from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.linear_map import LinearMap, Selection
 from bpk.jacobians.rule import Example, Rule, case
+
+
+class PowerAverage(Autodiff):
+    """Autodiff; where a window is zero, its root has a kink, and the derivative is zero, as autograd has it backwards."""
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        return torch.where(call.output == 0, 0.0, super().jac_mat_prod(call, mat, wrt))
 
 
 def window_maxima(pool: Callable[..., tuple[Tensor, Tensor]], call: Call) -> Tensor:
@@ -193,17 +200,17 @@ RULES: tuple[Rule, ...] = (
             case(nn.AdaptiveAvgPool3d, (None, 1, 2), shape=(2, 2, 2, 2, 3)),
         ),
     ),
-    Autodiff(
+    PowerAverage(
         nn.LPPool1d,
         functions=(F.lp_pool1d,),
         examples=(case(nn.LPPool1d, 2, 2, shape=(2, 2, 5)), case(nn.LPPool1d, 2, 3, 2, True, shape=(2, 1, 6))),
     ),
-    Autodiff(
+    PowerAverage(
         nn.LPPool2d,
         functions=(F.lp_pool2d,),
         examples=(case(nn.LPPool2d, 2, 2, shape=(2, 1, 4, 2)), case(nn.LPPool2d, 2, (2, 1), 1, shape=(2, 1, 3, 2))),
     ),
-    Autodiff(nn.LPPool3d, functions=(F.lp_pool3d,), examples=(case(nn.LPPool3d, 2, 2, shape=(2, 1, 2, 2, 4)),)),
+    PowerAverage(nn.LPPool3d, functions=(F.lp_pool3d,), examples=(case(nn.LPPool3d, 2, 2, shape=(2, 1, 2, 2, 4)),)),
     FractionalMaxPooling(
         nn.FractionalMaxPool2d,
         2,
