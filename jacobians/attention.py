@@ -5,8 +5,8 @@ With scores `s = scale q k^T + mask`, weights `p = softmax(s)` (over keys) and o
     J v:      tp = p * (ts - <p, ts>),  ts = scale (tq k^T + q tk^T) + tmask,  tz = tp v + p tv
     J^T c:    dv = p^T c,  dp = c v^T,  ds = p * (dp - <p, dp>),  dq = scale ds k,  dk = scale ds^T q
 
-where `<., .>` is the sum over keys. Dropout puts `p * keep` in the place of `p`, except in the softmax's own
-derivative: `tp`, and `dp` before `ds`, are multiplied with `keep`. The second derivative is the derivative of `J^T c` along a tangent.
+where `<., .>` is the sum over keys. The second derivative is the derivative of `J^T c` along a tangent. Dropout
+multiplies weights with `keep`: `p` in `p v` and `p^T c`, `tp` in `tp v`, and `dp`; the softmax's own `p` stays.
 """
 
 from __future__ import annotations

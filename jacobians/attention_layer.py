@@ -7,8 +7,7 @@ parameters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from bpk.jacobians import gemm
 from bpk.jacobians.attention import Heads, Tangent, merge_heads, split_heads
-from bpk.jacobians.attention_dropout import REASON, agrees, probed, redrawn, unknown
+from bpk.jacobians.attention_dropout import REASON, agrees, precision, probed, redrawn, unknown
 from bpk.jacobians.attention_parts import (
     APPENDED,
     PROJECTIONS,
@@ -70,9 +69,9 @@ class AttentionLayer(LinearInside):
 
     def evaluate(self, call: Call, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         at = dataclasses.replace(evaluate_heads(call.options, inputs, params), keep=self.keep(call))
-        return self.used(call, at, params)
+        return self.output_of(call, at, params)
 
-    def used(self, call: Call, at: Heads, params: Mapping[str, Tensor]) -> Tensor:
+    def output_of(self, call: Call, at: Heads, params: Mapping[str, Tensor]) -> Tensor:
         """The results that matter, of evaluated heads."""
         results = self.results_at(at, call.options, params)
         return self.merge(call, {k: results[k] for k in call.used}, 1)
@@ -93,24 +92,26 @@ class AttentionLayer(LinearInside):
         return kept
 
     def redraw(self, call: Call) -> Tensor:
-        """The mask for which this rule gives the output that the layer gave."""
-        options, before = call.options, call.drawn
-        if before is None:
-            raise unknown(self.name)
+        """The mask with which this rule gives the output that the layer gave."""
         with torch.no_grad():
-            plain = evaluate_heads(options, call.inputs, call.params)
-            without = self.used(call, plain, call.params)
-            masked = options.shared is not None or bool(options.masks)
-            found = redrawn(before, options.dropout, plain.p, call.output)
-            if not options.weighted and options.dropout < 1:  # only then torch may choose a kernel
-                found = chain(
-                    found, probed(before, options.dropout, plain.q, plain.p.shape[-1], masked, options.causal)
-                )
-            for keep in found:
+            plain = evaluate_heads(call.options, call.inputs, call.params)
+            without = self.output_of(call, plain, call.params)
+            for keep in self.candidates(call, plain):
                 at = dataclasses.replace(plain, keep=keep)
-                if agrees(self.used(call, at, call.params), without, call.output):
+                if agrees(self.output_of(call, at, call.params), without, call.output):
                     return keep
         raise unknown(self.name)
+
+    def candidates(self, call: Call, plain: Heads) -> Iterator[Tensor]:
+        """Masks that may have been drawn. Some devices draw other numbers in another precision (autocast)."""
+        options, before = call.options, call.drawn
+        if before is None:
+            return
+        for dtype in dict.fromkeys((plain.p.dtype, torch.float32, precision(call.output))):
+            yield redrawn(before, options.dropout, plain.p, dtype)
+        if not options.weighted and options.dropout < 1:  # only then torch may choose another kernel
+            masked = options.shared is not None or bool(options.masks)
+            yield probed(before, options.dropout, plain.q, plain.p.shape[-1], masked, options.causal)
 
     # ---- the point, and columns and tangents at the heads --------------------------------------------
     def at(self, call: Call) -> Heads:

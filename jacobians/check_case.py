@@ -81,7 +81,8 @@ class Case:
     @property
     def draws(self) -> bool:
         """Whether the layer may draw random numbers: it cannot be evaluated again."""
-        return type(self.rule).capture is not Rule.capture
+        own = type(self.rule)
+        return own.capture is not Rule.capture and (own.draws is Rule.draws or self.rule.draws(self.module))
 
     def recall(self, inputs: Sequence[Tensor]) -> Call | None:
         """The layer at other inputs, or `None` where it does not take them or would draw other numbers."""

@@ -19,11 +19,12 @@ PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 @dataclass
 class AttentionCall:
-    """One call of a layer, with its arguments."""
+    """One call of a layer, with its arguments, and the generator's state before it."""
 
     module: nn.MultiheadAttention
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    state: Tensor
 
     def operands(self, name: str) -> list[Tensor]:
         """What a weight multiplies, one row per sample and position."""
@@ -32,7 +33,9 @@ class AttentionCall:
             size = layer.embed_dim
             plain = {"out_proj.weight": torch.eye(size, dtype=inputs[0].dtype)}
             plain["out_proj.bias"] = torch.zeros(size, dtype=inputs[0].dtype)
-            merged = torch.func.functional_call(layer, plain, self.args, self.kwargs)[0]
+            with torch.random.fork_rng():
+                torch.set_rng_state(self.state)
+                merged = torch.func.functional_call(layer, plain, self.args, self.kwargs)[0]
             return [merged.detach().flatten(0, 1)]
         chosen = inputs if name == "in_proj_weight" else [inputs[PROJECTIONS.index(name)]]
         return [x.detach().flatten(0, 1) for x in chosen]
@@ -41,8 +44,8 @@ class AttentionCall:
 def watch(model: nn.Module, calls: list[AttentionCall]) -> list[RemovableHandle]:
     """Write down the calls of attention layers; those without biases get some, which are zero."""
 
-    def see(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append(AttentionCall(module, args, kwargs))
+    def see(module: Any, args: Any, kwargs: Any) -> None:
+        calls.append(AttentionCall(module, args, kwargs, torch.get_rng_state()))
 
     layers = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     for layer in layers:
@@ -50,7 +53,7 @@ def watch(model: nn.Module, calls: list[AttentionCall]) -> list[RemovableHandle]
         if layer.in_proj_bias is None:
             layer.in_proj_bias = nn.Parameter(weight.new_zeros(3 * len(weight)))
             layer.out_proj.bias = nn.Parameter(weight.new_zeros(len(weight)))
-    return [layer.register_forward_hook(see, with_kwargs=True) for layer in layers]
+    return [layer.register_forward_pre_hook(see, with_kwargs=True) for layer in layers]
 
 
 def factors(ref: Reference, name: str) -> list[Tensor] | None:

@@ -288,14 +288,6 @@ def backward(layer: nn.Module, extension: Any, *inputs: Tensor, **kwargs: Any) -
 
 
 @pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact])
-def test_refuses_dropout_of_weights(extension: Any) -> None:
-    x = torch.randn(N, L, D)
-    with pytest.raises(UnsupportedLayer, match=r"drops attention weights at random(.|\n)*\.eval\(\)"):
-        backward(nn.MultiheadAttention(D, H, dropout=0.5, batch_first=True), extension(), x, x, x)
-    backward(nn.MultiheadAttention(D, H, dropout=0.5, batch_first=True).eval(), extension(), x, x, x)
-
-
-@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact])
 def test_refuses_input_without_batch_axis(extension: Any) -> None:
     x = torch.randn(L, D)
     with pytest.raises(UnsupportedLayer, match="has no batch axis"):
