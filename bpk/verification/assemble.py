@@ -1,0 +1,171 @@
+"""From a problem to the rows of the table: what `bpk` computes first, then the reference, then verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bpk.extensions import HBP
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.errors import explain
+from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
+from bpk.verification.kronecker import Averaged, Unknown, check_of
+from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement
+from bpk.verification.place import Place
+from bpk.verification.problem import NoReference, Problem
+from bpk.verification.progress import Progress
+from bpk.verification.quantities import CHECKS, Check
+from bpk.verification.reference import Reference, prediction
+from bpk.verification.result import Row, Verdict
+from bpk.verification.samples import SamplesMix
+
+UNKNOWN = "no definition of this quantity is known here"
+SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
+AVERAGED = "its average over samples is symmetric with positive curvature; no more is checked"
+UNUSED = "the loss does not depend on it"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is compared, and at what cost."""
+
+    entries: int
+    samples: int
+    passes: int
+    memory: float
+    relative: float | None
+    absolute: float | None
+
+
+def rows(
+    problem: Problem, extensions: Sequence[BackpropExtension], effort: Effort, use_converter: bool, bar: Progress
+) -> list[Row]:
+    """All rows, extension by extension."""
+    columns = columns_of(problem)
+    trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
+    n, seed = problem.inputs.n, problem.seed
+    places = {name: Place.of(name, p, n, effort.entries, effort.samples, seed) for name, p in trained.items()}
+    if not places:
+        return []
+    checks = [check_for(extension) for extension in extensions]
+    at = [{k: place.restricted(e.get_subsampling()) for k, place in places.items()} for e in extensions]
+    measured = Measured(problem.fresh(), use_converter, effort.memory)
+    found: list[Measurement] = []
+    for k, (extension, here) in enumerate(zip(extensions, at, strict=True)):
+        bar.step(f"bpk: {extension}")
+        check = checks[k]
+        measurement = Measurement() if check is None else measured.run(extension, check, here, columns)
+        if measurement.refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
+            checks[k] = check = Unknown(AVERAGED)
+            measurement = measured.run(extension, check, here, columns)
+        found.append(measurement)
+    del measured
+    try:
+        factors = any(isinstance(extension, HBP) for extension in extensions)
+        reference: Reference | str = Reference(problem, places, effort.passes, factors)
+    except SamplesMix as error:
+        reference = f"{error}{mixing(problem.model)}"
+    tolerance = Tolerance.of(next(iter(trained.values())).dtype, effort.relative, effort.absolute)
+    table: list[Row] = []
+    for extension, check, here, measurement in zip(extensions, checks, at, found, strict=True):
+        bar.step(f"autograd: {extension}")
+        table += rows_of(type(extension).__name__, check, here, measurement, reference, tolerance)
+    return table
+
+
+def check_for(extension: BackpropExtension) -> Check | None:
+    """How an extension is verified; `None` for those that others have written."""
+    if isinstance(extension, HBP):
+        return check_of(extension)
+    return CHECKS.get(type(extension))
+
+
+def rows_of(
+    quantity: str,
+    check: Check | None,
+    places: dict[str, Place],
+    measurement: Measurement,
+    reference: Reference | str,
+    tolerance: Tolerance,
+) -> list[Row]:
+    """The rows of one extension, one per parameter and in their order."""
+    done: dict[str, Row] = {}
+    pairs: list[Pair] = []
+    for name, place in places.items():
+        ended = early(name, check, measurement, reference)
+        if ended is None:
+            assert check is not None and isinstance(reference, Reference)
+            found, place = measurement.read[name], check.at(place)
+            try:
+                expected = check.expected(reference, place, found[0])
+                pairs.append(Pair(place, found, expected, check.scales(reference, place, expected)))
+                continue
+            except NoReference as error:
+                ended = Verdict.UNCHECKED, str(error)
+        done[name] = Row(name, quantity, ended[0], note=ended[1])
+    if check is not None:
+        note = SAMPLED if check.sampled else check.note
+        done.update({row.parameter: row for row in judge(quantity, check, pairs, tolerance, note)})
+    return [done[name] for name in places]
+
+
+def early(
+    name: str, check: Check | None, measurement: Measurement, reference: Reference | str
+) -> tuple[Verdict, str] | None:
+    """The verdict and its reason, where there is nothing to compare."""
+    if check is None:
+        return Verdict.UNCHECKED, UNKNOWN
+    if measurement.raised:
+        return Verdict.WRONG, measurement.raised
+    if measurement.refused:
+        return Verdict.REFUSED, measurement.refused
+    if isinstance(reference, str):
+        return Verdict.UNCHECKED, reference
+    if name in measurement.mismatch:
+        return Verdict.WRONG, measurement.mismatch[name]
+    if name in measurement.skipped:
+        return Verdict.UNCHECKED, measurement.skipped[name]
+    if name in measurement.read:
+        return None
+    if not reference.used[name]:
+        return Verdict.UNCHECKED, UNUSED
+    if measurement.warned:
+        return Verdict.REFUSED, measurement.warned[0]
+    return Verdict.WRONG, "there is no field, although the loss depends on the parameter"
+
+
+def columns_of(problem: Problem) -> int:
+    """How many numbers the prediction of one sample has; refuses models and losses that cannot be verified."""
+    try:
+        with torch.no_grad():
+            pred = prediction(problem.predict())
+            loss = problem.loss(pred, *problem.targets)
+    except RuntimeError as error:
+        raise ValueError(
+            explain(
+                f"The forward pass of a copy of {type(problem.model).__name__} fails: {error}",
+                f"verify works on a copy in {next(problem.model.parameters()).dtype}, with inputs to match.",
+                "pass dtype=None to keep the model's own precision, and data that the model and the loss take.",
+            )
+        ) from error
+    if loss.dim() > 0:
+        raise ValueError(
+            explain(
+                f"verify(...) needs a scalar loss; {type(problem.loss).__name__} returned shape {list(loss.shape)}.",
+                "second-order quantities are those of one scalar objective.",
+                "use reduction='mean' or reduction='sum'.",
+            )
+        )
+    return pred.numel() // max(1, problem.inputs.n)
+
+
+def mixing(model: nn.Module) -> str:
+    """Which layers mix samples, and what to do."""
+    norms = (nn.modules.batchnorm._BatchNorm,)
+    names = [name or "it" for name, m in model.named_modules() if isinstance(m, norms) and m.training]
+    if names:
+        return f" ('{names[0]}' is in training mode: call model.eval())"
+    return " (is another axis than batch_axis= the batch axis?)"

@@ -1,0 +1,114 @@
+"""Compare what was read with what it must be, and come to a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bpk.verification.place import Place
+from bpk.verification.quantities import Check, Read
+from bpk.verification.result import Row, Verdict
+
+Index = tuple[int, ...]
+
+STANDARD_ERRORS = 8.0
+"""How far the mean over passes of a sampled quantity may be away from the exact one (a t-test with 9 degrees)."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest errors: relative to the largest value of a parameter, and to the largest one of all parameters."""
+
+    relative: float
+    absolute: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, relative: float | None, absolute: float | None) -> Tolerance:
+        """What a precision allows, where the user does not say."""
+        eps = torch.finfo(dtype).eps
+        return cls(
+            min(0.1, eps**0.5 * 5) if relative is None else relative, 100 * eps if absolute is None else absolute
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Of one parameter: what was read, pass by pass, and what is expected."""
+
+    place: Place
+    found: Sequence[Read]
+    expected: Read
+    scales: Sequence[float]
+
+
+@dataclass
+class Comparison:
+    """What is known so far of one parameter."""
+
+    compared: int = 0
+    skipped: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+    wrong: str = ""
+    rare: bool = False
+
+    def add(self, passes: Tensor, expected: Tensor, most: float, scale: float, where: Callable[[Index], str]) -> None:
+        """Compare the mean of passes `[R, ...]` with what is expected; `most` is the largest error without draws."""
+        known = torch.isfinite(expected)
+        self.compared, self.skipped = self.compared + int(known.sum()), self.skipped + int((~known).sum())
+        if not known.any():
+            return
+        mean, right = passes.mean(0)[known], expected[known]
+        error = (mean - right).abs()
+        error = torch.where(error.isnan(), torch.inf, error)
+        allowed = torch.full_like(error, most)
+        if len(passes) > 1:
+            self.rare = self.rare or is_rare(passes[:, known], error > allowed)
+            allowed = allowed + STANDARD_ERRORS * passes.std(0)[known] / math.sqrt(len(passes))
+        worst = float(error.max())
+        self.absolute = max(self.absolute, worst)
+        self.relative = max(self.relative, worst / scale if scale else (0.0 if worst <= most else math.inf))
+        if not self.wrong and not bool((error <= allowed).all()):
+            at = int((error - allowed).nan_to_num(torch.inf).argmax())
+            place = where(tuple(known.nonzero()[at].tolist()))
+            self.wrong = f"{place}: bpk {float(mean[at]):.6g}, autograd {float(right[at]):.6g}"
+
+
+def judge(quantity: str, check: Check, pairs: Sequence[Pair], tolerance: Tolerance, note: str) -> list[Row]:
+    """One row per parameter."""
+    floor = tolerance.absolute * max((scale for pair in pairs for scale in pair.scales), default=0.0)
+    return [row_of(quantity, check, pair, tolerance.relative, floor, note) for pair in pairs]
+
+
+def row_of(quantity: str, check: Check, pair: Pair, relative: float, floor: float, note: str) -> Row:
+    """The comparison of one parameter, factor by factor."""
+    name, result = pair.place.name, Comparison()
+    for k, expected in enumerate(pair.expected):
+        cut = tuple(slice(size) for size in expected.shape)
+        found = pair.found if check.is_drawn(k) else pair.found[:1]
+        passes = torch.stack([read[k][cut].double() for read in found])
+        if passes.shape[1:] != expected.shape:
+            return Row(name, quantity, Verdict.WRONG, note=f"{check.where(pair.place, k, ())} has another size")
+        allowed = relative * pair.scales[k] + floor
+        result.add(passes, expected.double(), allowed, pair.scales[k], partial(check.where, pair.place, k))
+    if result.compared == 0:
+        return Row(name, quantity, Verdict.UNCHECKED, note="plain autograd gives NaN or infinity")
+    if result.rare:
+        return Row(name, quantity, Verdict.UNCHECKED, note="draws hardly differ: the predictions are too certain")
+    if not result.wrong and result.skipped:
+        note = "; ".join(filter(None, (f"NaN or infinite at {result.skipped} more entries with plain autograd", note)))
+    verdict = Verdict.WRONG if result.wrong else Verdict.OK
+    return Row(name, quantity, verdict, result.compared, result.absolute, result.relative, result.wrong or note)
+
+
+def is_rare(passes: Tensor, off: Tensor) -> bool:
+    """Whether entries are off because the events that matter hardly ever happen: most passes are the same."""
+    if not off.any():
+        return False
+    same = (passes[:, off] - passes[:, off].median(0).values).abs() <= 1e-3 * passes[:, off].abs().amax(0)
+    return bool(((same.double().mean(0) > 0.5) & (passes[:, off].abs().amax(0) > 0)).all())

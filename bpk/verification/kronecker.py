@@ -1,0 +1,104 @@
+"""Kronecker factors: exact and sampled ones against their definitions, averaged ones with one sample."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpk.extensions import HBP
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
+from bpk.verification.layers import bias_of
+from bpk.verification.place import Place, pick
+from bpk.verification.problem import NoReference
+from bpk.verification.quantities import Check, Mismatch, Read
+from bpk.verification.reference import Reference
+
+
+def check_of(extension: HBP) -> Check:
+    """How a member of the family is verified."""
+    if extension.approximation != "default":
+        return Unknown(f"approximation={extension.approximation!r}: only symmetry and positive curvature are checked")
+    if extension.backprop_strategy is BackpropStrategy.BATCH_AVERAGE:
+        if extension.loss_hessian_strategy is LossHessianStrategy.SAMPLING:
+            return Unknown("only symmetry and positive curvature are checked")
+        return Averaged()
+    return Factors(sampled=extension.loss_hessian_strategy is LossHessianStrategy.SAMPLING)
+
+
+class Factors(Check):
+    """`[G, A]` of a layer's weight, `[G]` of every other parameter, at some entries of each factor."""
+
+    def __init__(self, sampled: bool = False) -> None:
+        self.sampled = sampled
+
+    def read(self, value: Any, place: Place) -> Read:
+        if not isinstance(value, list) or not 1 <= len(value) <= 2:
+            raise Mismatch("the field is no list of one or two factors")
+        return [self.part(factor, place) for factor in value]
+
+    def part(self, factor: Any, place: Place) -> Tensor:
+        """A principal submatrix."""
+        if not isinstance(factor, Tensor) or factor.dim() != 2 or factor.shape[0] != factor.shape[1]:
+            raise Mismatch("a factor is no square matrix")
+        entries = pick(len(factor), place.count, place.seed).to(factor.device)
+        part = factor[entries][:, entries]
+        if bool(torch.isfinite(part).all()):
+            scale, wide = float(part.abs().max()), part.double()
+            rounding = 1e3 * torch.finfo(part.dtype).eps * max(scale, torch.finfo(part.dtype).tiny)
+            if float((part - part.T).abs().max()) > rounding:
+                raise Mismatch("a factor is not symmetric")
+            if float(torch.linalg.eigvalsh(wide)[0]) < -rounding:
+                raise Mismatch("a factor has negative curvature")
+        return part
+
+    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+        if len(found) == 1:
+            return [ref.ggn(place.name, place.chosen).sum(0)]
+        if place.name not in ref.layers.calls:
+            raise NoReference(
+                "factors are symmetric with positive curvature; their definition for this layer is not known here"
+            )
+        inputs = pick(ref.layers.sides(place.name)[1], place.count, place.seed)
+        moment = ref.layers.input_entries(place.name, inputs, ref.n, place.chosen)
+        return [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
+
+    def is_drawn(self, factor: int) -> bool:
+        return self.sampled and factor == 0
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"factor {'GA'[factor]}"
+
+    def numbers(self, place: Place, columns: int) -> int:
+        if len(place.shape) < 2:
+            return place.shape.numel() ** 2
+        return place.shape[0] ** 2 + (place.shape.numel() // place.shape[0]) ** 2
+
+
+class Averaged(Factors):
+    """KFRA of one sample, where its average over samples is exact."""
+
+    note = "of one sample at a time; the average over samples is not checked"
+
+    def variant(self, extension: BackpropExtension, place: Place) -> BackpropExtension:
+        changed = copy.copy(extension)
+        changed.subsampling = (place.numbers[0],)
+        return changed
+
+    def at(self, place: Place) -> Place:
+        return replace(place, chosen=(place.numbers[0],), looked=(0,))
+
+
+class Unknown(Factors):
+    """Factors of which only properties are checked."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+        raise NoReference(self.reason)

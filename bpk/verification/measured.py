@@ -1,0 +1,137 @@
+"""What `bpk` computes: one backward pass per quantity, of whose fields only the compared entries are kept."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from bpk.context import backpack
+from bpk.extending import extend, memory_cleanup
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.verification.place import Place
+from bpk.verification.problem import Problem
+from bpk.verification.quantities import Check, Mismatch, Read
+
+DRAWS, PASSES = 10, 10
+"""Of a sampled quantity: draws per backward pass, and backward passes."""
+MOST_PASSES = 16
+"""Over how many backward passes the parameters are spread, if the fields of all do not fit into memory."""
+
+
+@dataclass
+class Measurement:
+    """By parameter: what was read (once per pass), what is wrong with a field, why it was not computed."""
+
+    read: dict[str, list[Read]] = field(default_factory=dict)
+    mismatch: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
+    raised: str = ""
+    warned: list[str] = field(default_factory=list)
+
+
+class Measured:
+    """An extended copy of the model, on which every extension runs alone."""
+
+    def __init__(self, problem: Problem, use_converter: bool, memory: float) -> None:
+        self.problem = problem
+        self.params = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.model: nn.Module = extend(problem.model, use_converter=use_converter)
+            self.loss = extend(problem.loss)
+        self.limit = memory * 2**30 / 8  # in numbers of eight bytes
+
+    def run(self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], columns: int) -> Measurement:
+        """One extension on all parameters."""
+        result = Measurement()
+        sizes = {name: check.numbers(place, self.columns(extension, columns)) for name, place in places.items()}
+        for name in [name for name, size in sizes.items() if size > self.limit]:
+            result.skipped[name] = f"its field would take {sizes.pop(name) * 8 / 2**30:.1f} GiB (memory=)"
+        groups = list(packed(sizes, self.limit))
+        for group in groups[MOST_PASSES:]:
+            result.skipped.update(dict.fromkeys(group, "the fields of all parameters do not fit into memory (memory=)"))
+        for group in groups[:MOST_PASSES]:
+            with self.training(group), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    self.run_group(extension, check, {name: places[name] for name in group}, result)
+                except (NotImplementedError, ValueError) as error:
+                    result.refused = one_line(error)
+                except Exception as error:  # whatever a broken rule raises is a result
+                    result.raised = f"{type(error).__name__}: {one_line(error)}"
+            result.warned += [one_line(w.message) for w in caught if issubclass(w.category, UserWarning)]
+            if result.refused or result.raised:
+                break
+        return result
+
+    def columns(self, extension: BackpropExtension, exact: int) -> int:
+        """How many columns travel."""
+        drawn: int | None = extension.__dict__.get("mc_samples")
+        return exact if drawn is None else max(drawn, DRAWS)
+
+    def run_group(
+        self, extension: BackpropExtension, check: Check, places: dict[str, Place], result: Measurement
+    ) -> None:
+        """One extension on some parameters."""
+        used = check.variant(extension, next(iter(places.values())))
+        if check.sampled:
+            used = copy.copy(used)
+            used.__dict__["mc_samples"] = self.columns(extension, 1)
+        for number in range(PASSES if check.sampled else 1):
+            self.backward(used, number)
+            for name, place in places.items():
+                value = self.params[name].__dict__.pop(used.savefield, None)
+                if value is None:
+                    continue
+                try:
+                    result.read.setdefault(name, []).append(check.read(value, check.at(place)))
+                except Mismatch as error:
+                    result.mismatch[name] = str(error)
+            memory_cleanup(self.model)
+            memory_cleanup(self.loss)
+
+    def backward(self, extension: BackpropExtension, number: int) -> None:
+        """A forward and a backward pass; the draws of pass `number`."""
+        for param in self.params.values():
+            param.grad = None
+        loss = self.loss(self.problem.predict(model=self.model), *self.problem.targets)
+        torch.manual_seed(self.problem.seed + 1 + number)
+        with backpack(extension):
+            loss.backward()
+
+    @contextmanager
+    def training(self, group: Sequence[str]) -> Iterator[None]:
+        """Only some parameters get fields."""
+        for name, param in self.params.items():
+            param.requires_grad_(name in group)
+        try:
+            yield
+        finally:
+            for param in self.params.values():
+                param.requires_grad_(True)
+                param.grad = None
+
+
+def packed(sizes: Mapping[str, int], limit: float) -> Iterator[list[str]]:
+    """Names in groups whose sizes add up to at most `limit`."""
+    group: list[str] = []
+    for name, size in sizes.items():
+        if group and sum(sizes[n] for n in group) + size > limit:
+            yield group
+            group = []
+        group.append(name)
+    if group:
+        yield group
+
+
+def one_line(error: object) -> str:
+    """A message without its line breaks, and without the file of the rule."""
+    lines = [line.strip() for line in str(error).splitlines() if not line.strip().startswith("Rule:")]
+    return " ".join(" ".join(lines).split())

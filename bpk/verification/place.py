@@ -1,0 +1,67 @@
+"""Where to look: entries of a parameter, samples, and a direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """What of one parameter is compared.
+
+    `entries` are flat indices, `chosen` the samples that an extension considers, in its order, and `looked` those of
+    them (positions) at which quantities of single samples are compared. `vector` is multiplied with matrices. `count`
+    and `seed` make further choices of entries.
+    """
+
+    name: str
+    shape: torch.Size
+    entries: Tensor
+    vector: Tensor
+    n: int
+    chosen: tuple[int, ...]
+    looked: tuple[int, ...]
+    count: int
+    seed: int
+
+    @classmethod
+    def of(cls, name: str, param: Tensor, n: int, count: int, samples: int, seed: int) -> Place:
+        """Random entries, samples and direction, the same for the same seed."""
+        where = torch.Generator().manual_seed(seed)
+        looked = torch.randperm(n, generator=where)[:samples].sort().values
+        vector = torch.randn(param.shape, generator=where, dtype=torch.float64).to(param)
+        entries = pick(param.numel(), count, seed).to(param.device)
+        return cls(name, param.shape, entries, vector, n, tuple(range(n)), tuple(looked.tolist()), count, seed)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The samples at which quantities of single samples are compared, by their number in the batch."""
+        return tuple(self.chosen[k] for k in self.looked)
+
+    def index(self, k: int) -> list[int]:
+        """The index `[...]` of the `k`-th of the chosen entries."""
+        return unravel(int(self.entries[k]), self.shape)
+
+    def restricted(self, subsampling: list[int] | None) -> Place:
+        """For an extension that considers some samples only."""
+        if subsampling is None:
+            return self
+        where = torch.Generator().manual_seed(self.seed)
+        looked = torch.randperm(len(subsampling), generator=where)[: len(self.looked)].sort().values
+        return replace(self, chosen=tuple(subsampling), looked=tuple(looked.tolist()))
+
+
+def pick(size: int, count: int, seed: int) -> Tensor:
+    """Random numbers below `size` without repetition, in order; the same for the same seed."""
+    where = torch.Generator().manual_seed(seed + size)
+    if size <= 100_000:
+        return torch.randperm(size, generator=where)[:count].sort().values
+    return torch.randint(size, (count,), generator=where).unique()
+
+
+def unravel(flat: int, shape: torch.Size) -> list[int]:
+    """The index of an entry by its flat index."""
+    return [int(k) for k in torch.unravel_index(torch.tensor(flat), shape)] if shape else []

@@ -1,0 +1,168 @@
+"""The problem that is verified: copies of model and loss, their data, and a setting in which nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bpk.extending import detach
+from bpk.jacobians.errors import explain
+
+
+class NoReference(Exception):
+    """Plain autograd cannot give the expected value; the message says why."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a model is called with, as a flat list of positional and named arguments.
+
+    The batch axis of tensors that have `n` entries along `axis` is that one; other arguments are shared.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    axis: int
+    n: int
+
+    @classmethod
+    def of(cls, inputs: Any, axis: int) -> Arguments:
+        """From a tensor, a sequence of positional, or a mapping of named arguments."""
+        named = dict(inputs) if isinstance(inputs, Mapping) else {}
+        args = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
+        if not tensors or tensors[0].dim() <= axis:
+            raise ValueError(
+                explain(
+                    f"verify(...) got no input with a batch axis {axis}: {type(inputs).__name__}.",
+                    "the number of samples is read from the first input tensor.",
+                    "pass a tensor, a tuple of the arguments of forward(), or a dict of named ones; see batch_axis=.",
+                )
+            )
+        return cls(args, named, axis, tensors[0].shape[axis])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Arguments:
+        """The same arguments with tensors replaced."""
+
+        def changed(x: Any) -> Any:
+            return change(x) if isinstance(x, Tensor) else x
+
+        named = {name: changed(x) for name, x in self.kwargs.items()}
+        return Arguments(tuple(changed(x) for x in self.args), named, self.axis, self.n)
+
+    def exchanged(self, chosen: Tensor) -> Arguments:
+        """Some samples (`[N]`, true for those) replaced by their neighbours."""
+        number = torch.arange(self.n, device=chosen.device)
+        taken = torch.where(chosen, (number + 1) % self.n, number)
+
+        def change(x: Tensor) -> Tensor:
+            batched = x.dim() > self.axis and x.shape[self.axis] == self.n
+            return x.index_select(self.axis, taken.to(x.device)) if batched else x
+
+        return self.map(change)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, a loss and data that belong to nobody else; `fresh` gives further copies of the modules."""
+
+    model: nn.Module
+    loss: nn.Module
+    inputs: Arguments
+    targets: tuple[Any, ...]
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        loss: nn.Module,
+        inputs: Any,
+        targets: Any,
+        dtype: torch.dtype | None,
+        axis: int,
+        seed: int,
+    ) -> Problem:
+        """From what the user has."""
+        for what, module in (("model", model), ("loss", loss)):
+            if not isinstance(module, nn.Module):
+                raise ValueError(
+                    explain(
+                        f"verify(...) got {type(module).__name__} as {what}, which is no module (nn.Module).",
+                        "model and loss are extended, which takes modules.",
+                        "use for example nn.CrossEntropyLoss() instead of a function.",
+                    )
+                )
+        given = () if targets is None else tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
+        return cls(
+            duplicate(model, dtype),
+            duplicate(loss, dtype),
+            Arguments.of(inputs, axis).map(lambda x: cast(x, dtype)),
+            tuple(cast(x, dtype) if isinstance(x, Tensor) else x for x in given),
+            seed,
+        )
+
+    def fresh(self) -> Problem:
+        """The same problem with copies of model and loss of its own."""
+        return Problem(duplicate(self.model, None), duplicate(self.loss, None), self.inputs, self.targets, self.seed)
+
+    def predict(self, inputs: Arguments | None = None, model: nn.Module | None = None) -> Any:
+        """The model's output; random layers draw the same numbers every time."""
+        chosen = (self.inputs if inputs is None else inputs).map(lambda x: x.clone())
+        torch.manual_seed(self.seed)
+        return (self.model if model is None else model)(*chosen.args, **chosen.kwargs)
+
+
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy, in another precision if it holds real numbers."""
+    x = x.detach().clone()
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+
+def duplicate(module: nn.Module, dtype: torch.dtype | None) -> Any:
+    """A deep copy without the hooks of `extend`, in another precision if asked."""
+    try:
+        made = copy.deepcopy(module)
+    except Exception as error:
+        raise ValueError(
+            explain(
+                f"{type(module).__name__} cannot be copied (copy.deepcopy): {error}",
+                "verify works on a copy, so that the model stays as it is.",
+                "pass a freshly built model, before its first forward pass.",
+            )
+        ) from error
+    for child in made.modules():
+        detach(child)
+    return made if dtype is None else made.to(dtype)
+
+
+@contextmanager
+def undisturbed(dtype: torch.dtype | None, devices: Sequence[torch.device]) -> Iterator[None]:
+    """Random generators, the default dtype and the gradient mode are afterwards what they were before."""
+    default = torch.get_default_dtype()
+    cuda = [device for device in devices if device.type == "cuda"]
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)  # forward passes that create tensors
+        with torch.random.fork_rng(cuda), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
+def differentiable_twice() -> Iterator[None]:
+    """Kernels of torch that have second derivatives, where there is a choice."""
+    mkldnn = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)[0]
+    try:
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mkldnn.set_flags(_enabled=mkldnn, _fp32_precision=None)

@@ -1,0 +1,146 @@
+"""What `bpk.verify` returns: a table with one row per parameter and quantity."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Verdict(Enum):
+    """How the comparison of one quantity on one parameter ended."""
+
+    OK = "ok"
+    WRONG = "WRONG"
+    REFUSED = "refused"
+    UNCHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity on one parameter.
+
+    `absolute` and `relative` are the largest errors among the `entries` that were compared; `relative` refers to the
+    largest of the expected values. `note` is the reason of a verdict, or what the check does not cover.
+    """
+
+    parameter: str
+    quantity: str
+    verdict: Verdict
+    entries: int = 0
+    absolute: float | None = None
+    relative: float | None = None
+    note: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        errors = ["" if e is None else f"{e:.1e}" for e in (self.absolute, self.relative)]
+        return (self.parameter, self.quantity, str(self.entries or ""), *errors, self.verdict.value, self.note)
+
+
+HEAD = ("parameter", "quantity", "entries", "abs. error", "rel. error", "verdict", "note")
+NUMBERS = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `bpk.verify`; true if something was compared, and nothing is wrong.
+
+    >>> from bpk.verification import Row, Verdict
+    >>> result = Verification((Row("0.weight", "BatchGrad", Verdict.OK, 20, 1e-17, 2e-16),))
+    >>> bool(result)
+    True
+    >>> print(result)
+    parameter  quantity   entries  abs. error  rel. error  verdict
+    ---------  ---------  -------  ----------  ----------  -------
+    0.weight   BatchGrad       20     1.0e-17     2.0e-16  ok
+    1 ok
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether at least one row is right and none is wrong (refused and unchecked rows do not count)."""
+        return not self.wrong and any(row.verdict is Verdict.OK for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def wrong(self) -> tuple[Row, ...]:
+        """The rows whose quantity is wrong."""
+        return self.of(Verdict.WRONG)
+
+    def of(self, *verdicts: Verdict) -> tuple[Row, ...]:
+        """The rows with these verdicts."""
+        return tuple(row for row in self.rows if row.verdict in verdicts)
+
+    def summary(self) -> str:
+        """How many rows ended how."""
+        counts = Counter(row.verdict for row in self.rows)
+        return (
+            ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]) or "nothing to do"
+        )
+
+    def __str__(self) -> str:
+        rows, notes = numbered(shortened(self.rows))
+        return "\n".join([as_text(HEAD, rows, NUMBERS), *notes, self.summary()])
+
+    def to_markdown(self, full: bool = False) -> str:
+        """The table in Markdown; `full` gives every row, also where a quantity is fine on many parameters."""
+        rows, notes = numbered(self.rows if full else shortened(self.rows))
+        return "\n\n".join([as_markdown(HEAD, rows, NUMBERS), *notes])
+
+
+LONG = 40
+"""A table with more rows shows those of one quantity that ended the same way as one."""
+
+
+def shortened(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one quantity with the same verdict and note as one, if nothing was compared or the table is long."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for k, row in enumerate(rows):
+        apart = row.verdict is Verdict.WRONG or (row.verdict is Verdict.OK and len(rows) <= LONG)
+        groups.setdefault((row.quantity, row.verdict.value, row.note, str(k) if apart else ""), []).append(row)
+    return [group[0] if len(group) == 1 else together(group) for group in groups.values()]
+
+
+def together(rows: Sequence[Row]) -> Row:
+    """Several rows as one, with their largest errors."""
+    known = [row for row in rows if row.absolute is not None and row.relative is not None]
+    absolute = max((row.absolute for row in known if row.absolute is not None), default=None)
+    relative = max((row.relative for row in known if row.relative is not None), default=None)
+    where = f"{rows[0].parameter}, ... ({len(rows)})"
+    return Row(where, rows[0].quantity, rows[0].verdict, sum(r.entries for r in rows), absolute, relative, rows[0].note)
+
+
+def numbered(rows: Sequence[Row]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Cells with the numbers of their notes, and the notes."""
+    numbers: dict[str, int] = {}
+    cells = []
+    for row in rows:
+        number = f"[{numbers.setdefault(row.note, len(numbers) + 1)}]" if row.note else ""
+        cells.append((*row.cells()[:-1], number))
+    return cells, [f"[{k}] {note}" for note, k in numbers.items()]
+
+
+def as_text(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A table for the terminal; columns in which nothing stands are left out."""
+    keep = [k for k in range(len(head)) if any(row[k] for row in rows)]
+    widths = {k: max(len(head[k]), *(len(row[k]) for row in rows)) for k in keep}
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(cells[k].rjust(widths[k]) if k in right else cells[k].ljust(widths[k]) for k in keep).rstrip()
+
+    return "\n".join([line(head), line(["-" * widths.get(k, 0) for k in range(len(head))]), *map(line, rows)])
+
+
+def as_markdown(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A table in Markdown."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return "\n".join([line(head), line(["---:" if k in right else "---" for k in range(len(head))]), *map(line, rows)])

@@ -1,0 +1,122 @@
+"""`verify`: compare what `bpk` computes for a model with plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk import extensions as E
+from bpk.context import check_extension
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.verification.assemble import Effort, rows
+from bpk.verification.problem import Problem, undisturbed
+from bpk.verification.progress import Progress
+from bpk.verification.result import Verification
+
+
+def every_extension() -> tuple[BackpropExtension, ...]:
+    """One extension for each quantity."""
+    return (
+        E.BatchGrad(),
+        E.BatchL2Grad(),
+        E.SumGradSquared(),
+        E.Variance(),
+        E.DiagGGNExact(),
+        E.BatchDiagGGNExact(),
+        E.SqrtGGNExact(),
+        E.GGNMP(),
+        E.DiagHessian(),
+        E.BatchDiagHessian(),
+        E.HMP(),
+        E.PCHMP(),
+        E.KFLR(),
+        E.KFRA(),
+        E.DiagGGNMC(),
+        E.BatchDiagGGNMC(),
+        E.SqrtGGNMC(),
+        E.KFAC(),
+    )
+
+
+def verify(
+    model: nn.Module,
+    loss: nn.Module,
+    inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
+    targets: Any,
+    *extensions: BackpropExtension,
+    entries: int = 10,
+    samples: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype | None = torch.float64,
+    rtol: float | None = None,
+    atol: float | None = None,
+    use_converter: bool = False,
+    batch_axis: int = 0,
+    passes: int = 150,
+    memory: float = 4.0,
+    raise_on_error: bool = False,
+    progress: bool | None = None,
+) -> Verification:
+    """Check quantities of a model against their definitions, by plain autograd, at random entries and samples.
+
+    Works on copies: model, loss, gradients, fields, hooks and random generators stay as they are. With `L_n` the
+    loss as a function of the prediction of sample `n` alone, `J_n` the Jacobian of that prediction, and `H_n` the
+    Hessian of the loss with respect to it, the references are `g_n = dL_n/dp` for first-order quantities,
+    `J_n^T H_n J_n` for the GGN, double backward passes for the Hessian, and for Kronecker factors the GGN of a bias
+    added to the layer's output (`G`) and `sum a a^T / N` over what the weight multiplies (`A`). Sampled quantities are
+    averaged over 100 draws and compared with the exact ones (within 8 standard errors). `KFRA` is compared for one
+    sample, and `PCHMP` must be symmetric and at least the GGN and the Hessian. What these do not cover is said
+    in the table, as are refusals of `bpk`.
+
+    Args:
+        model: The model, extended or not, in the mode (training, evaluation) that is meant.
+        loss: The loss, a module that returns a scalar.
+        inputs: A tensor, a tuple of the arguments of `forward`, or a mapping of named ones.
+        targets: What the loss takes beside the prediction: a tensor, a tuple of several, or `None`.
+        *extensions: Which quantities (all by default).
+        entries: How many entries of each parameter are compared.
+        samples: For how many samples quantities of single samples are compared.
+        seed: For the choice of entries and samples, dropout, and draws.
+        dtype: The precision of the copies (`None`: as they are).
+        rtol: Largest error relative to the parameter's largest value (by default the precision's: 7e-8 in float64).
+        atol: Largest error relative to the largest value of all parameters (2e-14 in float64).
+        use_converter: Extend with the converter.
+        batch_axis: The axis of `inputs` that counts samples.
+        passes: About how many backward passes the reference of one costly quantity may take; beyond, fewer entries
+            of each parameter (at least one) are compared.
+        memory: Limit in GiB for fields; parameters are spread over several backward passes to stay below.
+        raise_on_error: Raise `AssertionError` with the table if anything is wrong.
+        progress: Show a bar (by default: on a terminal).
+
+    Returns:
+        A table, which is true if something was compared and nothing is wrong.
+
+    >>> import torch, bpk
+    >>> from bpk.extensions import BatchGrad, DiagGGNExact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2, bias=False))
+    >>> X, y = torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1])
+    >>> result = bpk.verify(model, torch.nn.CrossEntropyLoss(), X, y, BatchGrad(), DiagGGNExact())
+    >>> assert result
+    >>> print(result.summary())
+    6 ok
+    >>> [(row.parameter, row.quantity, row.entries) for row in result.rows][:2]
+    [('0.weight', 'BatchGrad', 20), ('0.bias', 'BatchGrad', 6)]
+    """
+    for extension in extensions:
+        check_extension(extension)
+    wanted = extensions or every_extension()
+    devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
+    with undisturbed(dtype, devices):
+        problem = Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed)
+        effort = Effort(entries, samples, passes, memory, rtol, atol)
+        bar = Progress(2 * len(wanted), progress)
+        try:
+            result = Verification(tuple(rows(problem, wanted, effort, use_converter, bar)))
+        finally:
+            bar.close()
+    if raise_on_error and result.wrong:
+        raise AssertionError(f"quantities are wrong:\n{result}")
+    return result
