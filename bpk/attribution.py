@@ -73,24 +73,41 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
         UnsupportedLayer: If a row feeds several samples.
     """
     refusal: UnsupportedLayer | None = None
-    without: NotInFront | None = None
-    for movable in (False, True):  # the batch axis is the first one unless only another one is possible
-        for n in numbers_of_samples(root, above):
-            for numbers in numberings(root.batch_size, n):
-                before = [(record, record.shifted) for record in above]
-                try:
-                    return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
-                except UnsupportedLayer as error:
-                    refusal = refusal or error
-                except NotInFront as error:
-                    if not error.missing:
-                        raise
-                    without = error if without is None or error.missing < without.missing else without
-                for record, axis in before:
-                    record.shift(axis)
-        if without is not None:  # no hypothesis gives every layer a batch axis
-            raise without
+    without: dict[bool, NotInFront] = {}
+    for n, movable in hypotheses(root, above):
+        if movable and n != root.batch_size and False in without:
+            break
+        for numbers in numberings(root.batch_size, n):
+            before = [(record, record.shifted) for record in above]
+            try:
+                return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+            except UnsupportedLayer as error:
+                refusal = refusal or error
+            except NotInFront as error:
+                if not error.missing:
+                    raise
+                if movable not in without or error.missing < without[movable].missing:
+                    without[movable] = error
+            for record, axis in before:
+                record.shift(axis)
+    if without:  # no hypothesis gives every layer a batch axis
+        raise without[min(without)]
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
+
+
+def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool]]:
+    """What `N` may be, and whether the batch axis may be moved, the simplest hypotheses first.
+
+    With one row in front of everything, moving the batch axis is not simpler than merging it. That all rows are those
+    of one sample agrees with any graph: it comes last if a layer knows better.
+    """
+    sizes = numbers_of_samples(root, above)
+    last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
+    sizes = [n for n in sizes if n not in last]
+    whole = [(n, True) for n in sizes if n == root.batch_size and 1 not in sizes[1:]]
+    ordered = [(n, False) for n in sizes if n == root.batch_size] + whole
+    ordered += [(n, movable) for movable in (False, True) for n in sizes if (n, movable) not in ordered]
+    return ordered + [(n, True) for n in last]
 
 
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
@@ -152,8 +169,10 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     rows = decode(mat, n, tolerance)
     if rows is not None:
         return rows
-    axis = next((a for a in range(1, mat.dim() - 1) if is_batch(mat.movedim(1 + a, 1), n, tolerance)), 0)
+    axis, rows = batch_axis(mat, n, tolerance)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
+    if movable and len(record.used) > 1 and not record.params:
+        raise NotInFront(record)  # its results come side by side, without axes of their own
     if axis == 0 or not movable or record.knows_batch or record.rule is None:
         shared = record.batch_size != n or not record.inputs[0].is_floating_point()
         if (movable or axis == 0) and shared and not record.knows_batch:
@@ -162,16 +181,22 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     looks_at = record.rule.acts_on(record.call())
     if looks_at is not None and axis < record.inputs[0].dim() - looks_at:
         record.shift(axis)
-        return torch.arange(n, device=mat.device)
+        return rows
     if record.params:
         raise mixed(f"its batch axis is axis {axis}, and one {what}")
     raise NotInFront(record)
 
 
-def is_batch(mat: Tensor, n: int, tolerance: float) -> bool:
-    """Whether rows are the samples in order."""
-    rows = decode(mat, n, tolerance)
-    return rows is not None and torch.equal(rows, torch.arange(n, device=rows.device))
+def batch_axis(mat: Tensor, n: int, tolerance: float) -> tuple[int, Tensor]:
+    """The axis behind the first that holds the samples, preferably in order (0: none), and the sample of each row."""
+    in_order, found = torch.arange(n, device=mat.device), (0, torch.arange(0, device=mat.device))
+    for axis in range(1, mat.dim() - 1):
+        rows = decode(mat.movedim(1 + axis, 1), n, tolerance)
+        if rows is not None and torch.equal(rows, in_order):
+            return axis, rows
+        if rows is not None and not found[0]:
+            found = axis, rows
+    return found
 
 
 def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:

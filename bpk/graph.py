@@ -113,11 +113,11 @@ class Source:
         return [record.exit(record.places[edge[1]]) for record, edge in self.targets]
 
     def residual_columns(
-        self, grad: Tensor, samples: Sequence[Tensor] | None = None
+        self, grad: Tensor, rows: Sequence[Sequence[Tensor]] | None = None
     ) -> tuple[list[Tensor], Tensor] | None:
         """Factor the second derivative of the stretch, contracted with `grad`, sample by sample.
 
-        `samples` are the samples of the rows of the consumer, then of each target (left out: rows are samples).
+        `rows` says for the consumer, then for each target, which rows are those of sample `n` (left out: row `n`).
         Returns columns `[K, R, *target]` per target, then `[K, N, *p]` per parameter, and signs `[K, N]`; `None`
         where the stretch is linear.
         """
@@ -125,7 +125,7 @@ class Source:
         if not any(g.requires_grad for g in gradients):
             return None
         shapes = [port.one_to_rule(g).shape for port, g in zip(self.exits, gradients, strict=False)]
-        if samples is None and any(shape[0] != grad.shape[0] for shape in shapes):
+        if rows is None and any(shape[0] != grad.shape[0] for shape in shapes):
             raise UnsupportedLayer(
                 explain(
                     f"A nonlinear function merges the batch axis: {grad.shape[0]} rows come from {shapes[0][0]}.",
@@ -133,19 +133,21 @@ class Source:
                     "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
                 )
             )
-        rows = [torch.arange(len(grad))] * (1 + len(shapes)) if samples is None else samples
-        end, *starts = [of_samples(r).to(grad.device) for r in rows]
-        if samples is None and not self.trained:
+        if rows is None and not self.trained:
             dense = self._blocks(gradients)
-        else:
-            dense = torch.stack([self._dense(grad, end[n], [s[n] for s in starts]) for n in range(len(end))])
+        in_order = torch.arange(len(grad), device=grad.device)[:, None]
+        end, *starts = [in_order] * (1 + len(shapes)) if rows is None else rows
+        most = [max(map(len, start)) for start in starts]
+        if rows is not None or self.trained:
+            dense = torch.stack([self._dense(grad, end[n], [s[n] for s in starts], most) for n in range(len(end))])
         vectors, signs = factor(dense)
-        inner = [s.shape[1] * shape[1:].numel() for s, shape in zip(starts, shapes, strict=True)]
+        inner = [size * shape[1:].numel() for size, shape in zip(most, shapes, strict=True)]
         parts = vectors.split([*inner, *[leaf.numel() for leaf in self.trained]], 2)
-        found = []
-        for part, at, shape in zip(parts, starts, shapes, strict=False):
-            found.append(part.new_zeros(len(part), *shape))
-            found[-1][:, at.flatten()] = part.reshape(len(part), at.numel(), *shape[1:])
+        found = [part.new_zeros(len(part), *shape) for part, shape in zip(parts, shapes, strict=False)]
+        for columns, part, start, size in zip(found, parts, starts, most, strict=False):
+            each = part.reshape(*part.shape[:2], size, *columns.shape[2:])
+            for n, at in enumerate(start):
+                columns[:, at] = each[:, n, : len(at)]
         own = zip(parts[len(starts) :], self.trained, strict=True)
         return [*found, *[part.reshape(*part.shape[:2], *leaf.shape) for part, leaf in own]], signs
 
@@ -160,22 +162,22 @@ class Source:
             rows.append(torch.cat([b.reshape(*b.shape[:2], -1) for b in blocks], 2))
         return torch.cat(rows).transpose(0, 1)
 
-    def _dense(self, grad: Tensor, here: Tensor, at: Sequence[Tensor]) -> Tensor:
+    def _dense(self, grad: Tensor, here: Tensor, at: Sequence[Tensor], most: Sequence[int]) -> Tensor:
         """The second derivative `[D, D]` of one sample, jointly over its targets and the parameters of the stretch.
 
-        The sample's rows are `here` at the consumer, and `at[k]` at target `k`.
+        The sample's rows are `here` at the consumer, and `at[k]` at target `k`, with zeros behind them up to `most[k]`.
         """
         alone = torch.zeros_like(grad)
         alone[here] = grad[here]
         gradients = self.gradients(alone)
         with torch.enable_grad():
             seen = [port.one_to_rule(g) for port, g in zip(self.exits, gradients, strict=False)]
-            own = [g[rows] for g, rows in zip(seen, at, strict=True)]
+            own = [filled(g[rows], size, 0) for g, rows, size in zip(seen, at, most, strict=True)]
             flat = torch.cat([g.flatten() for g in (*own, *gradients[len(own) :])])
         if not flat.requires_grad:
             return torch.zeros(len(flat), len(flat), dtype=flat.dtype, device=flat.device)
         blocks = self._derivative(flat, torch.eye(len(flat), dtype=flat.dtype, device=flat.device), gradients)
-        targets = [b[:, rows] for b, rows in zip(blocks, at, strict=False)]
+        targets = [filled(b[:, rows], size, 1) for b, rows, size in zip(blocks, at, most, strict=False)]
         return torch.cat([b.reshape(len(b), -1) for b in (*targets, *blocks[len(own) :])], 1)
 
     def _derivative(self, gradient: Tensor, columns: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -196,19 +198,10 @@ class Source:
         return [*seen, *full[len(seen) :]]
 
 
-def of_samples(samples: Tensor) -> Tensor:
-    """`[R] -> [N, S]`: the rows of every sample, which have to be equally many."""
-    order = torch.argsort(samples, stable=True)
-    n = int(samples.max()) + 1
-    if not torch.equal(samples[order], torch.arange(n, device=samples.device).repeat_interleave(len(samples) // n)):
-        raise UnsupportedLayer(
-            explain(
-                "A nonlinear function merges the batch axis, and samples have different numbers of rows.",
-                "its second derivative is computed for all samples alike.",
-                "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
-            )
-        )
-    return order.reshape(n, -1)
+def filled(x: Tensor, size: int, axis: int) -> Tensor:
+    """A tensor with zeros behind it along an axis."""
+    missing = size - x.shape[axis]
+    return torch.cat([x, x.new_zeros(*x.shape[:axis], missing, *x.shape[axis + 1 :])], axis) if missing else x
 
 
 def gradient_edge(edge: Edge) -> GradientEdge:

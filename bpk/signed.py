@@ -94,7 +94,7 @@ class SignedHessian(SquareRoot):
         if source.stretch is None:
             return
         share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
-        factored = source.residual_columns(share, self.samples_of(source))
+        factored = source.residual_columns(share, self.rows_of_samples(source))
         if factored is None:
             return
         parts, signs = factored
@@ -105,13 +105,14 @@ class SignedHessian(SquareRoot):
         for param, part in zip(source.trained, born[len(source.targets) :], strict=True):
             add_direct(self, param, source, key, part, self.rows(signs, 1))
 
-    def samples_of(self, source: Source) -> list[Tensor] | None:
-        """The samples of the rows at both sides of a stretch (`None`: rows are the samples)."""
-        rows = [self.attribution.rows(record) for record in (source.consumer, *[r for r, _ in source.targets])]
-        if all(r is None for r in rows):
+    def rows_of_samples(self, source: Source) -> list[list[Tensor]] | None:
+        """By side of a stretch, the rows of every sample (`None`: rows are the samples)."""
+        found = [self.attribution.rows(record) for record in (source.consumer, *[r for r, _ in source.targets])]
+        if all(samples is None for samples in found):
             return None
-        in_order = torch.arange(self.attribution.batch_size(source.consumer))
-        return [in_order if r is None else r for r in rows]
+        n = self.attribution.batch_size(source.consumer)
+        each = [torch.arange(n) if samples is None else samples for samples in found]
+        return [[(samples == k).nonzero()[:, 0] for k in range(n)] for samples in each]
 
 
 def split_rows(columns: dict[Wrt, Tensor], signs: Tensor, samples: Tensor, n: int) -> tuple[dict[Wrt, Tensor], Tensor]:

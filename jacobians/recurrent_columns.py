@@ -11,7 +11,7 @@ from torch import Tensor
 from bpk.jacobians import gemm
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.jacobians.recurrent_layer import ADD_AXIS, SPLIT, RecurrentForward
+from bpk.jacobians.recurrent_layer import ADD_AXIS, UNBATCHED, RecurrentForward
 from bpk.jacobians.recurrent_stack import Pulled, Stack
 
 KEEP = 1 << 22
@@ -45,29 +45,13 @@ class RecurrentColumns(RecurrentForward):
 
     def at(self, call: Call) -> Stack:
         """The layer at the point of a call, evaluated once."""
-        if call.inputs[0].dim() != self.axes or self.draws(call.options):
-            reason = self.obstacle(call) or ""
-            raise UnsupportedLayer(
-                explain(
-                    f"{self.name}: products are not defined here.",
-                    reason + ".",
-                    SPLIT if self.draws(call.options) else ADD_AXIS,
-                )
-            )
-        if torch.is_grad_enabled():
-            return call.memo((self, "with graph"), lambda: self.stack(call.options, call.inputs, call.params))
-        last = len(self.layers(call.options)) - 1
-
-        def known(layer: int) -> Tensor | None:
-            return self.sequence(call) if layer == last else None
-
-        return call.memo((self, "stack"), lambda: self.stack(call.options, call.inputs, call.params, known))
-
-    def sequence(self, call: Call) -> Tensor | None:
-        """The output `[T, N, *]`, where it is one of the results that are used."""
-        if 0 not in call.used:
-            return None
-        return self.split(call, call.output, 1)[0].movedim(1, 0)
+        if call.inputs[0].dim() != self.axes:
+            raise UnsupportedLayer(explain(f"{self.name}: products are not defined here.", UNBATCHED + ".", ADD_AXIS))
+        masks = self.masks(call)
+        if not torch.is_grad_enabled():
+            return self.replay(call, masks)
+        key = (self, "with graph")
+        return call.memo(key, lambda: self.stack(call.options, call.inputs, call.params, masks=masks))
 
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
         """The backward recurrence for columns `[V, N, *out]`, shared by all who ask with the same columns."""

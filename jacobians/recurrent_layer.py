@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.attention_dropout import agrees
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.call import Call, Options
+from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.recurrent_cells import Cell
+from bpk.jacobians.recurrent_masks import draw_again, draws_elsewhere
 from bpk.jacobians.recurrent_residual import Bent
 from bpk.jacobians.recurrent_scan import Scan
 from bpk.jacobians.recurrent_stack import Pulled, Seeds, Stack
@@ -54,19 +58,16 @@ class RecurrentForward(SeveralOutputs):
             return Binding(module, inputs[:1], problem=PACKED + ".", do=PAD)
         if inputs[0].dim() != self.axes:
             return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
-        if self.draws(module):
+        if self.draws(module) and draws_elsewhere(inputs[0]):
             return Binding(module, inputs, problem=DROPOUT + ".", do=SPLIT)
         axis, states = 0 if module.batch_first else 1, 2 if module.mode == "LSTM" else 1
         return Binding(module, inputs, (axis, *[1] * (len(inputs) - 1)), (axis, *[1] * states))
 
     def obstacle(self, call: Call) -> str | None:
-        if call.inputs[0].dim() != self.axes:
-            return UNBATCHED
-        return DROPOUT if self.draws(call.options) else None
+        return UNBATCHED if call.inputs[0].dim() != self.axes else None
 
-    def draws(self, options: Any) -> bool:
-        """Whether the layer draws random numbers in its present mode."""
-        return bool(options.training and options.dropout > 0 and options.num_layers > 1)
+    def draws(self, module: Any) -> bool:
+        return bool(module.training and module.dropout > 0 and module.num_layers > 1)
 
     def layers(self, options: Any) -> list[list[Scan]]:
         """The scans of each layer."""
@@ -82,12 +83,60 @@ class RecurrentForward(SeveralOutputs):
         inputs: Sequence[Tensor],
         params: Mapping[str, Tensor],
         known: Callable[[int], Tensor | None] | None = None,
+        masks: Sequence[Tensor] = (),
     ) -> Stack:
         """The layer evaluated at a point; `known` gives outputs of layers, and says that no graph is needed."""
         x, h0, c0 = self.seen(inputs)
         assert x is not None
-        return Stack(self.cell(options), self.layers(options), params, x, h0, c0, known)
+        between = [mask.movedim(1, 0) for mask in masks]
+        return Stack(self.cell(options), self.layers(options), params, x, h0, c0, known, between)
 
+    # ---- dropout between the layers --------------------------------------------------------------
+    def capture(self, call: Call) -> None:
+        self.masks(call)
+
+    def masks(self, call: Call) -> tuple[Tensor, ...]:
+        """What the outputs of all layers but the last were multiplied by, `[N, T, *]` (empty: nothing was drawn)."""
+        return call.memo("mask", lambda: self.drawn(call))
+
+    def drawn(self, call: Call) -> tuple[Tensor, ...]:
+        """The masks, drawn once more; refused unless they lead to the output that was recorded."""
+        if call.drawn is None and not self.draws(call.options):
+            return ()
+        if call.drawn is not None:
+            recorded = self.split(call, call.output, 1)[min(call.used)]
+            masks = draw_again(call.options, call.inputs[0], call.drawn)
+            if agrees(self.first_result(call, masks), self.first_result(call, ()), recorded):
+                return masks
+        raise UnsupportedLayer(explain(f"{self.name}: products are not defined here.", DROPOUT + ".", SPLIT))
+
+    def first_result(self, call: Call, masks: Sequence[Tensor]) -> Tensor:
+        """The first result that is used, by torch's own functions for single layers."""
+        with torch.no_grad():
+            stack = self.stack(call.options, call.inputs, call.params, lambda layer: None, masks)
+            found = stack.result(min(call.used))
+        return found.movedim(1, 0) if 0 in call.used else found
+
+    def replay(self, call: Call, masks: Sequence[Tensor]) -> Stack:
+        """The layer at the point of a call, without a graph and from what is known of its output; evaluated once."""
+        last = len(self.layers(call.options)) - 1
+
+        def known(layer: int) -> Tensor | None:
+            return self.sequence(call) if layer == last else None
+
+        def found() -> Stack:
+            with torch.no_grad():
+                return self.stack(call.options, call.inputs, call.params, known, masks)
+
+        return call.memo((self, "stack"), found)
+
+    def sequence(self, call: Call) -> Tensor | None:
+        """The output `[T, N, *]`, where it is one of the results that are used."""
+        if 0 not in call.used:
+            return None
+        return self.split(call, call.output, 1)[0].movedim(1, 0)
+
+    # ---- arguments and results -------------------------------------------------------------------
     def seen(
         self, inputs: Sequence[Tensor | None], lead: int = 0
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -107,9 +156,19 @@ class RecurrentForward(SeveralOutputs):
         """Columns of an input, from what was pulled back to it."""
         return pulled.state(index) if index else pulled.input().movedim(0, 2)
 
-    def results(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        found = self.returned(self.stack(options, inputs, params).results())
+    def results(
+        self,
+        options: Options,
+        inputs: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        masks: Sequence[Tensor] = (),
+    ) -> Sequence[Tensor]:
+        found = self.returned(self.stack(options, inputs, params, masks=masks).results())
         return [x.to(inputs[0].dtype) for x in found if x is not None]
+
+    def evaluate(self, call: Call, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        results = self.results(call.options, inputs, params, self.masks(call))
+        return self.merge(call, {k: results[k] for k in call.used}, 1)
 
 
 class StepForward(RecurrentForward):
@@ -126,7 +185,7 @@ class StepForward(RecurrentForward):
             return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
         return Binding(module, inputs)
 
-    def draws(self, options: Any) -> bool:
+    def draws(self, module: Any) -> bool:
         return False
 
     def layers(self, options: Any) -> list[list[Scan]]:

@@ -76,8 +76,8 @@ def residual_mat_prod(
             dx = trace.scan.turned(dx)
             total = dx if total is None else total + dx
         assert total is not None
-        dy = Seeds(total)
-        bent.x = total
+        bent.x = stack.entering(k, total)
+        dy = Seeds(bent.x)
     return bent
 
 

@@ -53,7 +53,7 @@ class Trace:
         self.tolerance = 0.0 if y is None else torch.finfo(y.dtype).eps ** 0.5
         self._hidden = None if y is None else scan.turned(gemm.wide(y))
         self._before: Tensor | None = None
-        self.c_n = c0
+        self._c_n: Tensor | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -84,6 +84,13 @@ class Trace:
         """The last hidden state `[N, P]`."""
         return self.hidden[-1]
 
+    @property
+    def c_n(self) -> Tensor | None:
+        """The last cell state `[N, H]`."""
+        if self._c_n is None and self.cell.memory:
+            self.unroll()
+        return self._c_n
+
     def unroll(self) -> Tensor:
         """Step by step: the hidden states `[T, N, P]`, and local variables on the way."""
         a = F.linear(self.x, self.params["weight_ih"], self.params.get("bias_ih"))
@@ -96,7 +103,7 @@ class Trace:
             middle.append(m)
             h = F.linear(m, self.params["weight_hr"]) if self.projects else m
             hidden.append(h)
-        self._q, self._m, self.c_n = torch.stack(local), torch.stack(middle), c
+        self._q, self._m, self._c_n = torch.stack(local), torch.stack(middle), c
         return torch.stack(hidden)
 
     @property

@@ -47,7 +47,10 @@ class Pulled:
 
 
 class Stack:
-    """A recurrent layer at the point of a call. States are `[N, scans, *]`, sequences time first."""
+    """A recurrent layer at the point of a call. States are `[N, scans, *]`, sequences time first.
+
+    `masks` are what the outputs `[T, N, *]` of all layers but the last were multiplied by (dropout), if they were.
+    """
 
     def __init__(
         self,
@@ -58,12 +61,15 @@ class Stack:
         h0: Tensor | None,
         c0: Tensor | None,
         known: Callable[[int], Tensor | None] | None = None,
+        masks: Sequence[Tensor] = (),
     ) -> None:
         self.cell = cell
+        self.masks = [wide(mask) for mask in masks]
         self.params = {name: wide(p) for name, p in params.items()}
         self.traces: list[list[Trace]] = []
         x, h0, c0 = wide(x), None if h0 is None else wide(h0), None if c0 is None else wide(c0)
         for k, scans in enumerate(layers):
+            x = self.entering(k, x)
             y = None if known is None else known(k)
             row = self.layer(scans, x, h0, c0, y)
             if known is not None and (y is None or not all(trace.agrees() for trace in row)):
@@ -72,6 +78,16 @@ class Stack:
             self.traces.append(row)
             x = torch.cat([trace.y for trace in row], -1) if y is None else wide(y)
         self.y = x
+
+    def entering(self, k: int, sequence: Tensor) -> Tensor:
+        """Dropout on the way into layer `k`, of an output `[T, N, *]` or of columns `[T, V, N, *]`.
+
+        Entries are multiplied by numbers, so that gradients take the same way back.
+        """
+        if not k or not self.masks:
+            return sequence
+        mask = self.masks[k - 1][: len(sequence)]
+        return sequence * (mask if sequence.dim() == mask.dim() else mask[:, None])
 
     def layer(
         self, scans: Sequence[Scan], x: Tensor, h0: Tensor | None, c0: Tensor | None, y: Tensor | None
@@ -115,10 +131,15 @@ class Stack:
 
     def results(self) -> Seeds:
         """The output and the last states."""
+        return Seeds(self.y, self.result(1), self.result(2) if self.cell.memory else None)
+
+    def result(self, number: int) -> Tensor:
+        """The output `[T, N, *]` (0), or the last hidden (1) or cell (2) states `[N, scans, *]`."""
+        if number == 0:
+            return self.y
         every = [trace for row in self.traces for trace in row]
-        h = torch.stack([trace.h_n for trace in every], 1)
-        c = torch.stack([trace.c_n for trace in every if trace.c_n is not None], 1) if self.cell.memory else None
-        return Seeds(self.y, h, c)
+        states = [trace.h_n if number == 1 else trace.c_n for trace in every]
+        return torch.stack([state for state in states if state is not None], 1)
 
     def find(self, param: str) -> tuple[int, int, str]:
         """Layer and position of the scan that a parameter belongs to, and its role there."""
@@ -150,21 +171,21 @@ class Stack:
             yield trace, (None if part is None else trace.scan.turned(part), h, c)
 
     def input_gradient(self, k: int, row: Sequence[Adjoint]) -> Tensor:
-        """The gradient `[T, V, N, I]` of the input of a layer."""
+        """The gradient `[T, V, N, I]` of the input of a layer, before dropout."""
         total: Tensor | None = None
         for trace, adjoint in zip(self.traces[k], row, strict=True):
             part = trace.scan.turned(linear(self.cell.of_input(adjoint.dq), trace.params["weight_ih"].T))
             total = part if total is None else total + part
         assert total is not None
-        return total
+        return self.entering(k, total)
 
     def push(
         self, x: Tensor | None, h: Tensor | None, c: Tensor | None, params: Mapping[str, Tensor], lead: int
     ) -> tuple[Seeds, list[list[Tangent]]]:
         """Forward through all layers, from `lead` tangents of the input, the initial states and the parameters."""
         tangents: list[list[Tangent]] = []
-        for row in self.traces:
-            found = []
+        for k, row in enumerate(self.traces):
+            found, x = [], None if x is None else self.entering(k, x)
             for trace in row:
                 like = trace.m.new_zeros(lead, *trace.m.shape[1:])
                 h0, c0 = (None if s is None else s[:, :, trace.scan.number] for s in (h, c))

@@ -18,7 +18,7 @@ from bpk.jacobians.rule import Example, Rule, case
 
 
 class PowerAverage(Autodiff):
-    """Autodiff; where a window is zero, its root has a kink, and the derivative is zero, as autograd has it backwards."""
+    """Autodiff; where a window is zero, its root has a kink, and the derivative is zero, as in autograd."""
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return torch.where(call.output == 0, 0.0, super().jac_mat_prod(call, mat, wrt))

@@ -8,6 +8,11 @@ At each step `a_t = W_ih x_t + b_ih` and `b_t = W_hh h_(t-1) + b_hh` enter the c
 
 so that `G` of `weight_ih` is that of `bias_ih`; in a GRU the hidden part of the candidate has a gradient of its own.
 "expand": one row of `G` for each step, `A` divided by `N T`; "reduce": `A` of `u` averaged over time.
+
+Dropout between layers multiplies the output of each layer but the last by a mask, `x_t = mask_t h_t` with entries 0 and
+`1 / (1 - p)`. Masks are drawn once more, from the state of the random generator before the forward call, and believed
+if the output that was recorded follows from them. Where it does not (cuDNN draws from a state of its own), the layer
+is refused; single layers with `nn.Dropout` in between serve as well.
 """
 
 from __future__ import annotations

@@ -36,11 +36,16 @@ def step(kind: str, relu: bool, a: Tensor, b: Tensor, h: Tensor, c: Tensor) -> t
 
 
 def unrolled(module: Any, maps: Maps, x: Tensor, states: Any = None) -> Any:
-    """A recurrent layer in a loop; every product with a weight is a call of one of `maps`."""
+    """A recurrent layer in a loop; every product with a weight is a call of one of `maps`.
+
+    Between layers, the same numbers are drawn as in torch's own forward pass.
+    """
     single = isinstance(module, nn.RNNCellBase)
     kind = type(module).__name__.removesuffix("Cell").upper()
     relu = getattr(module, "nonlinearity", "tanh") == "relu"
+    before = torch.get_rng_state()
     expected = type(module).forward(module, x, states)
+    torch.set_rng_state(before)
     steps = x[None] if single else x.transpose(0, 1) if module.batch_first else x
     layers, ways = (1, 1) if single else (module.num_layers, 1 + module.bidirectional)
     given = states if isinstance(states, tuple) else (states, None)
@@ -65,6 +70,8 @@ def unrolled(module: Any, maps: Maps, x: Tensor, states: Any = None) -> Any:
             hs.append(h)
             cs.append(c)
         steps = torch.cat(outputs, -1)
+        if layer < layers - 1:
+            steps = nn.functional.dropout(steps, module.dropout, module.training)
     if single:
         found: Any = (hs[0], cs[0]) if kind == "LSTM" else hs[0]
     else:
@@ -143,6 +150,12 @@ def networks() -> list[tuple[Any, ...]]:
     def last_of_gru() -> nn.Module:
         return LastState(nn.GRU(2, 2, bidirectional=True, batch_first=True), 4)
 
+    def dropping_lstm() -> nn.Module:
+        return LastState(nn.LSTM(2, 2, num_layers=2, dropout=0.4, batch_first=True), 4)
+
+    def dropping_gru() -> nn.Module:
+        return LastState(nn.GRU(2, 1, num_layers=2, dropout=0.4, bidirectional=True, batch_first=True), 4)
+
     def lstm_loop() -> nn.Module:
         return Loop(nn.LSTMCell(2, 2), 4)
 
@@ -155,6 +168,8 @@ def networks() -> list[tuple[Any, ...]]:
     return [
         ("lstm-last-state", last_of_lstm, (3, 2)),
         ("gru-last-state", last_of_gru, (2, 2)),
+        ("lstm-dropout", dropping_lstm, (2, 2)),
+        ("gru-dropout", dropping_gru, (2, 2)),
         ("lstm-everything", Everything, (2, 2)),
         ("time-first", TimeFirst, (2, 2), 2),
         ("lstm-cell-loop", lstm_loop, (2, 2)),

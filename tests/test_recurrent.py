@@ -255,15 +255,3 @@ def test_an_input_without_batch_axis_is_refused(extension: Any) -> None:
     layer, last, lossfunc = bpk.extend(nn.GRU(2, 3)), bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.CrossEntropyLoss())
     with pytest.raises(UnsupportedLayer, match="no batch axis"), bpk.backpack(extension()):
         lossfunc(last(layer(torch.randn(4, 2))[0]), torch.tensor([0, 1, 1, 0])).backward()
-
-
-@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact])
-def test_dropout_between_layers(extension: Any) -> None:
-    """Refused while it draws, with the way out; in evaluation mode nothing is drawn."""
-    model, x, y = tagged(nn.LSTM(2, 3, num_layers=2, dropout=0.5, batch_first=True))
-    model, lossfunc = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
-    with pytest.raises(UnsupportedLayer, match="drops out values between its layers"), bpk.backpack(extension()):
-        lossfunc(model(x), y).backward()
-    model.eval()
-    with bpk.backpack(extension()):
-        lossfunc(model(x), y).backward()

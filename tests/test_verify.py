@@ -243,6 +243,9 @@ def test_memory_limit_spreads_parameters() -> None:
     small = bpk.verify(*mlp(), E.BatchGrad(), memory=size / 2)
     assert [row.verdict for row in small.rows] == [Verdict.UNCHECKED, Verdict.OK, Verdict.UNCHECKED, Verdict.OK]
     assert "memory=" in small.rows[0].note
+    wide = nn.Sequential(nn.Linear(4, 300), nn.ReLU(), nn.Linear(300, 2))
+    result = bpk.verify(wide, nn.MSELoss(), torch.randn(3, 4), torch.randn(3, 2), E.KFRA(), memory=300**2 * 7 / 2**30)
+    assert {(row.verdict, row.note) for row in result.rows} == {(Verdict.UNCHECKED, "it would take 0.0 GiB (memory=)")}
 
 
 def test_costly_references_look_at_fewer_entries() -> None:

@@ -10,11 +10,12 @@ from torch import nn
 
 from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.binding import tensors_in
 from bpk.jacobians.errors import explain
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
-from bpk.verification.kronecker import Averaged, Unknown, check_of
+from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement
-from bpk.verification.place import Place
+from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference, Problem
 from bpk.verification.progress import Progress
 from bpk.verification.quantities import CHECKS, Check
@@ -24,7 +25,6 @@ from bpk.verification.samples import SamplesMix
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
-AVERAGED = "its average over samples is symmetric with positive curvature; no more is checked"
 UNUSED = "the loss does not depend on it"
 
 
@@ -44,7 +44,7 @@ def rows(
     problem: Problem, extensions: Sequence[BackpropExtension], effort: Effort, use_converter: bool, bar: Progress
 ) -> list[Row]:
     """All rows, extension by extension."""
-    columns = columns_of(problem)
+    extent = extent_of(problem)
     trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
     n, seed = problem.inputs.n, problem.seed
     places = {name: Place.of(name, p, n, effort.entries, effort.samples, seed) for name, p in trained.items()}
@@ -57,10 +57,10 @@ def rows(
     for k, (extension, here) in enumerate(zip(extensions, at, strict=True)):
         bar.step(f"bpk: {extension}")
         check = checks[k]
-        measurement = Measurement() if check is None else measured.run(extension, check, here, columns)
+        measurement = Measurement() if check is None else measured.run(extension, check, here, extent)
         if measurement.refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
-            checks[k] = check = Unknown(AVERAGED)
-            measurement = measured.run(extension, check, here, columns)
+            checks[k] = check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
+            measurement = measured.run(extension, check, here, extent)
         found.append(measurement)
     del measured
     try:
@@ -137,8 +137,14 @@ def early(
     return Verdict.WRONG, "there is no field, although the loss depends on the parameter"
 
 
-def columns_of(problem: Problem) -> int:
-    """How many numbers the prediction of one sample has; refuses models and losses that cannot be verified."""
+def extent_of(problem: Problem) -> Extent:
+    """How large the problem is; refuses models and losses that cannot be verified."""
+    n, sizes = max(1, problem.inputs.n), [1]
+
+    def see(module: nn.Module, args: object, output: object) -> None:
+        sizes.extend(x.numel() // n for x in tensors_in(output))
+
+    hooks = [m.register_forward_hook(see) for m in problem.model.modules() if not len(list(m.children()))]
     try:
         with torch.no_grad():
             pred = prediction(problem.predict())
@@ -151,6 +157,9 @@ def columns_of(problem: Problem) -> int:
                 "pass dtype=None to keep the model's own precision, and data that the model and the loss take.",
             )
         ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
     if loss.dim() > 0:
         raise ValueError(
             explain(
@@ -159,7 +168,7 @@ def columns_of(problem: Problem) -> int:
                 "use reduction='mean' or reduction='sum'.",
             )
         )
-    return pred.numel() // max(1, problem.inputs.n)
+    return Extent(pred.numel() // n, max(sizes))
 
 
 def mixing(model: nn.Module) -> str:

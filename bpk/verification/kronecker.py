@@ -13,21 +13,23 @@ from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
 from bpk.verification.layers import bias_of
-from bpk.verification.place import Place, pick
+from bpk.verification.place import Extent, Place, pick
 from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
 from bpk.verification.reference import Reference
 
+PROPERTIES = "no more than symmetry and positive curvature is checked"
+
 
 def check_of(extension: HBP) -> Check:
     """How a member of the family is verified."""
+    averaged = extension.backprop_strategy is BackpropStrategy.BATCH_AVERAGE
+    sampled = extension.loss_hessian_strategy is LossHessianStrategy.SAMPLING
     if extension.approximation != "default":
-        return Unknown(f"approximation={extension.approximation!r}: only symmetry and positive curvature are checked")
-    if extension.backprop_strategy is BackpropStrategy.BATCH_AVERAGE:
-        if extension.loss_hessian_strategy is LossHessianStrategy.SAMPLING:
-            return Unknown("only symmetry and positive curvature are checked")
-        return Averaged()
-    return Factors(sampled=extension.loss_hessian_strategy is LossHessianStrategy.SAMPLING)
+        return Unknown(f"approximation={extension.approximation!r}: {PROPERTIES}", averaged)
+    if averaged:
+        return Unknown(PROPERTIES, averaged) if sampled else Averaged()
+    return Factors(sampled)
 
 
 class Factors(Check):
@@ -60,9 +62,7 @@ class Factors(Check):
         if len(found) == 1:
             return [ref.ggn(place.name, place.chosen).sum(0)]
         if place.name not in ref.layers.calls:
-            raise NoReference(
-                "factors are symmetric with positive curvature; their definition for this layer is not known here"
-            )
+            raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")
         inputs = pick(ref.layers.sides(place.name)[1], place.count, place.seed)
         moment = ref.layers.input_entries(place.name, inputs, ref.n, place.chosen)
         return [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
@@ -84,6 +84,9 @@ class Averaged(Factors):
 
     note = "of one sample at a time; the average over samples is not checked"
 
+    def on_the_way(self, extent: Extent) -> int:
+        return extent.widest**2
+
     def variant(self, extension: BackpropExtension, place: Place) -> BackpropExtension:
         changed = copy.copy(extension)
         changed.subsampling = (place.numbers[0],)
@@ -96,9 +99,12 @@ class Averaged(Factors):
 class Unknown(Factors):
     """Factors of which only properties are checked."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, averaged: bool) -> None:
         super().__init__()
-        self.reason = reason
+        self.reason, self.averaged = reason, averaged
+
+    def on_the_way(self, extent: Extent) -> int:
+        return extent.widest**2 if self.averaged else 0
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         raise NoReference(self.reason)

@@ -14,11 +14,11 @@ from torch import nn
 from bpk.context import backpack
 from bpk.extending import extend, memory_cleanup
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.verification.place import Place
+from bpk.verification.place import Extent, Place
 from bpk.verification.problem import Problem
 from bpk.verification.quantities import Check, Mismatch, Read
 
-DRAWS, PASSES = 10, 10
+DRAWS, PASSES = 5, 10
 """Of a sampled quantity: draws per backward pass, and backward passes."""
 MOST_PASSES = 16
 """Over how many backward passes the parameters are spread, if the fields of all do not fit into memory."""
@@ -48,12 +48,15 @@ class Measured:
             self.loss = extend(problem.loss)
         self.limit = memory * 2**30 / 8  # in numbers of eight bytes
 
-    def run(self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], columns: int) -> Measurement:
+    def run(
+        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent
+    ) -> Measurement:
         """One extension on all parameters."""
-        result = Measurement()
-        sizes = {name: check.numbers(place, self.columns(extension, columns)) for name, place in places.items()}
+        result, columns = Measurement(), self.columns(extension, extent.columns)
+        sizes = {name: max(check.numbers(place, columns), check.on_the_way(extent)) for name, place in places.items()}
         for name in [name for name, size in sizes.items() if size > self.limit]:
-            result.skipped[name] = f"its field would take {sizes.pop(name) * 8 / 2**30:.1f} GiB (memory=)"
+            result.skipped[name] = f"it would take {sizes.pop(name) * 8 / 2**30:.1f} GiB (memory=)"
+        sizes = {name: check.numbers(places[name], columns) for name in sizes}
         groups = list(packed(sizes, self.limit))
         for group in groups[MOST_PASSES:]:
             result.skipped.update(dict.fromkeys(group, "the fields of all parameters do not fit into memory (memory=)"))

@@ -9,6 +9,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Extent:
+    """How large a problem is: numbers per sample of the prediction, and of the largest output of a layer."""
+
+    columns: int
+    widest: int
+
+
+@dataclass(frozen=True)
 class Place:
     """What of one parameter is compared.
 

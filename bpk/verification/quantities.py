@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.verification.place import Place, unravel
+from bpk.verification.place import Extent, Place, unravel
 from bpk.verification.reference import Reference
 
 Read = list[Tensor]
@@ -65,6 +65,10 @@ class Check(ABC):
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
         """Which entry of the field stands at an index of what was read."""
         return ""
+
+    def on_the_way(self, extent: Extent) -> int:
+        """About how many numbers travel from layer to layer, beside columns that are processed in chunks."""
+        return 0
 
     def numbers(self, place: Place, columns: int) -> int:
         """About how many numbers the field has, if the loss has so many columns."""

@@ -67,7 +67,7 @@ def verify(
     Hessian of the loss with respect to it, the references are `g_n = dL_n/dp` for first-order quantities,
     `J_n^T H_n J_n` for the GGN, double backward passes for the Hessian, and for Kronecker factors the GGN of a bias
     added to the layer's output (`G`) and `sum a a^T / N` over what the weight multiplies (`A`). Sampled quantities are
-    averaged over 100 draws and compared with the exact ones (within 8 standard errors). `KFRA` is compared for one
+    averaged over 50 draws and compared with the exact ones (within 8 standard errors). `KFRA` is compared for one
     sample, and `PCHMP` must be symmetric and at least the GGN and the Hessian. What these do not cover is said
     in the table, as are refusals of `bpk`.
 
