@@ -108,9 +108,10 @@ def test_subsampling_and_a_mode_that_changes() -> None:
         torch.testing.assert_close(param.grad_batch, rows[[2, 0]])
 
 
-def test_gradient_of_individual_gradients() -> None:
+@pytest.mark.parametrize("name", ["lstm", "gru-both-ways"])
+def test_gradient_of_individual_gradients(name: str) -> None:
     """`create_graph`: the masks stay where they are."""
-    model, lossfunc, x, y = tagged("lstm")
+    model, lossfunc, x, y = tagged(name)
     pred, params = model(x), list(model.parameters())
     with bpk.backpack(E.BatchGrad(), retain_graph=True):
         lossfunc(pred, y).backward(create_graph=True)
