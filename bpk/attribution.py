@@ -171,9 +171,9 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         return rows
     axis, rows = batch_axis(mat, n, tolerance)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
-    if movable and len(record.used) > 1 and not record.params:
+    if movable and axis and len(record.used) > 1 and not record.params:
         raise NotInFront(record)  # its results come side by side, without axes of their own
-    if axis == 0 or not movable or record.knows_batch or record.rule is None:
+    if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
         shared = record.batch_size != n or not record.inputs[0].is_floating_point()
         if (movable or axis == 0) and shared and not record.knows_batch:
             raise Shared(what)

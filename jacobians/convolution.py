@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians import gemm
 from bpk.jacobians.affine import Affine
+from bpk.jacobians.binding import Binding
 from bpk.jacobians.call import Call
 from bpk.jacobians.moments import patch_moment
 from bpk.jacobians.rule import Example
@@ -65,6 +67,12 @@ class ChannelsFirst(Affine):
     def __init__(self, axes: int, *modules: type[nn.Module], functions: Sequence[Any], examples: Sequence[Example]):
         super().__init__(*modules, functions=functions, params=("weight", "bias"), examples=examples)
         self.axes = axes
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        binding = super().bind(module, args, kwargs)
+        if binding.inputs[0].dim() > self.axes + 1:
+            return binding
+        return replace(binding, problem="its input has no batch axis.", do="add one: x.unsqueeze(0).")
 
     def stride(self, options: Any) -> tuple[int, ...]:
         return tuple_of(options.stride, self.axes)

@@ -25,8 +25,9 @@ ELEMENTWISE = (
     "F.dropout(x, 0.3, False)", "torch.atan(x)", "x.clone()", "x.contiguous()", "x - 0.5 * x.detach()",
     "x.expm1().clamp(max=3)", "torch.erf(x)", "F.mish(x)", "x * x", "x + x", "torch.maximum(x, -0.5 * x)",
     "torch.minimum(x, x.square())", "torch.square(x).neg()", "F.hardtanh(x)", "F.softmax(x, -1)", "x.log_softmax(-1)",
-    "F.normalize(x, dim=-1, eps=0.1)", "x.cumsum(-1)", "x.flip(-1)", "x.roll(1, -1)", "x - x.mean(-1, keepdim=True)",
-    "x / (1 + x.norm(dim=-1, keepdim=True))", "x * x.sum(-1, keepdim=True)", "x.mT.mT",
+    "F.normalize(x + 0.3, dim=-1, eps=0.1)", "x.cumsum(-1)", "x.flip(-1)", "x.roll(1, -1)",
+    "x - x.mean(-1, keepdim=True)",
+    "x / (1 + (x + 0.3).norm(dim=-1, keepdim=True))", "x * x.sum(-1, keepdim=True)", "x.mT.mT",
 )
 """Functions that leave all axes but the last one alone."""
 
@@ -36,8 +37,8 @@ AXIS = (
     "x.logsumexp($)", "x.unsqueeze($)", "x.transpose($, 1)", "x.transpose($, -1)", "x.movedim($, 1)",
     "x.chunk(2, $)[0]", "x.narrow($, 0, 1)", "x.select($, 0)", "x.std($, keepdim=True)", "x.var($, unbiased=False)",
     "x.prod($)", "x.sort($).values", "x.topk(1, $).values", "x.unbind($)[-1]", "x.split(1, $)[0]",
-    "x.index_select($, torch.tensor([0, 0]))", "x.repeat_interleave(2, $)", "F.normalize(x, dim=$, eps=0.1)",
-    "x / x.exp().sum($, keepdim=True)", "x.norm(dim=$, keepdim=True) + x", "x - x.mean($, keepdim=True)",
+    "x.index_select($, torch.tensor([0, 0]))", "x.repeat_interleave(2, $)", "F.normalize(x + 0.3, dim=$, eps=0.1)",
+    "x / x.exp().sum($, keepdim=True)", "(x + 0.3).norm(dim=$, keepdim=True) + x", "x - x.mean($, keepdim=True)",
     "x.squeeze($)", "torch.cat([x, x], $)", "x.max($).values", "x.cummax($).values", "x.softmax($) * x",
     "x * x.sigmoid().mean($, keepdim=True)", "torch.cat(x.chunk(2, $)[::-1], $)", "x.diff(dim=$)",
     "x.unsqueeze($).squeeze($)", "x.swapaxes($, 1)", "x.median($).values", "F.pad(x, (1, 1))",

@@ -47,6 +47,12 @@ def conv(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     w.line(f"x = {w.layer(f'nn.Conv{d}d({options}, {extra}{stride})')}(x)")
 
 
+def spread(w: Writer) -> bool:
+    """Whether what is to be standardised differs: equal entries become zeros, at a kink of what may follow."""
+    x = w.x.detach()
+    return x[0].numel() > 1 and bool((x != 0).all()) and (x.shape[-1] == 1 or bool((x.std(-1) > 1e-2).all()))
+
+
 @move(1.5)
 def norm(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     channels, d = w.sizes[0], len(w.sizes) - 1
@@ -61,7 +67,7 @@ def norm(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     if d in (0, 1, 2) and (d < 2 or w.sizes[-1] > 1):
         kinds += [f"nn.BatchNorm{max(d, 1)}d({channels}, affine={affine})"] * 3
     source = r.choice(kinds)
-    w.need(w.x[0].numel() > 1)
+    w.need(spread(w))
     name = w.layer(source)
     if "BatchNorm" in source:
         w.attribute(f"{name}.running_mean.uniform_(0.1, 0.6)")
@@ -74,7 +80,7 @@ def norm(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
 
 @move(1.0, positionwise=True)
 def layer_norm(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
-    w.need(w.sizes[-1] > 1)
+    w.need(w.sizes[-1] > 1 and spread(w))
     kind = r.choice(["LayerNorm", "RMSNorm"])
     w.line(f"x = {w.layer(f'nn.{kind}({w.sizes[-1]})')}(x)")
 

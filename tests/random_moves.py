@@ -86,6 +86,8 @@ def again(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     w.need(bool(names))
     name = r.choice(names)
     layer = w.model.get_submodule(name)
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        w.need(w.x.dim() == layer.weight.dim())  # it takes single samples, too
     if type(layer) is nn.Linear and r.random() < 0.3:
         other = f"self.{name}.weight"
         w.kronecker = False

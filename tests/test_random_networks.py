@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.errors import UnsupportedLayer
 from tests.compare import Assembled, agrees, check, rand
 from tests.random_networks import run
 from tests.random_problem import build, draw
@@ -250,3 +251,23 @@ def test_power_pooling_of_zeros() -> None:
     for name, p in model.named_parameters():
         v = torch.randn(2, *p.shape, dtype=torch.float64)
         torch.testing.assert_close(p.ggnmp(v).flatten(1), v.flatten(1) @ ref.ggn(name))
+
+
+def test_converted_in_place_operation_behind_an_identity() -> None:
+    """`nn.Identity` hands its input on, which is overwritten then."""
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.same(h).mul_(0.7) * h.sigmoid()
+
+    model = Assembled(forward, first=nn.Linear(2, 3), same=nn.Identity()).double()
+    x = rand(3, 2)
+    torch.testing.assert_close(bpk.extend(model, use_converter=True)(x), model(x))
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(3, 3, 1), nn.ConvTranspose1d(3, 3, 1)], ids=lambda m: type(m).__name__)
+def test_convolution_of_a_single_sample_is_refused(layer: nn.Module) -> None:
+    model, loss_fn = bpk.extend(nn.Sequential(layer, nn.Linear(4, 2))), bpk.extend(nn.MSELoss())
+    loss = loss_fn(model(torch.randn(3, 4)), torch.zeros(3, 2))
+    with pytest.raises(UnsupportedLayer, match="its input has no batch axis"), bpk.backpack(E.BatchGrad()):
+        loss.backward()

@@ -89,8 +89,9 @@ def inplace_option(node: fx.Node) -> bool:
 def may_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Whether a result may share memory with the inputs."""
     if node.op == "call_module":
-        home = type(modules[str(node.target)]).__module__
-        return not (home.startswith("torch.nn.modules.") and home.rsplit(".", 1)[-1] in OWN_MEMORY)
+        module = modules[str(node.target)]
+        home = type(module).__module__
+        return isinstance(module, nn.Identity) or not (home.startswith("torch.nn.modules.") and home.rsplit(".", 1)[-1] in OWN_MEMORY)
     return node.op in ("call_function", "call_method") and name_of(node) in VIEWS
 
 
