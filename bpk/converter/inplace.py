@@ -91,7 +91,9 @@ def may_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
         module = modules[str(node.target)]
         home = type(module).__module__
-        return isinstance(module, nn.Identity) or not (home.startswith("torch.nn.modules.") and home.rsplit(".", 1)[-1] in OWN_MEMORY)
+        return isinstance(module, nn.Identity) or not (
+            home.startswith("torch.nn.modules.") and home.rsplit(".", 1)[-1] in OWN_MEMORY
+        )
     return node.op in ("call_function", "call_method") and name_of(node) in VIEWS
 
 
