@@ -74,10 +74,11 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
     """
     refusal: UnsupportedLayer | None = None
     without: dict[bool, NotInFront] = {}
-    for n, movable in hypotheses(root, above):
-        if movable and n != root.batch_size and False in without:
+    fewer: set[bool] = set()  # where this holds for fewer samples than rows: what comes behind is less likely
+    for n, movable, in_front in hypotheses(root, above):
+        if n != root.batch_size and (movable and False in without or not in_front and movable in fewer):
             break
-        for numbers in numberings(root.batch_size, n):
+        for numbers in numberings(root.batch_size, n, in_front):
             before = [(record, record.shifted) for record in above]
             try:
                 return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
@@ -88,6 +89,8 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
                     raise
                 if movable not in without or error.missing < without[movable].missing:
                     without[movable] = error
+                if n != root.batch_size:
+                    fewer.add(movable)
             for record, axis in before:
                 record.shift(axis)
     if without:  # no hypothesis gives every layer a batch axis
@@ -95,19 +98,21 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
-def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool]]:
-    """What `N` may be, and whether the batch axis may be moved, the simplest hypotheses first.
+def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
+    """What `N` may be, whether the batch axis may be moved, and whether it comes first among the rows of the root.
 
-    With one row in front of everything, moving the batch axis is not simpler than merging it. That all rows are those
-    of one sample agrees with any graph: it comes last if a layer knows better.
+    The simplest hypotheses come first. With one row in front of everything, moving the batch axis is not simpler than
+    merging it. That all rows are those of one sample agrees with any graph: it comes last if a layer knows better.
     """
     sizes = numbers_of_samples(root, above)
     last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
     sizes = [n for n in sizes if n not in last]
-    whole = [(n, True) for n in sizes if n == root.batch_size and 1 not in sizes[1:]]
-    ordered = [(n, False) for n in sizes if n == root.batch_size] + whole
-    ordered += [(n, movable) for movable in (False, True) for n in sizes if (n, movable) not in ordered]
-    return ordered + [(n, True) for n in last]
+    whole = [n for n in sizes if n == root.batch_size]
+    ordered = [(n, movable, True) for movable in (False, True) for n in whole if not movable or 1 not in sizes[1:]]
+    for movable in (False, True):
+        found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
+        ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
+    return ordered + [(n, True, True) for n in last]
 
 
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
@@ -121,12 +126,13 @@ def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
     return found
 
 
-def numberings(rows: int, n: int) -> Iterator[Tensor]:
-    """Hypotheses about which sample `0 .. n - 1` each row is of: samples first, last, or between other axes."""
+def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
+    """Hypotheses about which sample `0 .. n - 1` each row is of: samples first, or last and between other axes."""
     if n == 0 or rows % n:
         return
     number, share = torch.arange(rows), rows // n
-    for inner in sorted((d for d in range(1, share + 1) if share % d == 0), reverse=True):
+    behind = sorted((d for d in range(1, share) if share % d == 0), reverse=True)
+    for inner in [share] if in_front else behind:
         yield (number // inner) % n
 
 
@@ -239,7 +245,7 @@ def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor
 
 def pass_on(record: Record, edge: Edge, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]) -> None:
     """Send the gradients through a call's rule to what feeds it."""
-    if record.rule is None:
+    if record.rule is None or record.problem:
         return
     leave, enter = record.exit(record.used[0]), record.entrance(0)
 

@@ -81,7 +81,9 @@ def direct(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
 def again(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     """Call a layer once more, or apply its weight by a function."""
     names = [
-        n for n, m in w.model.named_children() if not isinstance(m, nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention)
+        n
+        for n, m in w.model.named_children()
+        if not isinstance(m, nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention | nn.TransformerEncoderLayer)
     ]
     w.need(bool(names))
     name = r.choice(names)

@@ -271,3 +271,17 @@ def test_convolution_of_a_single_sample_is_refused(layer: nn.Module) -> None:
     loss = loss_fn(model(torch.randn(3, 4)), torch.zeros(3, 2))
     with pytest.raises(UnsupportedLayer, match="its input has no batch axis"), bpk.backpack(E.BatchGrad()):
         loss.backward()
+
+
+def test_time_first_inside_and_a_loss_on_flat_rows() -> None:
+    """Rows of the loss are ordered by sample: of two hypotheses that fit, this is the simpler one."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(2, 3), "last": nn.Linear(3, 3)}
+    model = Assembled(lambda m, x: m.last(m.first(x.transpose(0, 1)).transpose(0, 1)).flatten(0, 1), **layers).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    x, y = rand(2, 4, 2), torch.randint(3, (8,))
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[4 * n : 4 * n + 4]), p)[0] / 2 for n in range(2)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
