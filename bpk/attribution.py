@@ -76,7 +76,7 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
     without: dict[bool, NotInFront] = {}
     fewer: set[bool] = set()  # where this holds for fewer samples than rows: what comes behind is less likely
     for n, movable, in_front in hypotheses(root, above):
-        if n != root.batch_size and (movable and False in without or not in_front and movable in fewer):
+        if n != root.batch_size and ((movable and False in without) or (not in_front and movable in fewer)):
             break
         for numbers in numberings(root.batch_size, n, in_front):
             before = [(record, record.shifted) for record in above]
