@@ -18,7 +18,7 @@ from bpk.context import CTX
 from bpk.extensions.curvature import Curvature
 from bpk.graph import Source
 from bpk.jacobians.call import Call, Wrt
-from bpk.jacobians.errors import explain
+from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual, Rule
 from bpk.ports import Port
@@ -145,7 +145,16 @@ class Tape(Sweep):
         at_input = step.full.inputs[index]
         scale = step.grad[None] if not isinstance(step.rule, Loss) else step.grad.reshape(1)
         share = step.rule.jac_t_mat_prod(step.full, scale, index)[0]
-        return Stretch(source, at_input, share, self.samples, self.factored)
+        stretch = Stretch(source, at_input, share, self.samples, self.factored)
+        if self.factored and stretch.columns is not None and step.samples_of_rows is not None:
+            raise UnsupportedLayer(
+                explain(
+                    f"PCHMP cannot pass the nonlinear function before '{step.record.path}'.",
+                    "the batch axis is merged with another one, and its second derivative is known row by row only.",
+                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use HMP or GGNMP.",
+                )
+            )
+        return stretch
 
 
 def number_of(param: Tensor) -> int:

@@ -171,3 +171,16 @@ def test_positions_and_flattened_predictions(steps: int) -> None:
         torch.testing.assert_close(p.grad_batch, torch.stack(rows))
         torch.testing.assert_close(p.diag_ggn_exact, p.sqrt_ggn_exact.square().sum((0, 1)))
     assert [len(f) for f in model.token.weight.kflr] == [4, 5]  # a layer with factors, not a parameter of functions
+
+
+def test_positive_curvature_through_a_function_that_joins_rows_is_refused() -> None:
+    """Its residual would have to be made positive for all rows of a sample together."""
+
+    def join(m: Assembled, x: Tensor) -> Tensor:
+        z = m.first(x.flatten(0, 1)).unflatten(0, (-1, 2)).softmax(1)
+        return m.second(z.flatten(0, 1)).reshape(len(x), 2, 3).sum(1)
+
+    model = Assembled(join, first=nn.Linear(2, 4), second=nn.Linear(4, 3)).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.raises(NotImplementedError, match="PCHMP cannot pass"), bpk.backpack(E.PCHMP()):
+        loss_fn(model(rand(N, 2, 2)), torch.randint(3, (N,))).backward()
