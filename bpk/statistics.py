@@ -209,13 +209,10 @@ class Uses:
         return self.memo(("factors", approximation), lambda: self._factors(approximation))
 
     def _factors(self, approximation: str) -> list[Tensor]:
-        known = all(use.rule.kron_input(use.call, use.name, approximation) is not None for use in self.turned)
-        if self.turned and known and self.only(self.straight).input_factor(approximation) is not None:
-            return self.nearest_factors(lambda uses: uses.factors(approximation))
-        if self.turned:
-            rows = self.all_rows().reshape(-1, self.param.numel())
-            return [rows.T @ rows]
-        inputs = self.input_factor(approximation)
+        parts = self.orientations
+        if len(parts) > 1 and all(part.input_factor(approximation) is not None for part in parts):
+            return nearest_kronecker([parts[0].factors(approximation), parts[1].factors(approximation)[::-1]])
+        inputs = self.input_factor(approximation) if len(parts) == 1 else None
         if inputs is None and not self.simple:
             rows = self.all_rows().reshape(-1, self.param.numel())
             return [rows.T @ rows]
@@ -223,20 +220,13 @@ class Uses:
         return [outputs] if inputs is None else [outputs, inputs]
 
     @property
-    def turned(self) -> list[Use]:
-        """Uses that see the parameter transposed, compared with the first (an embedding tied to a linear layer)."""
-        first = self.uses[0]
-        return [use for use in self.uses if use.rule.transposes(use.name) != first.rule.transposes(first.name)]
-
-    @property
-    def straight(self) -> list[Use]:
-        """The other uses."""
-        first = self.uses[0]
-        return [use for use in self.uses if use.rule.transposes(use.name) == first.rule.transposes(first.name)]
-
-    def nearest_factors(self, of: Callable[[Uses], list[Tensor]]) -> list[Tensor]:
-        """The factors of both kinds of uses have no common ones: those of the nearest Kronecker product."""
-        return nearest_kronecker([of(self.only(self.straight)), of(self.only(self.turned))[::-1]])
+    def orientations(self) -> list[Uses]:
+        """The uses, apart from those that see the parameter transposed (an embedding tied to a linear layer)."""
+        first = self.uses[0].rule.transposes(self.uses[0].name)
+        straight = [use for use in self.uses if use.rule.transposes(use.name) == first]
+        if len(straight) == len(self.uses):
+            return [self]
+        return [self.only(straight), self.only([use for use in self.uses if use.rule.transposes(use.name) != first])]
 
     def only(self, uses: list[Use]) -> Uses:
         """Some of the uses."""
@@ -272,8 +262,9 @@ class Uses:
 
     def averaged_factors(self) -> list[Tensor]:
         """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
-        if self.turned:
-            return self.nearest_factors(Uses.averaged_factors)
+        split = self.orientations
+        if len(split) > 1:
+            return nearest_kronecker([split[0].averaged_factors(), split[1].averaged_factors()[::-1]])
         parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in self.uses]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
         outputs = add_up(parts)
