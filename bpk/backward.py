@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,13 @@ from bpk.placement import place
 from bpk.records import OPEN_USES, Record
 from bpk.rounds import columns_at_a_time, go_round, matched, pull_through
 from bpk.statistics import Use
-from bpk.support import announce, check_samples, require_batch, require_support
+from bpk.support import announce, check_samples, require_batch, require_support, tell
 from bpk.survey import require_layers, require_whole_batch, upstream
 from bpk.sweeps import DIRECT, Gradient, Step, Sweep
+
+if TYPE_CHECKING:
+    from bpk.extensions.backprop_extension import BackpropExtension
+    from bpk.extensions.module_extension import ModuleExtension
 
 
 class Backward:
@@ -58,6 +63,7 @@ class Backward:
         self.sources: dict[int, dict[int, Source]] = {}
         self.parameters = Parameters(self.extensions, self.listens, self.run_hook)
         self.visited: dict[int, nn.Module] = {}
+        self.around: dict[int, nn.Module] = {}
         self.hooked: set[int] = set()
         self.largest = 1
         self.attribution = Attribution()
@@ -88,7 +94,7 @@ class Backward:
         try:
             self.collect_functions()
             self.parameters.finish_all()
-            self.run_container_hooks()
+            self.run_last_hooks()
         except BaseException:
             self.abort()
             raise
@@ -116,7 +122,7 @@ class Backward:
         """Let go of everything."""
         self.context.backwards.pop(self.task, None)
         self.parameters.clear()
-        self.sweeps, self.sources, self.visited, self.above = {}, {}, {}, {}
+        self.sweeps, self.sources, self.visited, self.around, self.above = {}, {}, {}, {}, {}
 
     # ---- one call --------------------------------------------------------------------------------
     def _visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -140,6 +146,9 @@ class Backward:
             record.release()
         else:
             record.close()
+        if record.rule is PASSAGE:  # its parameters are final when all else is
+            self.around[id(record.module)] = record.module
+            return
         self.visited[id(record.module)] = record.module
         if not self.parameters.is_waiting(record.module):
             self.run_hook(record.module)
@@ -147,10 +156,12 @@ class Backward:
     def survey(self, root: Record) -> None:
         """Check everything behind a loss (or behind the last layer) before computing anything."""
         for record in upstream(root, self.sources_of):
-            if record.problem:  # its rows need not be samples: say so before they are looked for
+            if record.problem or record.rule is None:  # its rows need not be samples: say so before they are looked for
                 self.require(record)
-        placement = place(root, self.sources_of, self.second_order, self.sources.clear)
+        placement = place(root, self.sources_of, self.second_order, self.sources.clear, self.by_hand)
         above = placement.above
+        self.around.update({id(module): module for module in placement.left})
+        tell(placement.left, [r.module for r in (*above, root) if r.rule is PASSAGE], self.second_order)
         self.placed.update(id(record) for record in (*above, root))
         self.above[id(root)] = above
         if placement.rows:
@@ -174,8 +185,16 @@ class Backward:
             return
         self.required.add(id(record))
         for extension in self.extensions:
-            if extension.module_extension(record.module) is None:
+            if self.module_extension(extension, record) is None:
                 require_support(extension, record, self.needs_input(record))
+
+    def module_extension(self, extension: BackpropExtension, record: Record) -> ModuleExtension | None:
+        """What a user wrote by hand for this layer."""
+        return None if record.rule is PASSAGE else extension.module_extension(record.module)
+
+    def by_hand(self, record: Record) -> bool:
+        """Whether a user wrote something by hand for this layer."""
+        return any(self.module_extension(extension, record) is not None for extension in self.extensions)
 
     def needs_input(self, record: Record) -> bool:
         """Whether anything upstream of the call waits for second-order quantities."""
@@ -278,18 +297,19 @@ class Backward:
             with CTX.aloud():
                 self.context.extension_hook(module)
 
-    def run_container_hooks(self) -> None:
-        """Containers come last, from the inside out: all that they contain is final then."""
+    def run_last_hooks(self) -> None:
+        """Containers come last, from the inside out, and so do layers that were left to autograd: all is final then."""
         if self.context.extension_hook is None:
             return
-        containers: dict[int, nn.Module] = {}
-        for module in self.visited.values():
+        last = dict(self.around)
+        for module in (*self.visited.values(), *self.around.values()):
             for container in module.__dict__.get("_bpk_containers", ()):
                 holder = container()
-                if holder is not None and id(holder) not in self.visited:
-                    containers[id(holder)] = holder
-        for container in sorted(containers.values(), key=lambda c: len(list(c.modules()))):
-            self.context.extension_hook(container)
+                if holder is not None:
+                    last[id(holder)] = holder
+        for module in sorted(last.values(), key=lambda m: len(list(m.modules()))):
+            if id(module) not in self.visited:
+                self.context.extension_hook(module)
 
     def apply_module_extensions(self, record: Record, grad: Tensor) -> set[Hashable]:
         """Run module extensions that users wrote for this layer: they take precedence over its rule.
@@ -298,7 +318,7 @@ class Backward:
         """
         written: set[Hashable] = set()
         for index, extension in enumerate(self.extensions):
-            by_hand = extension.module_extension(record.module)
+            by_hand = self.module_extension(extension, record)
             if by_hand is None:
                 continue
             key = self.listens[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -28,13 +28,14 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     """Extend a model or a loss, recursively; returns the same object (with the converter: a graph of modules).
 
     Every layer that has a rule (and every layer without children) gets a forward hook that writes its calls
-    down. Extending twice changes nothing.
+    down; so do modules that hold parameters themselves. Extending twice changes nothing.
 
     Args:
         module: An instance of `nn.Module`.
         debug: Print what is extended.
         use_converter: Rewrite the model's `forward` as a `torch.fx.GraphModule` made of modules first, which shares the
-            model's parameters; `result.conversion_report` says what changed.
+            model's parameters; `result.conversion_report` says what changed. A model that cannot be rewritten is
+            extended as it is, with a warning that names the line.
 
     Raises:
         ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, or
@@ -47,11 +48,9 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     """
     check_module(module)
     if use_converter and REGISTRY.find(module) is None:
-        from bpk.converter import Converted, convert_module_to_backpack  # torch.fx loads slowly
+        from bpk.converter import convert_if_possible  # torch.fx loads slowly
 
-        converted = module if isinstance(module, Converted) else convert_module_to_backpack(module, debug)
-        attach(converted, (), "", debug)
-        return converted  # type: ignore[return-value]
+        module = convert_if_possible(module, debug)  # type: ignore[assignment]
     attach(module, (), "", debug)
     return module
 
@@ -110,7 +109,7 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
     layer = rule is not None or not children
     own = any(p is not None for p in module.parameters(recurse=False))
     if (layer or own) and not is_hooked(module) and not isinstance(module, Plain):
-        hook(module, path, record if layer else record_passage)
+        hook(module, path, [*[record] * layer, *[record_passage] * (own and rule is None)])
         fields = module.__dict__
         fields["_bpk_containers"] = WeakModules(containers)
         if debug:
@@ -128,10 +127,11 @@ def is_hooked(module: nn.Module) -> bool:
     return record in hooks or record_passage in hooks
 
 
-def hook(module: nn.Module, path: str, recorder: Callable[..., Any]) -> None:
+def hook(module: nn.Module, path: str, recorders: Iterable[Callable[..., Any]]) -> None:
     """Register the forward hooks of one layer."""
     module.__dict__["_bpk_path"] = path
-    module.register_forward_hook(recorder, with_kwargs=True)
+    for recorder in recorders:
+        module.register_forward_hook(recorder, with_kwargs=True)
     if isinstance(module.__dict__.get("inplace"), bool):
         module.register_forward_pre_hook(stash)
     rule = REGISTRY.find(module)

@@ -15,6 +15,7 @@ from bpk.jacobians.autodiff import factor
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.ports import Port
 from bpk.records import OWNER, Edge, Record
+from bpk.vjp import pull_columns
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
@@ -43,17 +44,7 @@ class Source:
             return [(record, port.to_rule(mat)) for (record, _), port in zip(self.targets, self.exits, strict=True)]
         if not self.targets:
             return []
-        ends = [gradient_edge(self.stretch)]
-        with CTX.quietly():
-            grads = torch.autograd.grad(
-                ends,
-                self.target_edges(),
-                (mat,),
-                is_grads_batched=True,
-                retain_graph=True,
-                allow_unused=True,
-                create_graph=torch.is_grad_enabled(),
-            )
+        grads = pull_columns([gradient_edge(self.stretch)], self.target_edges(), (mat,))
         found = zip(self.targets, self.exits, grads, strict=True)
         return [(record, port.to_rule(g)) for (record, _), port, g in found if g is not None]
 
@@ -78,19 +69,9 @@ class Source:
         if self.stretch is None or not self.trained:
             return []
         ends, found = [gradient_edge(self.stretch)], []
-        with CTX.quietly():
-            for n in range(mat.shape[1]):
-                alone = torch.zeros_like(mat).index_copy(1, torch.tensor([n], device=mat.device), mat[:, n : n + 1])
-                found.append(
-                    torch.autograd.grad(
-                        ends,
-                        self.trained,
-                        (self.entrance.to_graph(alone),),
-                        is_grads_batched=True,
-                        retain_graph=True,
-                        create_graph=torch.is_grad_enabled(),
-                    )
-                )
+        for n in range(mat.shape[1]):
+            alone = torch.zeros_like(mat).index_copy(1, torch.tensor([n], device=mat.device), mat[:, n : n + 1])
+            found.append(pull_columns(ends, self.trained, (self.entrance.to_graph(alone),)))
         by_leaf = zip(*found, strict=True)
         return [(leaf, torch.stack(parts, 1)) for leaf, parts in zip(self.trained, by_leaf, strict=True)]
 
@@ -184,15 +165,7 @@ class Source:
         """Columns `[K, ...]` times the derivative of a gradient, by what the stretch is a function of."""
         pulled: Sequence[Tensor | None] = [None] * len(like)
         if gradient.requires_grad:
-            with CTX.quietly():
-                pulled = torch.autograd.grad(
-                    (gradient,),
-                    self.beginnings(),
-                    (columns,),
-                    is_grads_batched=True,
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+            pulled = pull_columns((gradient,), self.beginnings(), (columns,), create_graph=False)
         full = [b.new_zeros(len(columns), *b.shape) if p is None else p for p, b in zip(pulled, like, strict=True)]
         seen = [port.to_rule(f) for port, f in zip(self.exits, full, strict=False)]
         return [*seen, *full[len(seen) :]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -23,12 +23,14 @@ SourcesOf = Callable[[Record], dict[int, Source]]
 class Placement:
     """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
 
-    `rows` says, by `id` of a record, which sample each of its rows belongs to.
+    `rows` says, by `id` of a record, which sample each of its rows belongs to. `left` are modules whose calls were left
+    to autograd.
     """
 
     above: list[Record]
     n: int
     rows: dict[int, Tensor] = field(default_factory=dict)
+    left: list[nn.Module] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -43,34 +45,47 @@ FORMS: WeakKeyDictionary[nn.Module, dict[Hashable, Form]] = WeakKeyDictionary()
 """By the module of the root, and by the form of the graph behind it."""
 
 
-def place(root: Record, sources_of: SourcesOf, second_order: bool, forget: Callable[[], None]) -> Placement:
+def place(
+    root: Record,
+    sources_of: SourcesOf,
+    second_order: bool,
+    forget: Callable[[], None],
+    by_hand: Callable[[Record], bool] = lambda record: False,
+) -> Placement:
     """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
 
-    Layers without parameters whose rule cannot have it elsewhere are left to autograd. `forget` drops what
-    `sources_of` remembers. Where samples mix, second-order quantities are refused; for first-order ones the user is
-    told once.
+    Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
+    layers without parameters whose rule cannot have the batch axis where it is. `forget` drops what `sources_of`
+    remembers. Where samples mix, second-order quantities are refused; for first-order ones the user is told once.
     """
     above = upstream(root, sources_of)
+    unknown = [record for record in above if record.rule is None and not by_hand(record)]
+    modules = [record.module for record in unknown]
+    if unknown:
+        leave(unknown, (*above, root), sources_of, forget)
+        above = upstream(root, sources_of)
     moved = is_moved(root, above, sources_of, second_order)
     stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
     if not stuck and not moved:
-        return Placement(above, root.batch_size)
+        return Placement(above, root.batch_size, left=modules)
     forms = FORMS.setdefault(root.module, {})
     key = (second_order, *((id(r.module), tuple(x.shape for x in r.inputs)) for r in (*above, root)))
     every, known = list(above), forms.get(key)
-    for k in stuck if known is None else known.left:
-        leave(every[k], (*above, root), sources_of, forget)
+    stuck = stuck if known is None else known.left
+    modules += [every[k].module for k in stuck]
+    leave([every[k] for k in stuck], (*above, root), sources_of, forget)
     above = upstream(root, sources_of)
     if known is not None:
         for record, axis in zip((*above, root), known.axes, strict=True):
             record.shift(axis)
-        return Placement(above, root.batch_size)
+        return Placement(above, root.batch_size, left=modules)
     while True:
         try:
             n, rows = attribute(root, above, {id(r): feeding(r, sources_of) for r in (*above, root)})
             break
         except NotInFront as found:
-            leave(found.record, (*above, root), sources_of, forget)
+            modules.append(found.record.module)
+            leave([found.record], (*above, root), sources_of, forget)
             above = upstream(root, sources_of)
         except UnsupportedLayer as error:
             if second_order or any(r.batch_size != root.batch_size for r in above if r.params):
@@ -82,7 +97,7 @@ def place(root: Record, sources_of: SourcesOf, second_order: bool, forget: Calla
         remaining = {id(record) for record in above}
         left = tuple(k for k, record in enumerate(every) if id(record) not in remaining)
         forms[key] = Form(left, tuple(record.shifted for record in (*above, root)))
-    return Placement(above, n, rows)
+    return Placement(above, n, rows, modules)
 
 
 def feeding(record: Record, sources_of: SourcesOf) -> dict[int, Source]:
@@ -110,11 +125,14 @@ def is_moved(root: Record, above: list[Record], sources_of: SourcesOf, second_or
     return False
 
 
-def leave(record: Record, consumers: Iterable[Record], sources_of: SourcesOf, forget: Callable[[], None]) -> None:
-    """Leave a call to autograd."""
-    for consumer in consumers:
+def leave(
+    records: Sequence[Record], consumers: Iterable[Record], sources_of: SourcesOf, forget: Callable[[], None]
+) -> None:
+    """Leave calls to autograd."""
+    wanted = {id(record) for record in records}
+    for consumer in consumers if wanted else ():
         for source in sources_of(consumer).values():
             for target, (node, _) in source.targets:
-                if target is record and node is not None and record.module is not DISSOLVED:
-                    leave_to_autograd(record, node)
+                if id(target) in wanted and node is not None and target.module is not DISSOLVED:
+                    leave_to_autograd(target, node)
     forget()

@@ -79,10 +79,11 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     binding = bind(module, rule, args, kwargs)
     if rule is not None and not binding.inputs and not binding.problem:
         return None  # it only passes on what is no tensor, such as a tuple inside a tuple
-    if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
+    if len(results) > 1 and rule is not None and not isinstance(rule, SeveralOutputs) and not binding.problem:
         binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
     kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(binding.inputs)]
-    made = results if len(results) > 1 else alone(results, binding.inputs, stashed is not None)
+    moved = stashed is not None and stashed[1][0] is not next(iter(results.values())).grad_fn
+    made = results if len(results) > 1 else alone(results, binding.inputs, moved)
     together = Together.apply(*results.values()) if len(results) > 1 else tuple(made.values())
     node = together[0].grad_fn
     assert node is not None
@@ -136,7 +137,10 @@ def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: di
 
 
 def alone(results: dict[int, Tensor], inputs: tuple[Tensor, ...], in_place: bool) -> dict[int, Tensor]:
-    """The only result of a layer, at a graph node that belongs to this call alone."""
+    """The only result of a layer, at a graph node that belongs to this call alone.
+
+    `in_place` says that it is the input, which the layer has moved to a node of its own.
+    """
     ((number, out),) = results.items()
     node = out.grad_fn
     same = not in_place and any(out is x for x in inputs)

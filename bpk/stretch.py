@@ -11,6 +11,7 @@ from torch import Tensor
 from bpk.context import CTX
 from bpk.jacobians.call import Wrt
 from bpk.ports import Port
+from bpk.vjp import pull_columns
 
 if TYPE_CHECKING:
     from bpk.graph import Source
@@ -145,11 +146,7 @@ def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[
 def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Sequence[Tensor]) -> list[Tensor | None]:
     """Transposed-Jacobian products of a recorded function, for columns `[V, ...]`."""
     columns = [column.to(out.dtype) for out, column in zip(outputs, columns, strict=True)]
-    with CTX.quietly():
-        found = torch.autograd.grad(
-            outputs, inputs, columns, is_grads_batched=True, retain_graph=True, allow_unused=True
-        )
-    return list(found)
+    return pull_columns(outputs, inputs, columns, create_graph=False)
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.records import Record
+from bpk.rules import REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 FAIL_ERROR = "ERROR"
 FAIL_SILENT = "SILENT"
+
+MANY = 6
+"""How many layers and parameters a message lists."""
 
 
 class Kind(Enum):
@@ -45,11 +49,10 @@ class Support:
     do: str = ""
 
 
-NO_RULE = "bpk has no rule for this class of layer."
-WRITE_RULE = (
-    "bpk.register() a rule for it (bpk.register(Autodiff({name}, params=(...))) is the shortest), or "
-    "extension.set_module_extension({name}, ...)."
-)
+NO_RULE = "bpk has no rule for this class of layer: autograd itself carries what travels through it."
+WRITE_RULE = "bpk.register() a rule for it, to make it faster."
+NO_LOSS = "bpk has no rule for this class of loss."
+WRITE_LOSS = "bpk.register() a rule for it (bpk.register(AutodiffLoss({name})) is the shortest)."
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
 
@@ -59,7 +62,7 @@ CHAIN_RULE = (
 )
 
 WARNED: WeakSet[nn.Module] = WeakSet()
-"""Layers that mix samples, and whose user has been told."""
+"""Layers that mix samples or take the generic way, and whose user has been told."""
 
 
 def support(extension: BackpropExtension, rule: Rule | None, call: Call | None = None, name: str = "it") -> Support:
@@ -76,7 +79,7 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
             Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND
         )
     if rule is None:
-        return Support(Kind.REFUSED, NO_RULE, WRITE_RULE.format(name=name))
+        return Support(Kind.GENERIC, NO_RULE, WRITE_RULE)
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     if reason is not None:
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", WAY_OUT)
@@ -104,11 +107,14 @@ def require_support(extension: BackpropExtension, record: Record, feeds: bool) -
     has_params = any(p.requires_grad for p in record.params.values())
     if record.problem:
         answer = Support(Kind.REFUSED, record.problem, record.binding.do)
+    elif record.rule is None and record.output.dim() == 0:
+        answer = Support(Kind.REFUSED, NO_LOSS, WRITE_LOSS.format(name=name))
     else:
         asks = record.rule is not None and (extension.second_order or type(record.rule).mixing is not Rule.mixing)
         answer = support(extension, record.rule, record.call() if asks else None, name)
     if answer.kind is not Kind.REFUSED:
-        caution(record, answer)
+        if record.rule is not None:
+            caution(record, answer)
         return
     if not (feeds or has_params):
         return
@@ -117,6 +123,31 @@ def require_support(extension: BackpropExtension, record: Record, feeds: bool) -
         raise UnsupportedLayer(message)
     if has_params and extension.fail_mode != FAIL_SILENT:
         warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def tell(layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order: bool) -> None:
+    """Tell the user once what takes the generic way, and why.
+
+    Args:
+        layers: Layers that were left to autograd; those with a rule of their own only moved the batch axis.
+        holders: Modules with parameters of their own that functions use.
+        second_order: Whether columns travel. Without, only parameters take more time than they would by a rule.
+    """
+    new = {module: None for module in (*layers, *holders) if module not in WARNED}
+    parts = []
+    for module in new:
+        own = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+        where, unknown = module.__dict__.get("_bpk_path", ""), REGISTRY.find(module) is None
+        if unknown and not any(module.children()) and (own or second_order):
+            parts.append(f"layer '{where}' ({type(module).__name__})" if where else f"layer {type(module).__name__}")
+        else:
+            parts += [f"parameter '{where}.{name}'" if where else f"parameter '{name}'" for name in own if unknown]
+    WARNED.update(new)
+    if parts:
+        shown = ", ".join(parts[:MANY]) + (f" and {len(parts) - MANY} more" if len(parts) > MANY else "")
+        why = "there is no rule for these layers, or plain functions use these parameters."
+        do = "nothing, or to make it faster bpk.register() a rule; bpk.support(model, inputs=...) lists all."
+        warnings.warn(explain(f"These go the generic way, through autograd itself: {shown}.", why, do), stacklevel=2)
 
 
 def caution(record: Record, answer: Support) -> None:

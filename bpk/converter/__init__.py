@@ -2,6 +2,14 @@
 
 from bpk.converter.convert import convert_module_to_backpack
 from bpk.converter.converted import ConversionReport, Converted
+from bpk.converter.fallback import convert_if_possible
 from bpk.converter.tracing import BackpackTracer, ConversionError
 
-__all__ = ["BackpackTracer", "ConversionError", "ConversionReport", "Converted", "convert_module_to_backpack"]
+__all__ = [
+    "BackpackTracer",
+    "ConversionError",
+    "ConversionReport",
+    "Converted",
+    "convert_if_possible",
+    "convert_module_to_backpack",
+]

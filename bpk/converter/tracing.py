@@ -23,7 +23,20 @@ CONSTANT = "_tensor_constant"
 
 
 class ConversionError(NotImplementedError):
-    """A model's forward pass cannot be written as a graph."""
+    """A model's forward pass cannot be written as a graph.
+
+    Attributes:
+        where: File, line and code where it happens, if that is known.
+        reason: What stands in the way.
+        why: Why the converter cannot take that.
+    """
+
+    def __init__(self, model: object, reason: str, why: str, do: str, where: str = "") -> None:
+        what = f"{type(model).__name__} cannot be converted: {where or 'its forward pass'} {reason}."
+        super().__init__(explain(what, why, do))
+        self.where = where
+        self.reason = reason
+        self.why = why
 
 
 class Value(fx.Proxy):
@@ -130,7 +143,7 @@ class BackpackTracer(fx.Tracer):
         try:
             graph = super().trace(root, concrete_args)
         except Exception as error:
-            raise ConversionError(failure(root, error)) from error
+            raise failure(root, error) from error
         finally:
             for m, fields in zip(modules, before, strict=True):
                 self.restore(m, fields)
@@ -139,11 +152,10 @@ class BackpackTracer(fx.Tracer):
         if not torch.equal(state, torch.get_rng_state()):
             torch.set_rng_state(state)
             raise ConversionError(
-                explain(
-                    f"{type(root).__name__} cannot be converted: its forward pass draws random numbers.",
-                    "they would be drawn once, at the conversion, and stay the same ever after.",
-                    "draw them like an input (torch.rand_like(x)), or use extend(model) without the converter.",
-                )
+                root,
+                "draws random numbers",
+                "they would be drawn once, at the conversion, and stay the same ever after.",
+                "draw them like an input (torch.rand_like(x)), or use extend(model) without the converter.",
             )
         return graph
 
@@ -154,17 +166,16 @@ def surroundings() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in devices)
 
 
-def failure(root: Any, error: Exception) -> str:
-    """The message for a forward pass that cannot be traced."""
-    line = user_line(error)
-    name = type(root).__name__
-    return explain(
-        f"{name} cannot be converted: {line or 'its forward pass'} cannot be written down as a graph of calls "
-        f"({type(error).__name__}: {error}).",
+def failure(root: object, error: Exception) -> ConversionError:
+    """What is raised where a forward pass cannot be traced."""
+    return ConversionError(
+        root,
+        f"cannot be written down as a graph of calls ({type(error).__name__}: {error})",
         "the converter goes through the forward pass once, before any input is known, so that Python cannot branch or "
         "loop on values or shapes.",
         "use bpk.extend(model) without use_converter=True, which takes any forward pass, or move that line into a "
         "module of its own and bpk.register() a rule for it.",
+        user_line(error),
     )
 
 

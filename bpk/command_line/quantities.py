@@ -1,0 +1,21 @@
+"""Extensions by their names."""
+
+from __future__ import annotations
+
+from bpk import extensions
+from bpk.command_line.errors import UserError, close_to
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.verification.run import every_extension
+
+
+def named(names: str | None) -> tuple[BackpropExtension, ...]:
+    """`BatchGrad,KFAC` as extensions; all of them where nothing is asked for."""
+    if not names:
+        return every_extension()
+    found = []
+    for name in dict.fromkeys(part.strip() for part in names.split(",")):
+        if name not in extensions.__all__:
+            known = [type(extension).__name__ for extension in every_extension()]
+            raise UserError(f"there is no quantity '{name}'{close_to(name, known) or f'; there are {", ".join(known)}'}")
+        found.append(vars(extensions)[name]())
+    return tuple(found)
