@@ -13,14 +13,21 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from bpk.context import CTX
-from bpk.graph import Source, gradient_edge
+from bpk.graph import ACCUMULATE, Source, gradient_edge
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Edge, Record
 
 SourcesOf = Mapping[int, dict[int, Source]]
 
+
+VIEWS = {
+    f"{name}Backward0"
+    for name in ("Alias Clone Expand Permute Repeat Select Slice Squeeze T Transpose UnsafeView Unsqueeze View").split()
+}
+"""Nodes of the graph that hand on values unchanged."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Of gradients that are equal or zero, by the precision of the layers."""
@@ -35,10 +42,11 @@ class Shared(Exception):
 class NotInFront(Exception):
     """A layer is to be left to autograd: its rule needs the batch axis in front, and it is elsewhere or missing."""
 
-    def __init__(self, record: Record, missing: int = 0) -> None:
+    def __init__(self, record: Record, missing: int = 0, certain: bool = False) -> None:
         super().__init__(record.path)
         self.record = record
         self.missing = missing  # how many layers have no batch axis under this hypothesis
+        self.certain = certain  # whether others, which are given data, have one
 
 
 @dataclass
@@ -78,6 +86,8 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
     for n, movable, in_front in hypotheses(root, above):
         if n != root.batch_size and ((movable and False in without) or (not in_front and movable in fewer)):
             break
+        if n == 1 and any(error.certain for error in without.values()):
+            break  # that all rows are those of one sample would agree with any graph
         for numbers in numberings(root.batch_size, n, in_front):
             before = [(record, record.shifted) for record in above]
             try:
@@ -119,11 +129,29 @@ def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
     """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it."""
     records = list(above)
     known = {record.batch_size for record in records if record.knows_batch}
-    rows = {r.batch_size for r in records if r.params and r.batch_size < root.batch_size} | {root.batch_size} | known
+    counted = [r for r in records if r.params and r.batch_size < root.batch_size and not is_given_parameters(r)]
+    rows = {r.batch_size for r in counted} | {root.batch_size} | known
     found = sorted((n for n in rows if n and all(k % n == 0 for k in known)), reverse=True)
     if not found:
         raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
     return found
+
+
+def is_given_data(record: Record) -> bool:
+    """Whether a call's inputs depend on no parameter."""
+    return bool(record.inputs) and all(node is None for node, _ in record.edges)
+
+
+def is_given_parameters(record: Record) -> bool:
+    """Whether a call's inputs are parameters, or views of them: it has no samples."""
+    return bool(record.edges) and all(is_parameter(node) for node, _ in record.edges)
+
+
+def is_parameter(node: Node | None) -> bool:
+    """Whether a node of the graph hands out a parameter, or a view of one."""
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == ACCUMULATE
 
 
 def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
@@ -149,11 +177,16 @@ def follow(
         try:
             found[id(record)] = numbers_of(record, mat, n, movable, tolerance)
         except Shared as error:
-            if sources[id(record)] or (not movable and record.inputs[0].is_floating_point()):
+            if sources[id(record)]:
                 raise mixed(f"one {error}") from None
             shared.append(record)  # no other feeds it: an embedding of positions
     if shared:  # all others agree with this hypothesis
-        raise NotInFront(shared[0], len(shared))
+        others = [r for r in above if all(r is not s for s in shared)]
+        certain = any(is_given_data(r) and r.batch_size >= n for r in others)
+        doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not is_given_parameters(r)]
+        if doubtful and not movable and not certain:
+            raise mixed(f"one row of '{doubtful[0].path}' feeds several of the {n} samples")
+        raise NotInFront(shared[0], len(shared), certain)
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")

@@ -28,15 +28,18 @@ from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.means import mean_between, pull_mean
-from bpk.records import Record
-from bpk.sweeps import Step, Sweep, apart, matched, positive_scale
+from bpk.records import OPEN_USES, Record
+from bpk.sweeps import DIRECT, Direct, Step, Sweep, apart, matched, positive_scale
 
 
 @dataclass
 class Averages:
-    """What arrives at a call: `G_yy` `[D, D]`, and by parameter the cross terms of this use with those before."""
+    """What arrives at a call: `G_yy` `[D, D]`, and by parameter the cross terms of this use with those before.
 
-    matrix: Tensor
+    For a parameter that plain functions use there is no `matrix`, and `shared` has its whole `G_pp`.
+    """
+
+    matrix: Tensor | None
     shared: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -44,13 +47,15 @@ class Averaged(Sweep):
     """The recursion of KFRA, started with the sum over samples of the loss Hessian, or of its sampled square.
 
     `waiting` holds the blocks `G_ab` by the `id` of both tensors' owners: a call stands for its output, a source for
-    the end of its stretch, a parameter (one of `params`) for itself. Missing blocks are zero.
+    the end of its stretch, a parameter (one of `params`, or of the `leaves` that functions use) for itself. Missing
+    blocks are zero.
     """
 
     def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
         super().__init__(samples)
         self.mc_samples = mc_samples
         self.params: set[int] = set()
+        self.leaves: set[int] = set()
 
     @property
     def key(self) -> Hashable:
@@ -139,7 +144,7 @@ class Averaged(Sweep):
         """
         if end(source) != id(source):
             return
-        require_layers_only(source)
+        require_functions_only(source, self.params)
         row = self.close(id(source), self.waiting.pop(id(source)))
         matrix = row.pop(id(source))
         shape = source.entrance.one_to_rule(source.consumer.inputs[source.index]).shape
@@ -150,7 +155,10 @@ class Averaged(Sweep):
             pulled = source.pull(mat.expand(-1, n, -1).reshape(-1, n, *shape[1:]))
             for record, part in pulled:
                 require_samples(record, part.shape[1] == n)
-            return [(id(record), part.reshape(*part.shape[:2], -1)) for record, part in pulled]
+            parts = [(id(record), part) for record, part in pulled]
+            if source.trained:
+                parts += [(id(p), rows) for p, rows in source.rows(mat.expand(-1, n, -1).reshape(-1, n, *shape[1:]))]
+            return [(key, part.reshape(*part.shape[:2], -1)) for key, part in parts]
 
         def mean(mat: Tensor) -> list[tuple[int, Tensor]]:
             """`[V, N or 1, D] -> [V, D_target]`."""
@@ -161,6 +169,10 @@ class Averaged(Sweep):
                 self.add(first, second, block)
         if row:
             self.cross(row, mean(stacked(row)[:, None]))
+        for leaf in source.trained:
+            self.leaves.add(id(leaf))
+            averages = Averages(None, {DIRECT: self.waiting[id(leaf)][id(leaf)]})
+            self.direct[leaf] = Direct(averages, self.attribution.batch_size(source.consumer))
 
     # ---- parameters with several uses -----------------------------------------------------------------
     def meet(self, step: Step, row: dict[int, Tensor]) -> dict[str, Tensor]:
@@ -180,7 +192,7 @@ class Averaged(Sweep):
     def keep(self, step: Step, matrix: Tensor, row: dict[int, Tensor]) -> None:
         """Open parameters that calls further up use as well: `mean_n J_wn^T G_yy J_in` and `(mean_n J_wn)^T G_yb`."""
         self.params.update(owner(step, name) for name in step.reused)
-        outputs = {key: block for key, block in row.items() if key not in self.params}
+        outputs = {key: block for key, block in row.items() if key not in self.params | self.leaves}
         for name in step.reused:
             key = owner(step, name)
             for index, source in step.sources.items():
@@ -205,17 +217,18 @@ def stacked(row: dict[int, Tensor]) -> Tensor:
     return torch.cat([block.T for block in row.values()])
 
 
-def require_layers_only(source: Source) -> None:
-    """Parameters that plain functions use have no call at which an averaged matrix could be taken."""
-    if source.trained:
-        raise UnsupportedLayer(
-            explain(
-                f"KFRA cannot be computed for a parameter of shape {list(source.trained[0].shape)}, which plain "
-                f"functions use before '{source.consumer.path}' ({type(source.consumer.module).__name__}).",
-                "its recursion goes from layer to layer, and no layer stands for this use.",
-                "use KFLR or KFAC, or extend(model, use_converter=True).",
+def require_functions_only(source: Source, params: set[int]) -> None:
+    """A parameter of a layer has a Kronecker factor, one that functions use its whole block: they cannot be added."""
+    for leaf in source.trained:
+        if id(leaf) in params or OPEN_USES[id(leaf)]:
+            raise UnsupportedLayer(
+                explain(
+                    f"KFRA cannot be computed for a parameter of shape {list(leaf.shape)}, which a layer uses, and plain "
+                    f"functions before '{source.consumer.path}' ({type(source.consumer.module).__name__}), too.",
+                    "the recursion gives the layer's use a Kronecker factor, and the functions' use a whole block.",
+                    "use KFLR or KFAC.",
+                )
             )
-        )
 
 
 def require_samples(record: Record, apart: bool) -> None:

@@ -64,6 +64,7 @@ class Backward:
         self.parameters = Parameters(self.extensions, self.listens, self.run_hook)
         self.visited: dict[int, nn.Module] = {}
         self.around: dict[int, nn.Module] = {}
+        self.kept: list[Record] = []
         self.hooked: set[int] = set()
         self.largest = 1
         self.attribution = Attribution()
@@ -119,10 +120,13 @@ class Backward:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Let go of everything; a graph that is kept may be passed again."""
+        for record in self.kept:
+            record.reopen()
         self.context.backwards.pop(self.task, None)
         self.parameters.clear()
         self.sweeps, self.sources, self.visited, self.around, self.above = {}, {}, {}, {}, {}
+        self.kept = []
 
     # ---- one call --------------------------------------------------------------------------------
     def _visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -146,6 +150,7 @@ class Backward:
             record.release()
         else:
             record.close()
+            self.kept.append(record)
         if record.rule is PASSAGE:  # its parameters are final when all else is
             self.around[id(record.module)] = record.module
             return
@@ -161,7 +166,9 @@ class Backward:
         placement = place(root, self.sources_of, self.second_order, self.sources.clear, self.by_hand)
         above = placement.above
         self.around.update({id(module): module for module in placement.left})
-        tell(placement.left, [r.module for r in (*above, root) if r.rule is PASSAGE], self.second_order)
+        served = {id(record.module) for record in above if self.by_hand(record)}
+        holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
+        tell(placement.left, holders, self.second_order)
         self.placed.update(id(record) for record in (*above, root))
         self.above[id(root)] = above
         if placement.rows:

@@ -17,7 +17,7 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd
+from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd, parameters_of
 from bpk.rules import REGISTRY
 
 UNRECORDED = object()
@@ -76,6 +76,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         leave_note(module, next(iter(results.values())))
         return None
     rule = REGISTRY.find(module)
+    if any(p.requires_grad and not p.is_leaf for p in parameters_of(module, rule).values()):
+        return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)
     if rule is not None and not binding.inputs and not binding.problem:
         return None  # it only passes on what is no tensor, such as a tuple inside a tuple

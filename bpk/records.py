@@ -248,6 +248,13 @@ class Record:
             )
         return self.output
 
+    def reopen(self) -> None:
+        """Another backward pass may come: this use of the parameters is to be expected again."""
+        if not self.open and not self.released:
+            self.open = True
+            for p in self.params.values():
+                OPEN_USES[id(p)] += 1
+
     def close(self) -> None:
         """This use of the parameters is over."""
         if self.open:

@@ -265,7 +265,8 @@ class Uses:
         split = self.orientations
         if len(split) > 1:
             return nearest_kronecker([split[0].averaged_factors(), split[1].averaged_factors()[::-1]])
-        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in self.uses]
+        by_layers = [use for use in self.uses if use.arrived.matrix is not None]
+        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_layers]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
         outputs = add_up(parts)
         inputs = self.input_factor()

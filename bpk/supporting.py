@@ -110,7 +110,8 @@ def of_layer(path: str, module: nn.Module, extensions: Sequence[BackpropExtensio
             found = FUNCTIONS
         else:
             found = of_options(extension, rule, module)
-        if found.kind is Kind.REFUSED and is_idle(extension, module.parameters(recurse=False)):
+        passed = found.kind is Kind.REFUSED or rule is None
+        if passed and is_idle(extension, module.parameters(recurse=False)):
             found = IDLE
         yield Cell(path, name, extension_name(extension), found.kind, found.reason, found.do)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from bpk.averaged import Averaged, require_layers_only
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.graph import Source, trace
@@ -18,10 +17,11 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.placement import place
 from bpk.recorder import keep
 from bpk.records import Record
+from bpk.rules import REGISTRY
 from bpk.support import Kind, Support
 from bpk.support import support as answer
 from bpk.support_table import Cell, SupportTable
-from bpk.supporting import IDLE, is_idle
+from bpk.supporting import IDLE, is_idle, of_layer
 from bpk.verification.problem import Arguments, duplicate, undisturbed
 
 
@@ -30,14 +30,14 @@ def recorded(model: nn.Module, extensions: Sequence[BackpropExtension], inputs: 
     with undisturbed(None, [p.device for p in model.parameters()]):
         copy = extend(duplicate(model, None))
         given = Arguments.of(inputs, 0).map(lambda x: x.detach().clone())
-        forward = Forward(copy, copy(*given.args, **given.kwargs))
+        forward = Forward(copy, copy(*given.args, **given.kwargs), extensions)
         return SupportTable(tuple(forward.cells(extensions)))
 
 
 class Forward:
     """One recorded forward pass, looked at from its output."""
 
-    def __init__(self, model: nn.Module, output: Any) -> None:
+    def __init__(self, model: nn.Module, output: Any, extensions: Sequence[BackpropExtension]) -> None:
         parts = output.values() if isinstance(output, Mapping) else [output]
         live = [x for part in parts for x in tensors_in(part) if x.requires_grad]
         kept = [keep(x) for x in live]
@@ -50,11 +50,17 @@ class Forward:
         self.refusal = ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+
+            def by_hand(record: Record) -> bool:
+                return any(e.module_extension(record.module) is not None for e in extensions)
+
             try:
-                self.above = place(self.root, self.sources_of, True, self.known.clear).above
+                placement = place(self.root, self.sources_of, True, self.known.clear, by_hand)
             except UnsupportedLayer as error:
                 self.refusal = " ".join(str(error).split())
-                self.above = place(self.root, self.sources_of, False, self.known.clear).above
+                placement = place(self.root, self.sources_of, False, self.known.clear, by_hand)
+        self.above = placement.above
+        self.left = {id(m): m for m in placement.left if REGISTRY.find(m) is None}
 
     def sources_of(self, record: Record) -> dict[int, Source]:
         """By input index: where the call's inputs come from."""
@@ -67,6 +73,8 @@ class Forward:
         """Layers in the order of the model, functions before the layer that they feed."""
         seen: set[tuple[str, str]] = set()
         last = len(self.order)
+        for module in self.left.values():
+            yield from of_layer(module.__dict__.get("_bpk_path", ""), module, extensions)
         for record in sorted((*self.above, self.root), key=lambda r: self.order.get(id(r.module), last)):
             rows = [self.of_source(source, extensions) for source in self.sources_of(record).values()]
             if record.rule is not PASSAGE:
@@ -102,24 +110,5 @@ class Forward:
         used = [self.names[id(p)] for p in source.trained if id(p) in self.names]
         more = f" and {len(used) - 1} more parameters" if len(used) > 1 else ""
         what = f"functions of {used[0]}{more}" if used else "functions"
-        cells = []
-        for extension in extensions:
-            found = Support(Kind.GENERIC)
-            if isinstance(extension.sweep(), Averaged):
-                try:
-                    require_layers_only(source)
-                except UnsupportedLayer as error:
-                    why, do = parts_of(str(error))
-                    found = Support(Kind.REFUSED, why, do)
-            where = f"before {source.consumer.path}"
-            cells.append(Cell(where, what, type(extension).__name__, found.kind, found.reason, found.do))
-        return cells
-
-
-def parts_of(message: str) -> tuple[str, str]:
-    """The reason and the advice of an explained error."""
-    lines = [line.strip() for line in message.splitlines()]
-    found = {
-        mark: line.removeprefix(mark).strip() for line in lines for mark in ("Why:", "Do:") if line.startswith(mark)
-    }
-    return found.get("Why:", lines[0]), found.get("Do:", "")
+        where = f"before {source.consumer.path}"
+        return [Cell(where, what, type(extension).__name__, Kind.GENERIC, "", "") for extension in extensions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ ABOUT = """Quantities beside the gradient, from the command line.
   matrix   which layers and losses get which quantity
   support  which layer of a model gets which quantity"""
 
-STATUS = """exit status: 0 all right, 1 something is wrong (or nothing could be compared), 2 a mistake in what was asked.
+STATUS = """exit status: 0 all right; 1 something is wrong, or nothing could be compared; 2 a mistake in what was asked.
 
 `python -m bpk COMMAND --help` shows options and examples."""
 
@@ -53,6 +54,9 @@ def main(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return RIGHT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -31,9 +31,12 @@ class Given:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How to name a factory, and data for one that returns only a model."""
     parser.add_argument("factory", help="module:factory or path/to/file.py:factory; " + CONVENTION)
-    parser.add_argument("--input-shape", type=numbers, metavar="3,64,64", help="of one sample, if there is only a model")
+    parser.add_argument(
+        "--input-shape", type=numbers, metavar="3,64,64", help="of one sample, if there is only a model"
+    )
     parser.add_argument("--classes", type=int, help="number of classes, if there is only a model")
     parser.add_argument("--batch", type=int, default=2, help="number of samples, if there is only a model (default: 2)")
+    parser.add_argument("--eval", action="store_true", help="put the model into evaluation mode")
     parser.add_argument("--seed", type=int, default=0, help="for the factory, data, and the choice of entries")
 
 
@@ -43,6 +46,14 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def given(options: argparse.Namespace) -> Given:
+    """What the factory returns, in evaluation mode if asked."""
+    found = unpacked(options)
+    if options.eval:
+        found.model.eval()
+    return found
+
+
+def unpacked(options: argparse.Namespace) -> Given:
     """Call the factory.
 
     Raises:
@@ -98,7 +109,9 @@ def completed(options: argparse.Namespace) -> Given:
         if found.inputs is None:
             raise UserError(f"{options.factory} returned no inputs: {CONVENTION}")
         return found
-    missing = [flag for flag, value in (("--input-shape", options.input_shape), ("--classes", options.classes)) if not value]
+    missing = [
+        flag for flag, value in (("--input-shape", options.input_shape), ("--classes", options.classes)) if not value
+    ]
     if missing:
         raise UserError(
             f"{options.factory} returned a model without loss and data: give {' and '.join(missing)} "

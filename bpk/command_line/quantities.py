@@ -16,6 +16,7 @@ def named(names: str | None) -> tuple[BackpropExtension, ...]:
     for name in dict.fromkeys(part.strip() for part in names.split(",")):
         if name not in extensions.__all__:
             known = [type(extension).__name__ for extension in every_extension()]
-            raise UserError(f"there is no quantity '{name}'{close_to(name, known) or f'; there are {", ".join(known)}'}")
+            hint = close_to(name, known) or f"; there are {', '.join(known)}"
+            raise UserError(f"there is no quantity '{name}'{hint}")
         found.append(vars(extensions)[name]())
     return tuple(found)

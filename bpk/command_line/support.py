@@ -29,7 +29,7 @@ SUPPORT_EXAMPLES = """examples:
   python -m bpk support my_model.py:Net --quantities KFRA,DiagHessian
   python -m bpk support torchvision.models:resnet18 --format markdown
 
-A factory that returns data too, (model, loss, inputs, targets), is asked with these: the calls of a forward pass decide."""
+Where the factory returns data too, (model, loss, inputs, targets), the calls of one forward pass decide."""
 
 
 def add_matrix_parser(commands: Any) -> argparse.ArgumentParser:

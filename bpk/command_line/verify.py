@@ -40,8 +40,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--quantities", metavar="BatchGrad,KFAC,...", help="names of extensions (default: all)")
     parser.add_argument("--entries", type=int, default=10, help="compared of each parameter (default: 10)")
     parser.add_argument("--samples", type=int, default=2, help="compared of quantities per sample (default: 2)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="precision (own: the model's; default: float64)")
-    parser.add_argument("--batch-axis", type=int, default=0, help="the axis of the inputs that counts samples (default: 0)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float64", help="precision (own: the model's; default: float64)"
+    )
+    parser.add_argument(
+        "--batch-axis", type=int, default=0, help="the axis of the inputs that counts samples (default: 0)"
+    )
     parser.add_argument("--memory", type=float, default=4.0, help="limit in GiB (default: 4)")
     parser.add_argument("--converter", action="store_true", help="convert the model to a graph of modules first")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")

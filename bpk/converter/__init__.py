@@ -2,8 +2,9 @@
 
 from bpk.converter.convert import convert_module_to_backpack
 from bpk.converter.converted import ConversionReport, Converted
+from bpk.converter.failure import ConversionError
 from bpk.converter.fallback import convert_if_possible
-from bpk.converter.tracing import BackpackTracer, ConversionError
+from bpk.converter.tracing import BackpackTracer
 
 __all__ = [
     "BackpackTracer",

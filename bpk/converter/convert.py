@@ -6,7 +6,6 @@ import operator
 from typing import Any
 
 from torch import fx, nn
-from torch.nn.modules.rnn import RNNBase
 
 from bpk.converter.converted import Converted
 from bpk.converter.inplace import remove_in_place
@@ -15,15 +14,12 @@ from bpk.converter.layers import as_layer
 from bpk.converter.programs import Part, build, collect, only_sizes
 from bpk.converter.recurrent import split_recurrent
 from bpk.converter.rows import Rows
-from bpk.converter.tracing import numbered, trace
+from bpk.converter.tracing import TUPLES, numbered, trace
 from bpk.converter.tree import Tree
 from bpk.jacobians.conversion import CannotConvert, Conversion, convert
 from bpk.jacobians.function_module import ParametricFunction
 from bpk.jacobians.several import SeveralOutputs
 from bpk.rules import REGISTRY
-
-TUPLES = (RNNBase, nn.LSTMCell, nn.MultiheadAttention)
-"""Layers of `torch.nn` that return tuples."""
 
 
 def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> Converted:

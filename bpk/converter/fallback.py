@@ -8,7 +8,7 @@ from torch import nn
 
 from bpk.converter.convert import convert_module_to_backpack
 from bpk.converter.converted import Converted
-from bpk.converter.tracing import ConversionError
+from bpk.converter.failure import ConversionError
 from bpk.jacobians.errors import explain
 
 

@@ -2,66 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import operator
-import os
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.rnn import RNNBase
 
-from bpk.converter.kinds import OTHER
-from bpk.jacobians.errors import explain
+from bpk.converter.failure import ConversionError, not_a_graph
+from bpk.converter.kinds import OTHER, Kind, computes_size
+from bpk.converter.values import TYPE, Value, known_instances
 from bpk.jacobians.function_module import FunctionModule, Slot
 from bpk.jacobians.generated import Generated
 from bpk.rules import REGISTRY
 
+TUPLES = (RNNBase, nn.LSTMCell, nn.MultiheadAttention)
+"""Layers of `torch.nn` that return tuples."""
+
+FACTORIES = (torch.zeros, torch.ones, torch.full, torch.empty, torch.eye)
+"""Functions of sizes: without being told, `torch.fx` knows such functions of tensors only."""
+
+PACKAGES = ("einops",)
+"""Packages whose functions and layers look at what they are given; each call of one is written down as such."""
+
 CONSTANT = "_tensor_constant"
 """How `torch.fx` calls tensors that the forward pass creates."""
-
-
-class ConversionError(NotImplementedError):
-    """A model's forward pass cannot be written as a graph.
-
-    Attributes:
-        where: File, line and code where it happens, if that is known.
-        reason: What stands in the way.
-        why: Why the converter cannot take that.
-    """
-
-    def __init__(self, model: object, reason: str, why: str, do: str, where: str = "") -> None:
-        what = f"{type(model).__name__} cannot be converted: {where or 'its forward pass'} {reason}."
-        super().__init__(explain(what, why, do))
-        self.where = where
-        self.reason = reason
-        self.why = why
-
-
-class Value(fx.Proxy):
-    """A value that is not known yet; operations in place are written down as such.
-
-    Without this, Python turns `x += y` into `x = x + y`, which other names of `x` do not see.
-    """
-
-    def _in_place(self, function: Callable[..., Any], other: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
-
-    def __iadd__(self, other: Any) -> fx.Proxy:
-        return self._in_place(operator.iadd, other)
-
-    def __isub__(self, other: Any) -> fx.Proxy:
-        return self._in_place(operator.isub, other)
-
-    def __imul__(self, other: Any) -> fx.Proxy:
-        return self._in_place(operator.imul, other)
-
-    def __itruediv__(self, other: Any) -> fx.Proxy:
-        return self._in_place(operator.itruediv, other)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
 
 class BackpackTracer(fx.Tracer):
@@ -77,14 +47,31 @@ class BackpackTracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        packages = tuple(sys.modules[name] for name in PACKAGES if name in sys.modules)
+        super().__init__(*(args or ((math, *packages), FACTORIES)), **kwargs)
+        self._autowrap_search.append(torch)  # where models find the factories
         self.constants: dict[str, torch.Tensor] = {}
         self.fixed: list[str] = []
         self.visited: set[str] = set()
         self.surroundings = surroundings()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
+        node.meta[TYPE] = self.type_of(node)
         return Value(node, self)
+
+    def type_of(self, node: fx.Node) -> type:
+        """The class of a node's value, as far as it is known."""
+        inputs = [Kind.SIZE if n.meta.get(TYPE) is int else Kind.TENSOR for n in node.all_input_nodes]
+        if computes_size(node, inputs):
+            return int
+        returns_tuple = node.op == "call_module" and isinstance(self.root.get_submodule(str(node.target)), TUPLES)
+        return tuple if returns_tuple else torch.Tensor
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, dict) and dataclasses.is_dataclass(a):  # `torch.fx` would make a plain dictionary of it
+            fields = {f.name: self.create_arg(getattr(a, f.name)) for f in dataclasses.fields(a)}
+            return self.create_node("call_function", type(a), (), fields)
+        return super().create_arg(a)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         self.param_shapes_constant = isinstance(attr_val, nn.Parameter)  # not of buffers: torch.fx knows no such proxy
@@ -107,7 +94,8 @@ class BackpackTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         layer = REGISTRY.find(m) is not None or isinstance(m, (FunctionModule, Generated))
-        return layer or super().is_leaf_module(m, module_qualified_name)
+        opaque = type(m).__module__.partition(".")[0] in PACKAGES
+        return layer or opaque or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -141,9 +129,10 @@ class BackpackTracer(fx.Tracer):
         state = torch.get_rng_state()
         self.surroundings = surroundings()
         try:
-            graph = super().trace(root, concrete_args)
+            with known_instances(modules):
+                graph = super().trace(root, concrete_args)
         except Exception as error:
-            raise failure(root, error) from error
+            raise not_a_graph(root, error) from error
         finally:
             for m, fields in zip(modules, before, strict=True):
                 self.restore(m, fields)
@@ -164,35 +153,6 @@ def surroundings() -> tuple[bool, ...]:
     """Settings of torch that change what the same call does."""
     devices = ("cpu", "cuda")
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in devices)
-
-
-def failure(root: object, error: Exception) -> ConversionError:
-    """What is raised where a forward pass cannot be traced."""
-    return ConversionError(
-        root,
-        f"cannot be written down as a graph of calls ({type(error).__name__}: {error})",
-        "the converter goes through the forward pass once, before any input is known, so that Python cannot branch or "
-        "loop on values or shapes.",
-        "use bpk.extend(model) without use_converter=True, which takes any forward pass, or move that line into a "
-        "module of its own and bpk.register() a rule for it.",
-        user_line(error),
-    )
-
-
-def user_line(error: BaseException) -> str:
-    """`file:line, in function: code` of the innermost frame that is neither torch's nor ours."""
-    ours = tuple(os.path.realpath(p) + os.sep for p in (os.path.dirname(torch.__file__), package_folder()))
-    found = ""
-    for frame in inspect.getinnerframes(error.__traceback__) if error.__traceback__ else ():
-        if not os.path.realpath(frame.filename).startswith(ours) and os.path.exists(frame.filename):
-            code = (frame.code_context or [""])[0].strip()
-            found = f"{frame.filename}:{frame.lineno}, in {frame.function} (`{code}`),"
-    return found
-
-
-def package_folder() -> str:
-    """Where this package lies."""
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @contextmanager

@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.jacobians.binding import tensors_in
 from bpk.jacobians.errors import explain
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
 from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement
+from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference, Problem
 from bpk.verification.progress import Progress
 from bpk.verification.quantities import CHECKS, Check
-from bpk.verification.reference import Reference, prediction
+from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
 from bpk.verification.samples import SamplesMix
+from bpk.verification.structure import tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
@@ -44,15 +45,17 @@ def rows(
     problem: Problem, extensions: Sequence[BackpropExtension], effort: Effort, use_converter: bool, bar: Progress
 ) -> list[Row]:
     """All rows, extension by extension."""
-    extent = extent_of(problem)
+    extent, gradients = first_look(problem)
     trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
     n, seed = problem.inputs.n, problem.seed
-    places = {name: Place.of(name, p, n, effort.entries, effort.samples, seed) for name, p in trained.items()}
+    places = {
+        name: Place.of(name, p, n, effort.entries, effort.samples, seed, gradients[name]) for name, p in trained.items()
+    }
     if not places:
         return []
     checks = [check_for(extension) for extension in extensions]
     at = [{k: place.restricted(e.get_subsampling()) for k, place in places.items()} for e in extensions]
-    measured = Measured(problem.fresh(), use_converter, effort.memory)
+    measured = Measured(problem.fresh(), use_converter, effort.memory, bar.detail)
     found: list[Measurement] = []
     for k, (extension, here) in enumerate(zip(extensions, at, strict=True)):
         bar.step(f"bpk: {extension}")
@@ -65,7 +68,7 @@ def rows(
     del measured
     try:
         factors = any(isinstance(extension, HBP) for extension in extensions)
-        reference: Reference | str = Reference(problem, places, effort.passes, factors)
+        reference: Reference | str = Reference(problem, places, effort.passes, factors, bar.detail)
     except SamplesMix as error:
         reference = f"{error}{mixing(problem.model)}"
     tolerance = Tolerance.of(next(iter(trained.values())).dtype, effort.relative, effort.absolute)
@@ -137,38 +140,66 @@ def early(
     return Verdict.WRONG, "there is no field, although the loss depends on the parameter"
 
 
-def extent_of(problem: Problem) -> Extent:
-    """How large the problem is; refuses models and losses that cannot be verified."""
+def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
+    """How large the problem is, and the gradient of each parameter; refuses models and losses that fail."""
     n, sizes = max(1, problem.inputs.n), [1]
 
     def see(module: nn.Module, args: object, output: object) -> None:
-        sizes.extend(x.numel() // n for x in tensors_in(output))
+        sizes.extend(x.numel() // n for x in tensors_of(output))
 
     hooks = [m.register_forward_hook(see) for m in problem.model.modules() if not len(list(m.children()))]
     try:
-        with torch.no_grad():
-            pred = prediction(problem.predict())
-            loss = problem.loss(pred, *problem.targets)
-    except RuntimeError as error:
+        output = problem.predict()
+    except Exception as error:  # whatever the user's model raises
         raise ValueError(
             explain(
                 f"The forward pass of a copy of {type(problem.model).__name__} fails: {error}",
                 f"verify works on a copy in {next(problem.model.parameters()).dtype}, with inputs to match.",
-                "pass dtype=None to keep the model's own precision, and data that the model and the loss take.",
+                "pass dtype=None to keep the model's own precision, and data that the model takes.",
             )
         ) from error
     finally:
         for hook in hooks:
             hook.remove()
-    if loss.dim() > 0:
+    try:
+        loss = problem.objective(output)
+    except Exception as error:  # whatever the user's loss raises
         raise ValueError(
             explain(
-                f"verify(...) needs a scalar loss; {type(problem.loss).__name__} returned shape {list(loss.shape)}.",
+                f"{type(problem.loss).__name__} fails for what {type(problem.model).__name__} returns: {error}",
+                f"that is {shape_of(output)}, and the loss is called as loss(output, *targets), "
+                "or as loss(*output, *targets) where it takes that many arguments.",
+                "pass a module as loss that takes them, and targets in the same precision.",
+            )
+        ) from error
+    require_scalar(problem, loss)
+    trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
+    found = gradients_of(loss, list(trained.values()))
+    gradients = {
+        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)
+    }
+    columns = sum(x.numel() for x in tensors_of(output) if x.requires_grad)
+    return Extent(columns // n, max(sizes)), gradients
+
+
+def shape_of(output: object) -> str:
+    """A result in a few words."""
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {list(output.shape)}"
+    return f"{type(output).__name__} with tensors of shape {', '.join(str(list(x.shape)) for x in tensors_of(output))}"
+
+
+def require_scalar(problem: Problem, loss: object) -> None:
+    """Refuse a loss that is no scalar."""
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            explain(
+                f"verify(...) needs a scalar loss; {type(problem.loss).__name__} returned {what}.",
                 "second-order quantities are those of one scalar objective.",
                 "use reduction='mean' or reduction='sum'.",
             )
         )
-    return Extent(pred.numel() // n, max(sizes))
 
 
 def mixing(model: nn.Module) -> str:

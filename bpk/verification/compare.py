@@ -19,6 +19,9 @@ Index = tuple[int, ...]
 STANDARD_ERRORS = 8.0
 """How far the mean over passes of a sampled quantity may be away from the exact one (a t-test with 9 degrees)."""
 
+FEWER = "fewer entries than asked for, because each takes backward passes of its own (passes=)"
+ZERO = "all that was compared is zero"
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -100,8 +103,13 @@ def row_of(quantity: str, check: Check, pair: Pair, relative: float, floor: floa
         return Row(name, quantity, Verdict.UNCHECKED, note="plain autograd gives NaN or infinity")
     if result.rare:
         return Row(name, quantity, Verdict.UNCHECKED, note="draws hardly differ: the predictions are too certain")
-    if not result.wrong and result.skipped:
-        note = "; ".join(filter(None, (f"NaN or infinite at {result.skipped} more entries with plain autograd", note)))
+    if not result.wrong:
+        remarks = [
+            f"NaN or infinite at {result.skipped} more entries with plain autograd" if result.skipped else "",
+            FEWER if any(e.shape != f.shape for e, f in zip(pair.expected, pair.found[0], strict=True)) else "",
+            ZERO if not any(pair.scales) and not result.absolute else "",
+        ]
+        note = "; ".join(filter(None, (*remarks, note)))
     verdict = Verdict.WRONG if result.wrong else Verdict.OK
     return Row(name, quantity, verdict, result.compared, result.absolute, result.relative, result.wrong or note)
 

@@ -41,13 +41,17 @@ class Factors(Check):
     def read(self, value: Any, place: Place) -> Read:
         if not isinstance(value, list) or not 1 <= len(value) <= 2:
             raise Mismatch("the field is no list of one or two factors")
-        return [self.part(factor, place) for factor in value]
+        if len(value) == 1:
+            return [self.part(value[0], place.entries, place.shape.numel())]
+        return [self.part(factor, place.side(len(factor))) for factor in value]
 
-    def part(self, factor: Any, place: Place) -> Tensor:
+    def part(self, factor: Any, entries: Tensor, size: int | None = None) -> Tensor:
         """A principal submatrix."""
         if not isinstance(factor, Tensor) or factor.dim() != 2 or factor.shape[0] != factor.shape[1]:
             raise Mismatch("a factor is no square matrix")
-        entries = pick(len(factor), place.count, place.seed).to(factor.device)
+        if size is not None and len(factor) != size:
+            raise Mismatch(f"the only factor has {len(factor)} rows, and the parameter {size} entries")
+        entries = entries.to(factor.device)
         part = factor[entries][:, entries]
         if bool(torch.isfinite(part).all()):
             scale, wide = float(part.abs().max()), part.double()
@@ -63,7 +67,7 @@ class Factors(Check):
             return [ref.ggn(place.name, place.chosen).sum(0)]
         if place.name not in ref.layers.calls:
             raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")
-        inputs = pick(ref.layers.sides(place.name)[1], place.count, place.seed)
+        inputs = place.side(ref.layers.sides(place.name)[1])
         moment = ref.layers.input_entries(place.name, inputs, ref.n, place.chosen)
         return [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
 

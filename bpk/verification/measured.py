@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -39,8 +39,8 @@ class Measurement:
 class Measured:
     """An extended copy of the model, on which every extension runs alone."""
 
-    def __init__(self, problem: Problem, use_converter: bool, memory: float) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, use_converter: bool, memory: float, say: Callable[[str], None]) -> None:
+        self.problem, self.say = problem, say
         self.params = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -87,7 +87,9 @@ class Measured:
         if check.sampled:
             used = copy.copy(used)
             used.__dict__["mc_samples"] = self.columns(extension, 1)
-        for number in range(PASSES if check.sampled else 1):
+        passes = PASSES if check.sampled else 1
+        for number in range(passes):
+            self.say(f"backward pass {number + 1} of {passes} for {len(places)} parameters")
             self.backward(used, number)
             for name, place in places.items():
                 value = self.params[name].__dict__.pop(used.savefield, None)
@@ -104,7 +106,7 @@ class Measured:
         """A forward and a backward pass; the draws of pass `number`."""
         for param in self.params.values():
             param.grad = None
-        loss = self.loss(self.problem.predict(model=self.model), *self.problem.targets)
+        loss = self.problem.objective(self.problem.predict(model=self.model), self.loss)
         torch.manual_seed(self.problem.seed + 1 + number)
         with backpack(extension):
             loss.backward()

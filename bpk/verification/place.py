@@ -22,7 +22,7 @@ class Place:
 
     `entries` are flat indices, `chosen` the samples that an extension considers, in its order, and `looked` those of
     them (positions) at which quantities of single samples are compared. `vector` is multiplied with matrices. `count`
-    and `seed` make further choices of entries.
+    and `seed` make further choices of entries, of which `rows` are rows of a matrix.
     """
 
     name: str
@@ -34,15 +34,20 @@ class Place:
     looked: tuple[int, ...]
     count: int
     seed: int
+    rows: Tensor | None = None
 
     @classmethod
-    def of(cls, name: str, param: Tensor, n: int, count: int, samples: int, seed: int) -> Place:
-        """Random entries, samples and direction, the same for the same seed."""
+    def of(cls, name: str, param: Tensor, n: int, count: int, samples: int, seed: int, gradient: Tensor) -> Place:
+        """Random entries, samples and direction, the same for the same seed.
+
+        Where the gradient is zero at some of the entries (tokens that do not occur), half of them are others.
+        """
         where = torch.Generator().manual_seed(seed)
         looked = torch.randperm(n, generator=where)[:samples].sort().values
         vector = torch.randn(param.shape, generator=where, dtype=torch.float64).to(param)
-        entries = pick(param.numel(), count, seed).to(param.device)
-        return cls(name, param.shape, entries, vector, n, tuple(range(n)), tuple(looked.tolist()), count, seed)
+        entries = pick_live(gradient.flatten(), count, seed).to(param.device)
+        rows = pick_live(gradient.abs().sum(1), count, seed).to(param.device) if param.dim() == 2 else None
+        return cls(name, param.shape, entries, vector, n, tuple(range(n)), tuple(looked.tolist()), count, seed, rows)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -52,6 +57,12 @@ class Place:
     def index(self, k: int) -> list[int]:
         """The index `[...]` of the `k`-th of the chosen entries."""
         return unravel(int(self.entries[k]), self.shape)
+
+    def side(self, size: int) -> Tensor:
+        """Entries of one side of a Kronecker factor."""
+        if self.rows is not None and size == self.shape[0]:
+            return self.rows
+        return pick(size, self.count, self.seed)
 
     def restricted(self, subsampling: list[int] | None) -> Place:
         """For an extension that considers some samples only."""
@@ -68,6 +79,17 @@ def pick(size: int, count: int, seed: int) -> Tensor:
     if size <= 100_000:
         return torch.randperm(size, generator=where)[:count].sort().values
     return torch.randint(size, (count,), generator=where).unique()
+
+
+def pick_live(gradient: Tensor, count: int, seed: int) -> Tensor:
+    """Random entries of a vector; where it is zero at some of them, half of them are entries where it is not."""
+    anywhere = pick(len(gradient), count, seed).to(gradient.device)
+    live = gradient.nonzero()[:, 0]
+    if len(live) == 0 or bool((gradient[anywhere] != 0).all()):
+        return anywhere
+    some = live[pick(len(live), count, seed).to(live.device)]
+    mixed = dict.fromkeys([*some[: (count + 1) // 2].tolist(), *anywhere.tolist()])
+    return torch.tensor(list(mixed)[:count], device=gradient.device)
 
 
 def unravel(flat: int, shape: torch.Size) -> list[int]:

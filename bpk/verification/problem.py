@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.extending import detach
 from bpk.jacobians.errors import explain
+from bpk.verification.structure import tensors_of, with_tensors
 
 
 class NoReference(Exception):
@@ -37,25 +39,21 @@ class Arguments:
         """From a tensor, a sequence of positional, or a mapping of named arguments."""
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
         args = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
-        if not tensors or tensors[0].dim() <= axis:
+        sizes = [x.shape[axis] for x in tensors_of([*args, *named.values()]) if x.dim() > axis]
+        if not sizes:
             raise ValueError(
                 explain(
                     f"verify(...) got no input with a batch axis {axis}: {type(inputs).__name__}.",
-                    "the number of samples is read from the first input tensor.",
+                    "the number of samples is read from the first input tensor that has this axis.",
                     "pass a tensor, a tuple of the arguments of forward(), or a dict of named ones; see batch_axis=.",
                 )
             )
-        return cls(args, named, axis, tensors[0].shape[axis])
+        return cls(args, named, axis, sizes[0])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Arguments:
         """The same arguments with tensors replaced."""
-
-        def changed(x: Any) -> Any:
-            return change(x) if isinstance(x, Tensor) else x
-
-        named = {name: changed(x) for name, x in self.kwargs.items()}
-        return Arguments(tuple(changed(x) for x in self.args), named, self.axis, self.n)
+        named = {name: with_tensors(x, change) for name, x in self.kwargs.items()}
+        return Arguments(tuple(with_tensors(x, change) for x in self.args), named, self.axis, self.n)
 
     def exchanged(self, chosen: Tensor) -> Arguments:
         """Some samples (`[N]`, true for those) replaced by their neighbours."""
@@ -105,7 +103,7 @@ class Problem:
             duplicate(model, dtype),
             duplicate(loss, dtype),
             Arguments.of(inputs, axis).map(lambda x: cast(x, dtype)),
-            tuple(cast(x, dtype) if isinstance(x, Tensor) else x for x in given),
+            with_tensors(given, lambda x: cast(x, dtype)),
             seed,
         )
 
@@ -118,6 +116,32 @@ class Problem:
         chosen = (self.inputs if inputs is None else inputs).map(lambda x: x.clone())
         torch.manual_seed(self.seed)
         return (self.model if model is None else model)(*chosen.args, **chosen.kwargs)
+
+    def objective(self, output: Any, loss: nn.Module | None = None) -> Tensor:
+        """The loss of an output; one that is a tuple is passed as one argument, or as several where these fit."""
+        module = self.loss if loss is None else loss
+        if isinstance(output, (tuple, list)) and takes_several(module, len(output), len(self.targets)):
+            value: Tensor = module(*output, *self.targets)
+        else:
+            value = module(output, *self.targets)
+        return value
+
+
+def takes_several(loss: nn.Module, outputs: int, targets: int) -> bool:
+    """Whether `loss(*outputs, *targets)` is meant and not `loss(outputs, *targets)`, by the signature of its `forward`."""
+    known = inspect.signature(loss.forward)
+    required = sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in known.parameters.values())
+    several, one = binds(known, outputs + targets), binds(known, 1 + targets)
+    return several and (not one or required != 1 + targets)
+
+
+def binds(known: inspect.Signature, count: int) -> bool:
+    """Whether so many positional arguments fit."""
+    try:
+        known.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

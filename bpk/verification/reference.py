@@ -13,14 +13,19 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.errors import explain
 from bpk.verification.layers import Layers, bias_of
-from bpk.verification.place import Place, pick
+from bpk.verification.objective import Objective, Points
+from bpk.verification.place import Place
 from bpk.verification.problem import NoReference, Problem, differentiable_twice
-from bpk.verification.samples import owners
+from bpk.verification.samples import SamplesMix
+from bpk.verification.split import Split, grads
 
 KEPT_GRAPHS = 3
 """How many gradients are kept with the graph that makes them differentiable."""
+
+
+def say_nothing(text: str) -> None:
+    """Nobody watches."""
 
 
 class Reference:
@@ -28,49 +33,54 @@ class Reference:
 
     `places` says at which entries (flat indices `[E]`) of each parameter the quantities are wanted, `passes` about how
     many backward passes each kind of quantity may take. With `factors` the biases that define Kronecker factors are
-    looked at, too.
+    looked at, too. `say` is told what is being computed.
     """
 
-    def __init__(self, problem: Problem, places: Mapping[str, Place], passes: int, factors: bool) -> None:
-        self.problem = problem
+    def __init__(
+        self,
+        problem: Problem,
+        places: Mapping[str, Place],
+        passes: int,
+        factors: bool,
+        say: Callable[[str], None] = say_nothing,
+    ) -> None:
+        self.problem, self.say, self.passes = problem, say, passes
         self.n = problem.inputs.n
         self.layers = Layers(problem.model if factors else nn.Module())
         self.entries = {name: place.entries for name, place in places.items()}
         self.share = passes // max(1, len(places))
+        named = dict(problem.model.named_parameters())
+        self.params: dict[str, Tensor] = {name: named[name] for name in places}
         with differentiable_twice():
-            self.pred = prediction(problem.predict())
+            objective = Objective(problem)
             self.layers.close()
-            self.params: dict[str, Tensor] = {n: p for n, p in problem.model.named_parameters() if p.requires_grad}
-            self.owner = owners(
-                lambda inputs: prediction(problem.predict(inputs)).detach(), problem.inputs, self.pred, self.n
-            )
-            self.point = self.pred.detach().requires_grad_()
-            value = problem.loss(self.point, *problem.targets)
-            self.slope = torch.autograd.grad(value, self.point, create_graph=True)[0]  # of the loss, at the prediction
+            self.whole = Split(problem, objective.whole())
+            self.inside = objective.inside()
         for weight, bias in self.layers.biases.items():
-            at = places[weight]
-            self.params[bias_of(weight)] = bias
-            self.entries[bias_of(weight)] = pick(len(bias), at.count, at.seed).to(bias.device)
+            if weight in places:
+                self.params[bias_of(weight)] = bias
+                self.entries[bias_of(weight)] = places[weight].side(len(bias)).to(bias.device)
         self._individual: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
         self._blocks: dict[str, Tensor] = {}
         self._known: dict[Hashable, Tensor] = {}
         self._live: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
-    def belongs(self, chosen: Sequence[int]) -> Tensor:
-        """Which entries of the prediction belong to some samples."""
-        wanted = torch.zeros(self.n, dtype=torch.bool, device=self.owner.device)
-        wanted[list(chosen)] = True
-        return wanted[self.owner].reshape(self.pred.shape)
-
-    def of_samples(self, chosen: Sequence[int], x: Tensor) -> Tensor:
-        """A tensor like the prediction, zero where it does not belong to some samples."""
-        return torch.where(self.belongs(chosen), x, torch.zeros_like(x))
+    @cached_property
+    def split(self) -> Split:
+        """Where the GGN splits the objective."""
+        inside: Points | None = self.inside
+        if inside is None:
+            return self.whole
+        try:
+            return Split(self.problem, inside)
+        except SamplesMix as error:
+            raise NoReference(f"{error}, inside of the loss") from error
 
     # ---- first order -------------------------------------------------------------------------------
     @cached_property
     def used(self) -> dict[str, bool]:
         """Which parameters the prediction depends on."""
-        total = self.pred.sum()
+        total = self.whole.pred.sum()
         found = torch.autograd.grad(total, list(self.params.values()), retain_graph=True, allow_unused=True)
         return {name: g is not None for name, g in zip(self.params, found, strict=True)}
 
@@ -84,12 +94,12 @@ class Reference:
 
     def _sample(self, n: int) -> dict[str, tuple[Tensor, Tensor]]:
         if n not in self._individual:
-            slope = self.of_samples([n], self.slope.detach())
-            found = grads(self.pred, list(self.params.values()), slope)
+            self.say(f"gradient of sample {n}")
+            slope = self.whole.of_samples([n], self.whole.slope.detach())
+            found = grads(self.whole.pred, list(self.params.values()), slope)
             self._individual[n] = {
                 name: (g.flatten()[self.entries[name]], g.square().sum())
                 for name, g in zip(self.params, found, strict=True)
-                if name in self.entries
             }
         return self._individual[n]
 
@@ -103,41 +113,35 @@ class Reference:
         return self._blocks[name][list(chosen)]
 
     def block(self, columns: Tensor) -> Tensor:
-        """`[N, E, E]`: columns `[E, *prediction]` of the Jacobian times the Hessian of the loss, by sample."""
-        flat = columns.flatten(1)
-        rows = []
-        for column in columns:
-            products = flat * self.loss_product(column).flatten()
-            rows.append(products.new_zeros(len(flat), self.n).index_add(1, self.owner, products))
+        """`[N, E, E]`: columns `[E, P]` of the Jacobian times the Hessian of the loss, by sample."""
+        rows = [self.split.by_sample(columns * self.split.loss_product(column)) for column in columns]
         return torch.stack(rows).permute(2, 0, 1)
-
-    def loss_product(self, vector: Tensor) -> Tensor:
-        """The Hessian of the loss at the prediction, times a vector in its shape."""
-        return grads(self.slope, [self.point], vector)[0].detach()
 
     @property
     def by_rows(self) -> bool:
         """Whether rows of the Jacobian (a backward pass for each entry of the prediction) are the cheaper way."""
-        return self.pred.numel() <= 1.5 * sum(len(e) for e in self.entries.values())
+        return self.split.pred.numel() <= 1.5 * sum(len(e) for e in self.entries.values())
 
     def columns_by_rows(self) -> dict[str, Tensor]:
-        """`[E, *prediction]` for every parameter."""
+        """`[E, P]` for every parameter."""
         rows: dict[str, list[Tensor]] = {name: [] for name in self.entries}
-        for k in range(self.pred.numel()):
-            unit = self.pred.new_zeros(self.pred.numel())
+        pred = self.split.pred
+        for k in range(pred.numel()):
+            self.say(f"row {k + 1} of {pred.numel()} of the Jacobian")
+            unit = torch.zeros_like(pred)
             unit[k] = 1.0
-            found = grads(self.pred, [self.params[name] for name in rows], unit.reshape(self.pred.shape))
+            found = grads(pred, [self.params[name] for name in rows], unit)
             for (name, e), g in zip(self.entries.items(), found, strict=True):
                 rows[name].append(g.flatten()[e])
-        return {name: torch.stack(r, 1).reshape(-1, *self.pred.shape) for name, r in rows.items()}
+        return {name: torch.stack(r, 1) for name, r in rows.items()}
 
-    def columns_by_products(self, name: str) -> Tensor:
-        """`[E, *prediction]`: products of the Jacobian with unit vectors, as many as `passes` allows."""
+    def columns_by_products(self, name: str, entries: Tensor | None = None) -> Tensor:
+        """`[E, P]`: products of the Jacobian with unit vectors, as many as `passes` allows, or for all `entries`."""
         param, columns = self.params[name], []
-        for e in self.entries[name][: self.affordable(name, 1)]:
+        for e in self.entries[name][: self.affordable(name, 1)] if entries is None else entries:
             unit = param.new_zeros(param.numel())
             unit[e] = 1.0
-            columns.append(self.forward((self.pulled[name] * unit.reshape(param.shape)).sum()))
+            columns.append(self.split.forward((self.pulled[name] * unit.reshape(param.shape)).sum()))
         return torch.stack(columns)
 
     def affordable(self, name: str, each: int) -> int:
@@ -145,25 +149,18 @@ class Reference:
         return max(1, min(len(self.entries[name]), self.share // each))
 
     @cached_property
-    def cotangent(self) -> Tensor:
-        """What `J^T u` is differentiated with respect to, to get products with `J`."""
-        return torch.zeros_like(self.pred).requires_grad_()
-
-    @cached_property
     def pulled(self) -> dict[str, Tensor]:
         """`J^T u` by parameter."""
-        return dict(zip(self.params, grads(self.pred, list(self.params.values()), self.cotangent, True), strict=True))
-
-    def forward(self, pulled: Tensor) -> Tensor:
-        """The derivative of a number made from `J^T u` with respect to `u`: a product with `J`."""
-        return grads(pulled, [self.cotangent])[0].detach()
+        split = self.split
+        return dict(zip(self.params, grads(split.pred, list(self.params.values()), split.cotangent, True), strict=True))
 
     def ggn_product(self, name: str, vector: Tensor, chosen: Sequence[int]) -> Tensor:
         """`sum_n J_n^T H_n J_n v` for a parameter's block."""
 
         def compute() -> Tensor:
-            curved = self.loss_product(self.forward((self.pulled[name] * vector).sum()))
-            return grads(self.pred, [self.params[name]], self.of_samples(chosen, curved))[0]
+            split = self.split
+            curved = split.loss_product(split.forward((self.pulled[name] * vector).sum()))
+            return grads(split.pred, [self.params[name]], split.of_samples(chosen, curved))[0]
 
         return self.once(("ggn product", name, *chosen), compute)
 
@@ -172,10 +169,10 @@ class Reference:
         """The gradient `[*p]` of the loss of some samples, to be differentiated again."""
         key = tuple(chosen)
         if key not in self._live:
-            pred = self.pred
+            pred = self.whole.pred
             if len(chosen) < self.n:
-                pred = torch.where(self.belongs(chosen), pred, pred.detach())
-            found = grads(self.problem.loss(pred, *self.problem.targets), list(self.params.values()), create_graph=True)
+                pred = torch.where(self.whole.belongs(chosen), pred, pred.detach())
+            found = grads(self.whole.value(pred), list(self.params.values()), create_graph=True)
             while len(self._live) >= KEPT_GRAPHS:
                 del self._live[next(iter(self._live))]
             self._live[key] = dict(zip(self.params, found, strict=True))
@@ -215,26 +212,3 @@ class Reference:
                 yield
         except (RuntimeError, NotImplementedError) as error:
             raise NoReference(f"plain autograd cannot: {str(error).splitlines()[0]}") from error
-
-
-def grads(
-    output: Tensor, wrt: Sequence[Tensor], vector: Tensor | None = None, create_graph: bool = False
-) -> list[Tensor]:
-    """`torch.autograd.grad` with zeros where nothing depends."""
-    if not output.requires_grad:
-        return [torch.zeros_like(w) for w in wrt]
-    found = torch.autograd.grad(output, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
-
-
-def prediction(output: object) -> Tensor:
-    """The output of the model, which must be one tensor."""
-    if isinstance(output, Tensor) and output.is_floating_point():
-        return output
-    raise ValueError(
-        explain(
-            f"verify(...) needs a model which returns one tensor of real numbers; it returned {type(output).__name__}.",
-            "the loss is a function of that prediction, and samples are told apart there.",
-            "wrap the model in a module that returns the tensor which the loss takes.",
-        )
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ class SamplesMix(Exception):
     """An entry of the prediction depends on several samples; the message says so."""
 
 
-def owners(predict: Callable[[Arguments], Tensor], inputs: Arguments, pred: Tensor, n: int) -> Tensor:
-    """`[entries]`: the sample that each entry of the prediction belongs to.
+def owners(
+    predict: Callable[[Arguments], list[Tensor]], inputs: Arguments, preds: Sequence[Tensor], n: int
+) -> list[Tensor]:
+    """For each of the predictions, in its shape: the sample that each entry belongs to.
 
     For every binary digit of the samples' numbers, those that have it are replaced by their neighbours, then those that
     do not. An entry that belongs to one sample changes in one of both cases.
@@ -25,18 +27,22 @@ def owners(predict: Callable[[Arguments], Tensor], inputs: Arguments, pred: Tens
     Raises:
         SamplesMix: If an entry changes in both cases.
     """
-    number = torch.arange(n, device=pred.device)
-    owner = torch.zeros(pred.numel(), dtype=torch.long, device=pred.device)
-    unknown = torch.zeros(pred.numel(), dtype=torch.bool, device=pred.device)
+    number = torch.arange(n, device=preds[0].device)
+    found = [torch.zeros(pred.shape, dtype=torch.long, device=pred.device) for pred in preds]
+    unknown = [torch.zeros(pred.shape, dtype=torch.bool, device=pred.device) for pred in preds]
     for k in range((n - 1).bit_length()):
         has = (number >> k) & 1 == 1
-        one, other = (changed(predict(inputs.exchanged(chosen)), pred) for chosen in (has, ~has))
-        if (one & other).any():
-            raise SamplesMix("samples mix: entries of the prediction depend on several of them")
-        owner += one.long() << k
-        unknown |= ~(one | other)
-    owner[unknown] = UNKNOWN
-    return completed(owner.reshape(pred.shape), n).flatten()
+        with torch.no_grad():
+            with_digit, without = predict(inputs.exchanged(has)), predict(inputs.exchanged(~has))
+        if not len(with_digit) == len(without) == len(preds):
+            raise SamplesMix("samples mix: the number of predictions depends on their values")
+        for j, pred in enumerate(preds):
+            one, other = changed(with_digit[j], pred), changed(without[j], pred)
+            if (one & other).any():
+                raise SamplesMix("samples mix: entries of the prediction depend on several of them")
+            found[j] += one.long() << k
+            unknown[j] |= ~(one | other)
+    return [completed(torch.where(where, UNKNOWN, owner), n) for where, owner in zip(unknown, found, strict=True)]
 
 
 def changed(found: Tensor, pred: Tensor) -> Tensor:
@@ -46,7 +52,7 @@ def changed(found: Tensor, pred: Tensor) -> Tensor:
     pred = pred.detach()
     scale = float(pred.abs().nan_to_num(0.0, 0.0, 0.0).max()) if pred.numel() else 0.0
     same = torch.isclose(found, pred, rtol=0, atol=1e3 * torch.finfo(pred.dtype).eps * scale, equal_nan=True)
-    return ~same.flatten()
+    return ~same
 
 
 def completed(owner: Tensor, n: int) -> Tensor:

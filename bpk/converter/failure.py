@@ -1,0 +1,62 @@
+"""What cannot be converted, and where: the error that names the line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sysconfig
+
+import torch
+
+from bpk.jacobians.errors import explain
+
+
+class ConversionError(NotImplementedError):
+    """A model's forward pass cannot be written as a graph.
+
+    Attributes:
+        where: File, line and code where it happens, if that is known.
+        reason: What stands in the way.
+        why: Why the converter cannot take that.
+    """
+
+    def __init__(self, model: object, reason: str, why: str, do: str, where: str = "") -> None:
+        what = f"{type(model).__name__} cannot be converted: {where or 'its forward pass'} {reason}."
+        super().__init__(explain(what, why, do))
+        self.where = where
+        self.reason = reason
+        self.why = why
+
+
+def not_a_graph(root: object, error: Exception) -> ConversionError:
+    """What is raised where a forward pass cannot be traced."""
+    return ConversionError(
+        root,
+        f"cannot be written down as a graph of calls ({type(error).__name__}: {error})",
+        "the converter goes through the forward pass once, before any input is known, so that Python cannot branch or "
+        "loop on values or shapes.",
+        "use bpk.extend(model) without use_converter=True, which takes any forward pass, or move that line into a "
+        "module of its own and bpk.register() a rule for it.",
+        user_line(error),
+    )
+
+
+def user_line(error: BaseException) -> str:
+    """`file:line, in function: code` of the innermost frame of the user's own code, or of a package that it calls."""
+    ours = tuple(os.path.realpath(p) + os.sep for p in (os.path.dirname(torch.__file__), package_folder()))
+    installed = tuple(os.path.realpath(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "purelib", "platlib"))
+    found = users = ""
+    for frame in inspect.getinnerframes(error.__traceback__) if error.__traceback__ else ():
+        path = os.path.realpath(frame.filename)
+        if path.startswith(ours) or not os.path.exists(path):
+            continue
+        code = (frame.code_context or [""])[0].strip()
+        found = f"{frame.filename}:{frame.lineno}, in {frame.function} (`{code}`),"
+        if not path.startswith(installed):
+            users = found
+    return users or found
+
+
+def package_folder() -> str:
+    """Where this package lies."""
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -1,0 +1,160 @@
+"""What the loss sees: the tensors at which an objective is split into a network below and a loss above.
+
+For gradients and Hessians that is the output of the model. The GGN depends on where the split is: it is `J^T H J` with
+the Jacobian `J` of what a loss module takes. Where `loss` is a module of one's own that calls losses of `torch.nn`, and
+the objective is a sum of these with constant factors, the split is at their predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.errors import explain
+from bpk.jacobians.loss import Loss
+from bpk.rules import REGISTRY
+from bpk.verification.problem import Arguments, Problem
+from bpk.verification.structure import tensors_of, with_tensors
+
+
+@dataclass
+class Calls:
+    """What a loss module inside of the user's loss was called with, call by call, and what it returned."""
+
+    module: nn.Module
+    arguments: tuple[Any, Any]
+    result: Any
+
+
+@dataclass
+class Points:
+    """Tensors that carry the graph of the model, and the objective as a function of their values."""
+
+    tensors: list[Tensor]
+    value: Callable[[Sequence[Tensor]], Tensor]
+    again: Callable[[Arguments], list[Tensor]]
+    """The same tensors for other inputs."""
+
+
+class Objective:
+    """One evaluation of model and loss; `watch` looks at the call of a loss that `bpk` knows itself, too."""
+
+    def __init__(self, problem: Problem, watch: bool = False) -> None:
+        self.problem = problem
+        self.output = problem.predict()
+        self.live = [k for k, x in enumerate(tensors_of(self.output)) if x.requires_grad and x.is_floating_point()]
+        known = is_loss(problem.loss)
+        self.inner = [m for m in problem.loss.modules() if is_loss(m)] if watch or not known else []
+        self.value, self.calls = self.watched(self.output)
+
+    def watched(self, output: Any) -> tuple[Tensor, list[Calls]]:
+        """The loss, and the calls of loss modules inside of it."""
+        calls: list[Calls] = []
+
+        def see(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            calls.append(Calls(module, (args, kwargs), result))
+
+        handles = [module.register_forward_hook(see, with_kwargs=True) for module in self.inner]
+        try:
+            return self.problem.objective(output), calls
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # ---- at the output of the model ------------------------------------------------------------------
+    def whole(self) -> Points:
+        """The parts of the output on which the loss depends.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        found = list(tensors_of(self.output))
+        live = [found[k] for k in self.live]
+        used = gradients_of(self.value, live)
+        kept = [k for k, g in zip(self.live, used, strict=True) if g is not None]
+        if not kept:
+            raise ValueError(
+                explain(
+                    f"verify(...): the loss does not depend on what the model returned ({type(self.output).__name__}).",
+                    "the loss is a function of the tensors of real numbers that the model returns.",
+                    "return them from forward(), as a tensor, a tuple, a list, a dict or a dataclass.",
+                )
+            )
+
+        def value(tensors: Sequence[Tensor]) -> Tensor:
+            return self.problem.objective(replaced(self.output, dict(zip(kept, tensors, strict=True))))
+
+        def again(inputs: Arguments) -> list[Tensor]:
+            other = list(tensors_of(self.problem.predict(inputs)))
+            return [other[k] for k in kept]
+
+        return Points([found[k] for k in kept], value, again)
+
+    # ---- at the predictions of the losses inside -----------------------------------------------------
+    def inside(self) -> Points | None:
+        """The predictions of the losses that the user's loss adds up; `None` where it does something else."""
+        values = [call.result for call in self.calls]
+        if not values or not all(isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad for x in values):
+            return None
+        factors = gradients_of(self.value, values, create_graph=True)
+        if any(c is not None and c.requires_grad for c in factors):
+            return None
+        weights = [0.0 if c is None else c.detach() for c in factors]
+        total = torch.stack([c * x for c, x in zip(weights, values, strict=True)]).sum()
+        live = [x for k, x in enumerate(tensors_of(self.output)) if k in self.live]
+        pairs = zip(gradients_of(self.value, live), gradients_of(total, live), strict=True)
+        if not all(same(left, right) for left, right in pairs):
+            return None
+        found = [list(tensors_of(call.arguments)) for call in self.calls]
+        kept = [(c, k) for c, part in enumerate(found) for k, x in enumerate(part) if x.requires_grad]
+
+        def value(tensors: Sequence[Tensor]) -> Tensor:
+            changed = dict(zip(kept, tensors, strict=True))
+            terms = []
+            for c, (call, weight) in enumerate(zip(self.calls, weights, strict=True)):
+                args, kwargs = replaced(call.arguments, {k: x for (at, k), x in changed.items() if at == c})
+                terms.append(weight * call.module(*args, **kwargs))
+            return torch.stack(terms).sum()
+
+        def again(inputs: Arguments) -> list[Tensor]:
+            _, calls = self.watched(self.problem.predict(inputs))
+            other = [list(tensors_of(call.arguments)) for call in calls]
+            return [other[c][k] for c, k in kept]
+
+        return Points([found[c][k] for c, k in kept], value, again)
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Whether this is a loss that `bpk` starts from."""
+    return isinstance(REGISTRY.find(module), Loss)
+
+
+def replaced(value: Any, changed: dict[int, Tensor]) -> Any:
+    """A structure with some of its tensors, by their number, replaced."""
+    number = iter(range(len(list(tensors_of(value)))))
+
+    def change(x: Tensor) -> Tensor:
+        return changed.get(next(number), x)
+
+    return with_tensors(value, change)
+
+
+def gradients_of(value: Tensor, tensors: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
+    """Gradients of a scalar, `None` where it does not depend."""
+    if not tensors or not value.requires_grad:
+        return [None] * len(tensors)
+    return list(
+        torch.autograd.grad(value, list(tensors), retain_graph=True, create_graph=create_graph, allow_unused=True)
+    )
+
+
+def same(left: Tensor | None, right: Tensor | None) -> bool:
+    """Whether two gradients agree up to rounding."""
+    if left is None or right is None:
+        return all(g is None or not g.any() for g in (left, right))
+    scale = float(left.abs().nan_to_num().max()) if left.numel() else 0.0
+    return torch.allclose(left, right, rtol=0, atol=1e3 * torch.finfo(left.dtype).eps * scale, equal_nan=True)

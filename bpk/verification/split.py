@@ -1,0 +1,79 @@
+"""A network below, a loss above: the flat vector of all predictions between them, and which sample each entry is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bpk.verification.objective import Points
+from bpk.verification.problem import Problem
+from bpk.verification.samples import owners
+
+
+class Split:
+    """The predictions `[P]`, side by side if there are several, and derivatives of the objective with respect to them.
+
+    Raises:
+        SamplesMix: If an entry depends on several samples.
+    """
+
+    def __init__(self, problem: Problem, points: Points) -> None:
+        self.n = problem.inputs.n
+        self.points = points
+        self.pred = side_by_side(points.tensors)
+        found = owners(lambda inputs: [x.detach() for x in points.again(inputs)], problem.inputs, points.tensors, self.n)
+        self.owner = torch.cat([x.flatten() for x in found])
+        self.point = self.pred.detach().requires_grad_()
+        value = self.value(self.point)
+        self.slope = torch.autograd.grad(value, self.point, create_graph=True)[0]  # of the loss, at the predictions
+
+    def value(self, pred: Tensor) -> Tensor:
+        """The objective as a function of the predictions."""
+        shapes = [x.shape for x in self.points.tensors]
+        parts = pred.split([shape.numel() for shape in shapes])
+        return self.points.value([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)])
+
+    def belongs(self, chosen: Sequence[int]) -> Tensor:
+        """Which entries belong to some samples."""
+        wanted = torch.zeros(self.n, dtype=torch.bool, device=self.owner.device)
+        wanted[list(chosen)] = True
+        return wanted[self.owner]
+
+    def of_samples(self, chosen: Sequence[int], x: Tensor) -> Tensor:
+        """A vector like the predictions, zero where it does not belong to some samples."""
+        return torch.where(self.belongs(chosen), x, torch.zeros_like(x))
+
+    def by_sample(self, x: Tensor) -> Tensor:
+        """`[E, P]` summed over the entries of each sample: `[E, N]`."""
+        return x.new_zeros(len(x), self.n).index_add(1, self.owner, x)
+
+    def loss_product(self, vector: Tensor) -> Tensor:
+        """The Hessian of the loss at the predictions, times a vector."""
+        return grads(self.slope, [self.point], vector)[0].detach()
+
+    @cached_property
+    def cotangent(self) -> Tensor:
+        """What `J^T u` is differentiated with respect to, to get products with `J`."""
+        return torch.zeros_like(self.pred).requires_grad_()
+
+    def forward(self, pulled: Tensor) -> Tensor:
+        """The derivative of a number made from `J^T u` with respect to `u`: a product with `J`."""
+        return grads(pulled, [self.cotangent])[0].detach()
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one vector."""
+    return torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+
+
+def grads(
+    output: Tensor, wrt: Sequence[Tensor], vector: Tensor | None = None, create_graph: bool = False
+) -> list[Tensor]:
+    """`torch.autograd.grad` with zeros where nothing depends."""
+    if not output.requires_grad:
+        return [torch.zeros_like(w) for w in wrt]
+    found = torch.autograd.grad(output, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]

@@ -1,0 +1,162 @@
+"""What has no rule goes the generic way, with the right numbers: layers, computed weights, parameters without samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import bpk
+from bpk import extensions as E
+from tests.helpers import backward
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s)These go the generic way")
+        yield
+
+
+class Gain(nn.Module):
+    """A leaf with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh()
+
+
+class Roll(nn.Module):
+    """A leaf without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(1, dims=1)
+
+
+class TwoResults(nn.Module):
+    """A leaf with several differentiable results."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.sin()
+
+
+class Cosine(torch.autograd.Function):
+    """A function whose backward pass cannot be batched: it asks for values."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        assert float(grad.abs().sum()) >= 0
+        return -grad * ctx.saved_tensors[0].sin()
+
+
+class Branches(nn.Module):
+    """All of these, in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gain, self.roll, self.two = nn.Linear(4, 3), Gain(), Roll(), TwoResults()
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.two(self.roll(self.gain(self.first(x))))
+        return self.last(a * Cosine.apply(b))
+
+
+class Hyper(nn.Module):
+    """The weight of a layer is computed by another layer, which has no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(1, 2))
+        self.generator, self.last = nn.Linear(2, 12), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(F.linear(x, self.generator(self.code).view(3, 4))))
+
+
+class Coordinates(nn.Module):
+    """A layer is given constants without a batch axis, as for relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.last = nn.Linear(2, 3), nn.Linear(4, 3), nn.Linear(3, 3)
+        self.register_buffer("grid", torch.tensor([[0.3, -0.7]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x) + self.table(self.grid)))
+
+
+def last_generic() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), Roll(), nn.Linear(3, 3), Gain(), Roll())
+
+
+def parametrized() -> nn.Module:
+    first, last = parametrizations.weight_norm(nn.Linear(4, 3)), parametrizations.orthogonal(nn.Linear(3, 3))
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+@pytest.mark.parametrize("make", [Branches, last_generic, Hyper, Coordinates, parametrized])
+def test_every_quantity(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x, y = make(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    result = bpk.verify(model, nn.CrossEntropyLoss(), x, y)
+    assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
+
+
+def test_first_order_without_an_extended_loss() -> None:
+    model = bpk.extend(last_generic().double())
+    x, y = torch.randn(5, 4).double(), torch.tensor([0, 1, 2, 0, 1])
+    with bpk.backpack(E.BatchGrad()):
+        F.cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+        assert p.grad_batch.shape[0] == 5
+
+
+def test_hooks_see_final_fields_of_every_module() -> None:
+    model, loss_fn = bpk.extend(Branches().double()), bpk.extend(nn.CrossEntropyLoss())
+    seen: list[nn.Module] = []
+
+    def hook(module: nn.Module) -> None:
+        assert all("diag_h" in vars(p) for p in module.parameters())
+        seen.append(module)
+
+    x, y = torch.randn(5, 4).double(), torch.tensor([0, 1, 2, 0, 1])
+    backward(model, loss_fn, x, y, E.DiagHessian(), extension_hook=hook)
+    assert sorted(map(id, seen)) == sorted(map(id, [loss_fn, *model.modules()]))
+
+
+def test_dropout_that_could_work_in_place_but_does_not() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.drop, self.last = nn.Conv1d(2, 3, 2), nn.Dropout(inplace=True), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.drop(self.first(x).mean(2)))
+
+    x, y = torch.randn(5, 2, 4), torch.tensor([0, 1, 2, 0, 1])
+    assert bpk.verify(Pooled().eval(), nn.CrossEntropyLoss(), x, y, E.BatchGrad(), E.DiagGGNExact())
+
+
+def test_a_retained_graph_expects_every_use_again() -> None:
+    layer, loss_fn = bpk.extend(nn.Linear(3, 3)), bpk.extend(nn.MSELoss())
+    loss = loss_fn(layer(torch.tanh(layer(torch.randn(2, 3)))), torch.randn(2, 3))
+    with bpk.backpack(E.BatchGrad(), E.DiagHessian(), retain_graph=True):
+        loss.backward(retain_graph=True)
+        first = layer.weight.grad_batch.clone(), layer.weight.diag_h.clone()
+        loss.backward()
+    torch.testing.assert_close(first, (layer.weight.grad_batch, layer.weight.diag_h))
