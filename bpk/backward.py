@@ -26,6 +26,7 @@ from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
+from bpk.jacobians.function_module import Plain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
@@ -153,6 +154,8 @@ class Backward:
             self.kept.append(record)
         if record.rule is PASSAGE:  # its parameters are final when all else is
             self.around[id(record.module)] = record.module
+            return
+        if isinstance(record.module, Plain):
             return
         self.visited[id(record.module)] = record.module
         if not self.parameters.is_waiting(record.module):

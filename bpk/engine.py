@@ -54,6 +54,11 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
     return kept if isinstance(kept, Tensor) else None
 
 
+def saved_option(node: Node, name: str) -> Any:
+    """What a node keeps for its backward pass under `name`, if that is no tensor (`None`: nothing)."""
+    return getattr(node, f"_saved_{name}", None)
+
+
 def spare_memory(tensor: object) -> Tensor | None:
     """The memory of a tensor as a flat tensor, if the caller's variable is the only thing that refers to it."""
     if not isinstance(tensor, Tensor) or tensor.requires_grad or tensor.layout is not torch.strided:

@@ -15,6 +15,7 @@ from bpk.jacobians.autodiff import factor
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.ports import Port
 from bpk.records import OWNER, Edge, Record
+from bpk.recovery import recover
 from bpk.vjp import pull_columns
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -197,7 +198,7 @@ def trace(consumer: Record, index: int) -> Source | None:
     node = edge[0]
     if node is None:
         return None
-    direct = owner(edge)
+    direct = owner(edge) or recover(edge)
     if direct is not None:
         direct.use(direct.places[edge[1]])
         return Source(consumer, index, ((direct, edge),))
@@ -207,7 +208,7 @@ def trace(consumer: Record, index: int) -> Source | None:
     waiting = [node]
     while waiting:
         for upstream in waiting.pop().next_functions:
-            found = owner(upstream)
+            found = owner(upstream) or recover(upstream)
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])

@@ -26,6 +26,9 @@ from bpk.ports import PLAIN, Port
 OWNER = "bpk.record"
 """Key under which a graph node owns the record of the layer call that produced it."""
 
+LEFT = "bpk.left"
+"""Key under which a graph node says that its call was left to autograd."""
+
 OPEN_USES: Counter[int] = Counter()
 """By `id(parameter)`: how many recorded calls that use it still await their backward pass."""
 
@@ -284,6 +287,7 @@ def leave_to_autograd(record: Record, node: Node) -> None:
     """Forget a call: it becomes part of the plain autograd between two recorded calls."""
     record.close()
     del engine.belongings(node)[OWNER]
+    engine.belongings(node)[LEFT] = True
     record.module = DISSOLVED
 
 

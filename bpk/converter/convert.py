@@ -58,8 +58,8 @@ def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> Conver
         tree.root.register_buffer(name, constant, persistent=False)
     tree.report.fixed += tracer.fixed
     if not both_modes:
-        mode = "training" if module.training else "evaluation"
-        tree.report.fixed.append(f"the forward pass is that of {mode} mode (the other mode takes another path)")
+        tree.report.mode = "training" if module.training else "evaluation"
+        tree.report.fixed.append(f"the forward pass is that of {tree.report.mode} mode (the other takes another path)")
     tree.separate(graph, out_of_place)
     split_recurrent(graph, tree)
     Rewriting(graph, tree, found, module.training).run()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
+from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
 
 REPORT = "bpk.conversion_report"
@@ -27,6 +29,7 @@ class ConversionReport:
         reused: By name of the original module: the modules that stand for its calls.
         unused: Modules that the forward pass never calls; they are kept.
         fixed: What was decided at the conversion and stays so.
+        mode: `"training"` or `"evaluation"` if the graph is that of this mode, and the other one takes another path.
     """
 
     renamed: dict[str, str] = field(default_factory=dict)
@@ -37,6 +40,7 @@ class ConversionReport:
     reused: dict[str, list[str]] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
+    mode: str = ""
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -77,6 +81,18 @@ class Converted(fx.GraphModule, Plain):
     def conversion_report(self) -> ConversionReport:
         """What the converter changed."""
         return self.meta[REPORT]
+
+    def train(self, mode: bool = True) -> Converted:
+        """Set the mode; warns where the graph is that of the other one."""
+        wanted = "training" if mode else "evaluation"
+        if self.conversion_report.mode not in ("", wanted):
+            message = explain(
+                f"A converted model is set to {wanted} mode, but it was converted in the other one.",
+                "the forward pass takes another path in the other mode, and the graph has one of them only.",
+                f"convert the model in {wanted} mode, or use bpk.extend(model) without the converter.",
+            )
+            warnings.warn(message, UserWarning, stacklevel=2 if mode else 3)  # eval() is train(False)
+        return super().train(mode)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of `nn.Module`; parameters that the graph knows under several names appear once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.errors import explain
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
+from bpk.verification.draws import Draws
 from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of
-from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement
+from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
 from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference, Problem
@@ -26,6 +27,7 @@ from bpk.verification.structure import tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
+REPEATED = "its draws are repeated; right in expectation by many draws at the loss"
 UNUSED = "the loss does not depend on it"
 
 
@@ -55,28 +57,53 @@ def rows(
         return []
     checks = [check_for(extension) for extension in extensions]
     at = [{k: place.restricted(e.get_subsampling()) for k, place in places.items()} for e in extensions]
+    draws = Draws.of(problem) if any(check is not None and check.sampled for check in checks) else None
     measured = Measured(problem.fresh(), use_converter, effort.memory, bar.detail)
     found: list[Measurement] = []
     for k, (extension, here) in enumerate(zip(extensions, at, strict=True)):
         bar.step(f"bpk: {extension}")
         check = checks[k]
-        measurement = Measurement() if check is None else measured.run(extension, check, here, extent)
+        passes = PASSES if check is not None and check.sampled and draws is None else 1
+        measurement = Measurement() if check is None else measured.run(extension, check, here, extent, passes)
         if measurement.refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
             checks[k] = check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
             measurement = measured.run(extension, check, here, extent)
         found.append(measurement)
     del measured
-    try:
-        factors = any(isinstance(extension, HBP) for extension in extensions)
-        reference: Reference | str = Reference(problem, places, effort.passes, factors, bar.detail)
-    except SamplesMix as error:
-        reference = f"{error}{mixing(problem.model)}"
+    reference = reference_of(problem, places, extensions, effort, bar)
     tolerance = Tolerance.of(next(iter(trained.values())).dtype, effort.relative, effort.absolute)
     table: list[Row] = []
     for extension, check, here, measurement in zip(extensions, checks, at, found, strict=True):
         bar.step(f"autograd: {extension}")
-        table += rows_of(type(extension).__name__, check, here, measurement, reference, tolerance)
+        name = type(extension).__name__
+        if check is None or not check.sampled or draws is None or isinstance(reference, str):
+            table += rows_of(name, check, here, measurement, reference, tolerance)
+            continue
+        with reference.sampled(draws.at(columns_of(extension, 1), seed_of(problem, 0))):
+            right = rows_of(name, check, here, measurement, reference, tolerance, REPEATED)
+        table += biased(right, draws, reference, effort, seed)
     return table
+
+
+def reference_of(
+    problem: Problem, places: dict[str, Place], extensions: Sequence[BackpropExtension], effort: Effort, bar: Progress
+) -> Reference | str:
+    """The reference, or why there is none."""
+    factors = any(isinstance(extension, HBP) for extension in extensions)
+    try:
+        return Reference(problem, places, effort.passes, factors, bar.detail)
+    except SamplesMix as error:
+        return f"{error}{mixing(problem.model)}"
+
+
+def biased(rows: list[Row], draws: Draws, reference: Reference, effort: Effort, seed: int) -> list[Row]:
+    """The same rows, all wrong if the draws do not have the Hessian of the loss as their expectation."""
+    try:
+        mistake = draws.mistake(reference.split, effort.entries, seed)
+    except NoReference:
+        mistake = ""
+    wrong = {Verdict.OK} if mistake else set()
+    return [replace(row, verdict=Verdict.WRONG, note=mistake) if row.verdict in wrong else row for row in rows]
 
 
 def check_for(extension: BackpropExtension) -> Check | None:
@@ -93,6 +120,7 @@ def rows_of(
     measurement: Measurement,
     reference: Reference | str,
     tolerance: Tolerance,
+    sampled: str = SAMPLED,
 ) -> list[Row]:
     """The rows of one extension, one per parameter and in their order."""
     done: dict[str, Row] = {}
@@ -110,7 +138,7 @@ def rows_of(
                 ended = Verdict.UNCHECKED, str(error)
         done[name] = Row(name, quantity, ended[0], note=ended[1])
     if check is not None:
-        note = SAMPLED if check.sampled else check.note
+        note = sampled if check.sampled else check.note
         done.update({row.parameter: row for row in judge(quantity, check, pairs, tolerance, note)})
     return [done[name] for name in places]
 

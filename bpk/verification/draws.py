@@ -7,15 +7,13 @@ in expectation is checked at the loss alone, where many draws are cheap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from bpk.jacobians.call import Call
 from bpk.jacobians.loss import Loss
 from bpk.rules import REGISTRY
-from bpk.verification.objective import Calls, Objective, gradients_of
+from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
 from bpk.verification.problem import Problem
 from bpk.verification.split import Split
 from bpk.verification.structure import tensors_of
@@ -39,6 +37,8 @@ class Draws:
         live = [call for call in objective.calls if count_live(call) > 0]
         if len(live) != 1 or count_live(live[0]) != 1 or not isinstance(live[0].result, Tensor):
             return None
+        if not is_loss(problem.loss) and objective.inside() is None:
+            return None
         rule, module, (args, kwargs) = REGISTRY.find(live[0].module), live[0].module, live[0].arguments
         factor = gradients_of(objective.value, [live[0].result])[0]
         if not isinstance(rule, Loss) or factor is None or factor.dim() or factor < 0:
@@ -47,8 +47,11 @@ class Draws:
         if binding.problem or not binding.inputs[0].requires_grad or binding.axis(0) != 0:
             return None
         inputs = binding.seen([x.detach() for x in binding.inputs])
-        call = Call(binding.options, inputs, {}, live[0].result.detach())
-        return None if rule.obstacle(call) else cls(rule, call, factor.detach())
+        draws = cls(rule, Call(binding.options, inputs, {}, live[0].result.detach()), factor.detach())
+        try:
+            return None if rule.obstacle(draws.call) or draws.at(1, 0).shape[1] != inputs[0].numel() else draws
+        except Exception:  # nothing can be drawn from this loss: what `bpk` does with it will show
+            return None
 
     def at(self, count: int, seed: int) -> Tensor:
         """`[M, P]`: the draws of a backward pass that begins with this seed."""
@@ -66,7 +69,7 @@ class Draws:
         size = split.pred.numel()
         where = torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:entries].to(split.pred.device)
         total, largest, drawn = split.pred.new_zeros(len(where), size), 0.0, 0
-        wanted, step = max(100, min(MANY, NUMBERS // size)), max(1, AT_ONCE // size)
+        wanted, step = max(20, min(MANY, NUMBERS // size)), max(1, AT_ONCE // size)
         while drawn < wanted:
             columns = self.at(min(step, wanted), seed + drawn) * min(step, wanted) ** 0.5
             total += columns[:, where].T @ columns
@@ -91,6 +94,3 @@ class Draws:
 def count_live(call: Calls) -> int:
     """How many tensors a loss was called with that depend on the model."""
     return sum(x.requires_grad for x in tensors_of(call.arguments))
-
-
-Repeated = Callable[[int], Tensor]

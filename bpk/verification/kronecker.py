@@ -13,7 +13,7 @@ from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
 from bpk.verification.layers import bias_of
-from bpk.verification.place import Extent, Place, pick
+from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
 from bpk.verification.reference import Reference

@@ -49,10 +49,10 @@ class Measured:
         self.limit = memory * 2**30 / 8  # in numbers of eight bytes
 
     def run(
-        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent
+        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent, passes: int = 1
     ) -> Measurement:
-        """One extension on all parameters."""
-        result, columns = Measurement(), self.columns(extension, extent.columns)
+        """One extension on all parameters, in so many backward passes."""
+        result, columns = Measurement(), columns_of(extension, extent.columns)
         sizes = {name: max(check.numbers(place, columns), check.on_the_way(extent)) for name, place in places.items()}
         for name in [name for name, size in sizes.items() if size > self.limit]:
             result.skipped[name] = f"it would take {sizes.pop(name) * 8 / 2**30:.1f} GiB (memory=)"
@@ -64,7 +64,7 @@ class Measured:
             with self.training(group), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
-                    self.run_group(extension, check, {name: places[name] for name in group}, result)
+                    self.run_group(extension, check, {name: places[name] for name in group}, result, passes)
                 except (NotImplementedError, ValueError) as error:
                     result.refused = one_line(error)
                 except Exception as error:  # whatever a broken rule raises is a result
@@ -74,20 +74,14 @@ class Measured:
                 break
         return result
 
-    def columns(self, extension: BackpropExtension, exact: int) -> int:
-        """How many columns travel."""
-        drawn: int | None = extension.__dict__.get("mc_samples")
-        return exact if drawn is None else max(drawn, DRAWS)
-
     def run_group(
-        self, extension: BackpropExtension, check: Check, places: dict[str, Place], result: Measurement
+        self, extension: BackpropExtension, check: Check, places: dict[str, Place], result: Measurement, passes: int
     ) -> None:
         """One extension on some parameters."""
         used = check.variant(extension, next(iter(places.values())))
         if check.sampled:
             used = copy.copy(used)
-            used.__dict__["mc_samples"] = self.columns(extension, 1)
-        passes = PASSES if check.sampled else 1
+            used.__dict__["mc_samples"] = columns_of(extension, 1)
         for number in range(passes):
             self.say(f"backward pass {number + 1} of {passes} for {len(places)} parameters")
             self.backward(used, number)
@@ -107,7 +101,7 @@ class Measured:
         for param in self.params.values():
             param.grad = None
         loss = self.problem.objective(self.problem.predict(model=self.model), self.loss)
-        torch.manual_seed(self.problem.seed + 1 + number)
+        torch.manual_seed(seed_of(self.problem, number))
         with backpack(extension):
             loss.backward()
 
@@ -122,6 +116,17 @@ class Measured:
             for param in self.params.values():
                 param.requires_grad_(True)
                 param.grad = None
+
+
+def columns_of(extension: BackpropExtension, exact: int) -> int:
+    """How many columns travel."""
+    drawn: int | None = extension.__dict__.get("mc_samples")
+    return exact if drawn is None else max(drawn, DRAWS)
+
+
+def seed_of(problem: Problem, number: int) -> int:
+    """The seed of a backward pass."""
+    return problem.seed + 1 + number
 
 
 def packed(sizes: Mapping[str, int], limit: float) -> Iterator[list[str]]:

@@ -128,7 +128,7 @@ class Problem:
 
 
 def takes_several(loss: nn.Module, outputs: int, targets: int) -> bool:
-    """Whether `loss(*outputs, *targets)` is meant and not `loss(outputs, *targets)`, by the signature of its `forward`."""
+    """Whether `loss(*outputs, *targets)` is meant and not `loss(outputs, *targets)`, by the signature of `forward`."""
     known = inspect.signature(loss.forward)
     required = sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in known.parameters.values())
     several, one = binds(known, outputs + targets), binds(known, 1 + targets)

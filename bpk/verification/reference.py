@@ -61,7 +61,9 @@ class Reference:
                 self.params[bias_of(weight)] = bias
                 self.entries[bias_of(weight)] = places[weight].side(len(bias)).to(bias.device)
         self._individual: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._columns: dict[str, Tensor] = {}
         self._blocks: dict[str, Tensor] = {}
+        self._drawn: Tensor | None = None
         self._known: dict[Hashable, Tensor] = {}
         self._live: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
@@ -106,16 +108,40 @@ class Reference:
     # ---- generalised Gauss-Newton ------------------------------------------------------------------
     def ggn(self, name: str, chosen: Sequence[int]) -> Tensor:
         """`[len(chosen), E, E]`: `J_n^T H_n J_n` at the chosen entries (of a costly reference: at the first ones)."""
+        if self._drawn is not None:
+            return self.sampled_block(self.columns(name), self._drawn)[list(chosen)]
         if name not in self._blocks:
+            columns = self.columns(name)
             with self.derivatives():
-                found = self.columns_by_rows() if self.by_rows else {name: self.columns_by_products(name)}
-                self._blocks.update({key: self.block(columns) for key, columns in found.items()})
+                self._blocks[name] = self.block(columns)
         return self._blocks[name][list(chosen)]
 
     def block(self, columns: Tensor) -> Tensor:
         """`[N, E, E]`: columns `[E, P]` of the Jacobian times the Hessian of the loss, by sample."""
         rows = [self.split.by_sample(columns * self.split.loss_product(column)) for column in columns]
         return torch.stack(rows).permute(2, 0, 1)
+
+    def sampled_block(self, columns: Tensor, drawn: Tensor) -> Tensor:
+        """`[N, E, E]`: the same with `S S^T` in place of the Hessian, for draws `S` `[M, P]`."""
+        rows = torch.stack([self.split.by_sample(columns * one) for one in drawn])
+        return torch.einsum("men,mfn->nef", rows, rows)
+
+    @contextmanager
+    def sampled(self, drawn: Tensor | None) -> Iterator[None]:
+        """Inside, the GGN is the one of these draws."""
+        before, self._drawn = self._drawn, drawn
+        try:
+            yield
+        finally:
+            self._drawn = before
+
+    def columns(self, name: str) -> Tensor:
+        """`[E, P]`: the Jacobian at the chosen entries (of a costly reference: at the first ones)."""
+        if name not in self._columns:
+            self.say(f"GGN of {name}")
+            with self.derivatives():
+                self._columns.update(self.columns_by_rows() if self.by_rows else {name: self.columns_by_products(name)})
+        return self._columns[name]
 
     @property
     def by_rows(self) -> bool:
@@ -158,6 +184,7 @@ class Reference:
         """`sum_n J_n^T H_n J_n v` for a parameter's block."""
 
         def compute() -> Tensor:
+            self.say(f"GGN product of {name}")
             split = self.split
             curved = split.loss_product(split.forward((self.pulled[name] * vector).sum()))
             return grads(split.pred, [self.params[name]], split.of_samples(chosen, curved))[0]
@@ -182,6 +209,7 @@ class Reference:
         """`H v` for a parameter's block, of the loss of some samples."""
 
         def compute() -> Tensor:
+            self.say(f"Hessian product of {name}")
             return grads((self.live_gradient(name, chosen) * vector).sum(), [self.params[name]])[0]
 
         return self.once(("hessian product", name, *chosen), compute)
@@ -191,6 +219,7 @@ class Reference:
         entries = self.entries[name][: self.affordable(name, parts)]
 
         def compute() -> Tensor:
+            self.say(f"Hessian of {name}")
             gradient = self.live_gradient(name, chosen).flatten()
             return torch.stack([grads(gradient[e], [self.params[name]])[0].flatten()[e] for e in entries])
 

@@ -24,7 +24,9 @@ class Split:
         self.n = problem.inputs.n
         self.points = points
         self.pred = side_by_side(points.tensors)
-        found = owners(lambda inputs: [x.detach() for x in points.again(inputs)], problem.inputs, points.tensors, self.n)
+        found = owners(
+            lambda inputs: [x.detach() for x in points.again(inputs)], problem.inputs, points.tensors, self.n
+        )
         self.owner = torch.cat([x.flatten() for x in found])
         self.point = self.pred.detach().requires_grad_()
         value = self.value(self.point)
