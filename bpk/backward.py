@@ -12,7 +12,7 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -74,6 +74,7 @@ class Backward:
         self.placed: set[int] = set()
         self.above: dict[int, list[Record]] = {}
         self.required: set[int] = set()
+        self.used: dict[int, Sequence[int]] = {}
         self.closed = False
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -168,6 +169,11 @@ class Backward:
                 self.require(record)
         placement = place(root, self.sources_of, self.second_order, self.sources.clear, self.by_hand)
         above = placement.above
+        for record in above:
+            before = self.used.get(id(record), record.used)
+            self.used[id(record)] = tuple(record.used)
+            for sweep in self.sweeps.values() if len(before) < len(record.used) else ():
+                sweep.relay(record, before)
         self.around.update({id(module): module for module in placement.left})
         served = {id(record.module) for record in above if self.by_hand(record)}
         holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]

@@ -73,8 +73,8 @@ class Source:
         for n in range(mat.shape[1]):
             alone = torch.zeros_like(mat).index_copy(1, torch.tensor([n], device=mat.device), mat[:, n : n + 1])
             found.append(pull_columns(ends, self.trained, (self.entrance.to_graph(alone),)))
-        by_leaf = zip(*found, strict=True)
-        return [(leaf, torch.stack(parts, 1)) for leaf, parts in zip(self.trained, by_leaf, strict=True)]
+        by_leaf = zip(self.trained, zip(*found, strict=True), strict=True)
+        return [(leaf, torch.stack(parts, 1)) for leaf, parts in by_leaf if parts[0] is not None]
 
     def target_edges(self) -> list[GradientEdge]:
         """The outputs of the calls that feed the stretch."""

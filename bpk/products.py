@@ -8,7 +8,7 @@ gives the GGN, making `R` positive semi-definite the positive-curvature Hessian.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual, Rule
 from bpk.ports import Port
+from bpk.records import Record
 from bpk.statistics import Uses
 from bpk.stretch import Modify, Stretch, positive, through_columns
 from bpk.sweeps import Direct, Step, Sweep, matched
@@ -103,6 +104,7 @@ class Tape(Sweep):
         self.factored = factored
         self.frames: list[Frame] = []
         self.numbers: dict[int, int] = {}
+        self.live: list[tuple[Feed, Source]] = []
 
     @property
     def key(self) -> Hashable:
@@ -125,6 +127,7 @@ class Tape(Sweep):
             params = tuple(number_of(p) for p in source.trained)
             direct = Port() if source.stretch is not None else source.exits[0]
             feeds[index] = Feed(calls + params, self.linearise(step, index, source), source.entrance, direct)
+            self.live.append((feeds[index], source))
         kept = call if torch.is_grad_enabled() else call.detached()  # a live graph would lead back to the parameter
         grad = step.grad if isinstance(step.rule, Loss) else self.rows(step.grad)
         number = self.number(id(step.record))
@@ -133,6 +136,13 @@ class Tape(Sweep):
         for source in step.sources.values():
             for param in source.trained:
                 self.direct[param] = Direct((self, len(self.frames)), step.batch_size)
+
+    def relay(self, record: Record, before: Sequence[int]) -> None:
+        for feed, source in self.live:
+            if feed.stretch is not None:
+                feed.stretch.ports[: len(source.targets)] = source.exits
+            elif source.exits:
+                feed.exit = source.exits[0]
 
     def number(self, identity: int) -> int:
         """A number for a call (its `id` may be used again once it is gone)."""

@@ -81,7 +81,9 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     binding = bind(module, rule, args, kwargs)
     if rule is not None and not binding.inputs and not binding.problem:
         return None  # it only passes on what is no tensor, such as a tuple inside a tuple
-    if len(results) > 1 and rule is not None and not isinstance(rule, SeveralOutputs) and not binding.problem:
+    if len(results) > 1 and rule is None:  # autograd knows which result depends on what
+        return None if module._parameters else record_passage(module, args, kwargs, output)
+    if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
         binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
     kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(binding.inputs)]
     moved = stashed is not None and stashed[1][0] is not next(iter(results.values())).grad_fn

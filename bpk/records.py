@@ -8,6 +8,7 @@ everything.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -167,15 +168,20 @@ class Record:
         axis = self.axis(index)
         return Port(axis) if axis else PLAIN
 
-    def exit(self, number: int) -> Port:
-        """How a result is connected."""
-        if len(self.used) == 1:
+    def exit(self, number: int, used: Sequence[int] | None = None) -> Port:
+        """How a result is connected, where these results are used (by default: those that are)."""
+        used = self.used if used is None else used
+        if len(used) == 1:
             axis = self.out_axis(number)
             return Port(axis) if axis else PLAIN
-        shapes = {k: self.shape_of(k) for k in self.used}
+        shapes = {k: self.shape_of(k) for k in used}
         sizes = [shape.numel() for shape in shapes.values()]
-        start = sum(sizes[: self.used.index(number)])
+        start = sum(sizes[: used.index(number)])
         return Port(self.out_axis(number), shapes[number], start, sum(sizes))
+
+    def relaid(self, mat: Tensor, before: Sequence[int]) -> Tensor:
+        """Columns at the results that were used before, as columns at those that are used now."""
+        return add_up([self.exit(k).to_rule(self.exit(k, before).to_graph(mat)) for k in before])
 
     def shape_of(self, number: int) -> torch.Size:
         """The shape `[*out]` of one sample of a result."""

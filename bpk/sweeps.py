@@ -145,6 +145,17 @@ class Sweep(ABC):
             )
         return payload
 
+    def relay(self, record: Record, before: Sequence[int]) -> None:
+        """More results of a call turn out to be used than `before`, when something was sent to it."""
+        if id(record) in self.waiting:
+            raise UnsupportedLayer(
+                explain(
+                    f"Several losses read different results of '{record.path}' ({type(record.module).__name__}).",
+                    "what was sent to it stands for those of the first loss only.",
+                    "use an extension of another kind, or one loss.",
+                )
+            )
+
     def hand_over(self, record: Record) -> Any:
         """What has arrived at a call, for a module extension that a user wrote."""
         raise self.no_module_extension(record)
@@ -271,6 +282,11 @@ class SquareRoot(Sweep):
             if source.stretch is not None:
                 part = self.rows(part, 1)
             self.waiting.setdefault(id(record), Columns()).add(key, part, signs)
+
+    def relay(self, record: Record, before: Sequence[int]) -> None:
+        columns = self.waiting.get(id(record), Columns())
+        for key, mat in columns.blocks.items():
+            columns.blocks[key] = record.relaid(mat, before)
 
     def hand_over(self, record: Record) -> Tensor:
         columns: Columns = self.waiting[id(record)]

@@ -73,7 +73,7 @@ class Draws:
         while drawn < wanted:
             columns = self.at(min(step, wanted), seed + drawn) * min(step, wanted) ** 0.5
             total += columns[:, where].T @ columns
-            largest, drawn = max(largest, float(columns.square().max())), drawn + len(columns)
+            largest, drawn = max(largest, float(columns.nan_to_num().square().max())), drawn + len(columns)
         for k, e in enumerate(where.tolist()):
             unit = torch.zeros_like(split.pred)
             unit[e] = 1.0

@@ -12,7 +12,7 @@ from torch import Tensor
 from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
-from bpk.verification.layers import bias_of
+from bpk.verification.layers import Side, bias_of
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
@@ -65,11 +65,28 @@ class Factors(Check):
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         if len(found) == 1:
             return [ref.ggn(place.name, place.chosen).sum(0)]
-        if place.name not in ref.layers.calls:
+        sides = ref.layers.sides.get(place.name, [])
+        if not sides or any(side.bias is None for side in sides):
             raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")
-        inputs = place.side(ref.layers.sides(place.name)[1])
-        moment = ref.layers.input_entries(place.name, inputs, ref.n, place.chosen)
+        if len(sides) > 1:
+            return self.nearest(ref, place, sides)
+        moment = ref.layers.input_entries(sides[0], place.side(sides[0].sizes[1]), ref.n, place.chosen)
         return [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
+
+    def nearest(self, ref: Reference, place: Place, sides: list[Side]) -> Read:
+        """Of a table tied to a linear layer: the nearest Kronecker product, from the whole factors of both uses."""
+        if self.sampled and not ref.repeats:
+            raise NoReference(f"of a table tied to a linear layer, compare KFLR; {PROPERTIES}")
+        size = sum(sides[0].sizes)
+        if size > ref.passes:
+            raise NoReference(f"{size} passes for a table tied to a linear layer are too many (passes=); {PROPERTIES}")
+        outputs, inputs = [], []
+        for k, side in enumerate(sides):
+            outputs.append(ref.whole_ggn(bias_of(place.name, k), side.sizes[0], side.offset, place.chosen))
+            inputs.append(ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen))
+        left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])
+        rows, columns = place.side(len(left)), place.side(len(right))
+        return [left[rows][:, rows], right[columns][:, columns]]
 
     def is_drawn(self, factor: int) -> bool:
         return self.sampled and factor == 0
@@ -81,6 +98,20 @@ class Factors(Check):
         if len(place.shape) < 2:
             return place.shape.numel() ** 2
         return place.shape[0] ** 2 + (place.shape.numel() // place.shape[0]) ** 2
+
+
+def nearest_product(left: list[Tensor], right: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The Kronecker product nearest to `sum_k L_k x R_k` (Van Loan and Pitsianis, 1993), `L_1` having coefficient one.
+
+    Its factors are the leading singular vectors of `sum_k vec(L_k) vec(R_k)^T`.
+    """
+    (basis_left, left_in), (basis_right, right_in) = (
+        torch.linalg.qr(torch.stack([m.flatten() for m in part], 1)) for part in (left, right)
+    )
+    u, s, v = torch.linalg.svd(left_in @ right_in.T)
+    share = torch.linalg.solve(left_in, u[:, 0])[0]
+    first, second = basis_left @ u[:, 0] / share, basis_right @ v[0] * s[0] * share
+    return first.reshape(left[0].shape), second.reshape(right[0].shape)
 
 
 class Averaged(Factors):

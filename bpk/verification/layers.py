@@ -1,119 +1,186 @@
 """Layers whose weights have Kronecker factors `[G, A]`, and both factors by their definitions.
 
-`G` is the GGN of a bias that is added to the layer's output (its uses share one); such biases, all zero, are added
-while the reference runs. `A = sum a a^T / N` over samples, positions and uses, where `a` is what a row of the weight
-multiplies; the layer itself yields an entry of `a`, if all weights but that one are zero.
+`G` is the GGN of a bias that is added to the layer's output (its uses share one). Where a layer has such a bias
+(recurrent layers, attention), that one; otherwise one that is zero is added while the reference runs.
+`A = sum a a^T / N` over samples, positions and uses, where `a` is what a row of the weight multiplies (`operands.py`).
+
+A weight may have several uses: modules that share it, and calls of them. A table of embeddings sees its weight
+transposed (`[D, vocabulary]`); one that is tied to a linear layer has two pairs of factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bpk.verification.operands import (
+    CONVOLUTIONS,
+    LINEAR,
+    TABLES,
+    Given,
+    attention_rows,
+    linear_rows,
+    linear_sides,
+    recurrent_rows,
+    width,
+)
 from bpk.verification.problem import NoReference
+from bpk.verification.structure import with_tensors
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding)
+Rows = Callable[[Tensor], list[Tensor]]
+"""Entries -> what they are in all samples and positions, `[E, N, R]`; the mean of several."""
+
+
+@dataclass
+class Side:
+    """One orientation of a weight: the bias that stands for its output (from an `offset` on), and its uses."""
+
+    sizes: tuple[int, int]
+    bias: Tensor | None = None
+    offset: int = 0
+    table: bool = False
+    uses: list[Rows] = field(default_factory=list)
 
 
 class Layers:
-    """The layers with Kronecker factors in one model, and their calls."""
+    """The weights with Kronecker factors in one model, by name: their sides, that of the last use first."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.biases: dict[str, Tensor] = {}
-        self.owners: dict[str, Any] = {}
-        self.calls: dict[str, list[tuple[Tensor, ...]]] = {}
+        self.sides: dict[str, list[Side]] = {}
         self.handles: list[RemovableHandle] = []
-        holders: dict[int, int] = {}
+        named = {id(p): name for name, p in model.named_parameters()}
+        holders: dict[int, list[nn.Module]] = {}
         for module in model.modules():
             for param in module.parameters(recurse=False):
-                holders[id(param)] = holders.get(id(param), 0) + 1
-        for path, module in model.named_modules():
-            if isinstance(module, (*CHANNELS_LAST, *CONVOLUTIONS)) and holders.get(id(module.weight)) == 1:
-                self.watch(f"{path}.weight" if path else "weight", module)
+                holders.setdefault(id(param), []).append(module)
+        inside = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                self.watch_attention(module, named, holders)
+            elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                self.watch_recurrent(module, named, holders)
+            elif isinstance(module, LINEAR) and id(module) not in inside:
+                if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+                    continue
+                if all(isinstance(holder, LINEAR) for holder in holders[id(module.weight)]):
+                    self.watch(named[id(module.weight)], module)
 
-    def watch(self, name: str, module: nn.Module) -> None:
+    # ---- linear layers -----------------------------------------------------------------------------
+    def watch(self, name: str, module: Any) -> None:
         """Add a bias to the output of a layer, and keep what it is called with."""
-        self.owners[name] = module
 
         def see(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            inputs = tuple(x.detach().clone() for x in (*args, *kwargs.values()))
-            self.calls.setdefault(name, []).append(inputs)
-            if module.weight.requires_grad and name not in self.biases:
-                self.biases[name] = output.new_zeros(width(module)).requires_grad_()
-            bias = self.biases.get(name)
-            return output if bias is None else output + spread(module, bias, inputs, output)
+            given: Given = with_tensors((args, kwargs), kept)
+            side = self.side(name, isinstance(module, TABLES), linear_sides(module))
+            side.uses.append(lambda entries: [linear_rows(module, given, entries)])
+            if side.bias is None and module.weight.requires_grad:
+                side.bias = output.new_zeros(width(module)).requires_grad_()
+            return output if side.bias is None else output + spread(module, side.bias, given, output)
 
         self.handles.append(module.register_forward_hook(see, with_kwargs=True))
 
+    def side(self, name: str, table: bool, sizes: tuple[int, int]) -> Side:
+        """The side of a weight that a module sees, which is now the one of the last use."""
+        sides = self.sides.setdefault(name, [])
+        found = next((side for side in sides if side.table == table), None) or Side(sizes, table=table)
+        self.sides[name] = [found, *(side for side in sides if side is not found)]
+        return found
+
+    # ---- layers that have biases of their own --------------------------------------------------------
+    def watch_recurrent(self, module: Any, named: dict[int, str], holders: dict[int, list[nn.Module]]) -> None:
+        """`weight_ih...` and `weight_hh...` with the biases of the same names."""
+        for own, weight in module.named_parameters(recurse=False):
+            bias = dict(module.named_parameters(recurse=False)).get(own.replace("weight_", "bias_"))
+            if own.startswith(("weight_ih", "weight_hh")) and bias is not None and alone(holders, weight, bias):
+                self.watch_biased(named[id(weight)], module, weight, bias, 0, partial_recurrent(module, own))
+
+    def watch_attention(
+        self, module: nn.MultiheadAttention, named: dict[int, str], holders: dict[int, list[nn.Module]]
+    ) -> None:
+        """The projections of query, key and value, together or apart, and the last map."""
+        size, own = module.embed_dim, dict(module.named_parameters())
+        offsets = {"in_proj_weight": 0, "q_proj_weight": 0, "k_proj_weight": size, "v_proj_weight": 2 * size}
+        for name, weight in own.items():
+            bias = own.get("out_proj.bias" if name == "out_proj.weight" else "in_proj_bias")
+            known = name in offsets or name == "out_proj.weight"
+            if known and bias is not None and alone(holders, weight, bias):
+                rows = partial_attention(module, name)
+                self.watch_biased(named[id(weight)], module, weight, bias, offsets.get(name, 0), rows)
+
+    def watch_biased(
+        self,
+        name: str,
+        module: nn.Module,
+        weight: Tensor,
+        bias: Tensor,
+        offset: int,
+        rows: Callable[[Given], list[Tensor]],
+    ) -> None:
+        """A weight beside a bias, which is looked at even if it is frozen."""
+        side = Side((weight.shape[0], weight.shape[1]), bias.requires_grad_(), offset)
+
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            given: Given = with_tensors((args, kwargs), kept)
+            side.uses.append(lambda entries: [found[entries] for found in rows(given)])
+            self.sides[name] = [side]
+
+        self.handles.append(module.register_forward_hook(see, with_kwargs=True))
+
+    # ---- what is known -------------------------------------------------------------------------------
     def close(self) -> None:
         """Layers are used as they are from now on."""
         for handle in self.handles:
             handle.remove()
 
-    def sides(self, name: str) -> tuple[int, int]:
-        """The sizes of `G` and `A`."""
-        module = self.owners[name]
-        out = width(module)
-        return out, module.num_embeddings if isinstance(module, nn.Embedding) else module.weight.numel() // out
-
-    def input_entries(self, name: str, entries: Tensor, n: int, chosen: Sequence[int]) -> Tensor:
+    def input_entries(self, side: Side, entries: Tensor, n: int, chosen: Sequence[int]) -> Tensor:
         """`[E, E]`: the factor `A` at some entries, from some samples (the divisor stays `n`)."""
-        module, parts = self.owners[name], []
-        for inputs in self.calls[name]:
-            seen = torch.stack([operand(module, inputs, int(k)) for k in entries])
-            if len(chosen) < n:
-                if seen.shape[1] != n:
-                    raise NoReference("the rows of this layer are not the samples")
-                seen = seen[:, list(chosen)]
-            parts.append(seen.flatten(1) @ seen.flatten(1).T / n)
+        parts = []
+        for use in side.uses:
+            found = use(entries)
+            for seen in found:
+                if len(chosen) < n:
+                    if seen.shape[1] != n:
+                        raise NoReference("the rows of this layer are not the samples")
+                    seen = seen[:, list(chosen)]
+                parts.append(seen.flatten(1) @ seen.flatten(1).T / (n * len(found)))
         return torch.stack(parts).sum(0)
 
 
-def bias_of(name: str) -> str:
+def kept(x: Tensor) -> Tensor:
+    """A copy that later in-place operations do not change."""
+    return x.detach().clone()
+
+
+def alone(holders: dict[int, list[nn.Module]], *params: Tensor) -> bool:
+    """Whether each parameter is in one module only."""
+    return all(len(holders[id(param)]) == 1 for param in params)
+
+
+def partial_recurrent(module: Any, name: str) -> Callable[[Given], list[Tensor]]:
+    """What a weight of a recurrent layer multiplies in a call."""
+    return lambda given: [recurrent_rows(module, name, given)]
+
+
+def partial_attention(module: nn.MultiheadAttention, name: str) -> Callable[[Given], list[Tensor]]:
+    """What a weight of attention multiplies in a call."""
+    return lambda given: attention_rows(module, name, given)
+
+
+def bias_of(name: str, side: int = 0) -> str:
     """How the bias is called that stands for the output of a weight's layer."""
-    return f"output of {name}"
+    return f"output {side} of {name}"
 
 
-def width(module: Any) -> int:
-    """The number of channels of a layer's output."""
-    if isinstance(module, nn.Embedding):
-        return module.embedding_dim
-    return module.out_channels if isinstance(module, CONVOLUTIONS) else module.out_features
-
-
-def spread(module: Any, bias: Tensor, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def spread(module: Any, bias: Tensor, given: Given, output: Tensor) -> Tensor:
     """A bias in the shape of the output."""
     if isinstance(module, CONVOLUTIONS):
         return bias.reshape(-1, *[1] * (module.weight.dim() - 2)).expand_as(output)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:  # autograd ignores the padding
-        return bias * (inputs[0] != module.padding_idx)[..., None]
+        tokens = [*given[0], *given[1].values()][0]
+        return bias * (tokens != module.padding_idx)[..., None]
     return bias.expand_as(output)
-
-
-def operand(module: Any, inputs: tuple[Tensor, ...], k: int) -> Tensor:
-    """`[N, R]`: what entry `k` of a row of the weight multiplies, in all samples and positions.
-
-    The first row of each group; groups are averaged. Rows of transposed convolutions are those of the weight
-    with its first two axes exchanged, rows of a table of embeddings its columns.
-    """
-    groups = getattr(module, "groups", 1)
-    unit = torch.zeros_like(module.weight)
-    if isinstance(module, nn.Embedding):
-        unit[k, 0] = float(k != module.padding_idx)
-    else:
-        for part in unit.chunk(groups):
-            row = part[:, 0] if getattr(module, "transposed", False) else part[0]
-            row[torch.unravel_index(torch.tensor(k, device=unit.device), row.shape)] = 1.0
-    values = {"weight": unit}
-    if getattr(module, "bias", None) is not None:
-        values["bias"] = torch.zeros_like(module.bias)
-    with torch.no_grad():
-        out = torch.func.functional_call(module, values, inputs)
-    channels = out.movedim(1 if isinstance(module, CONVOLUTIONS) else -1, 0)
-    first = channels[:1] if groups == 1 else channels[:: len(channels) // groups] / groups**0.5
-    return first.movedim(1, 0).flatten(1)

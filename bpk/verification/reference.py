@@ -56,10 +56,12 @@ class Reference:
             self.layers.close()
             self.whole = Split(problem, objective.whole())
             self.inside = objective.inside()
-        for weight, bias in self.layers.biases.items():
-            if weight in places:
-                self.params[bias_of(weight)] = bias
-                self.entries[bias_of(weight)] = places[weight].side(len(bias)).to(bias.device)
+        for weight, sides in self.layers.sides.items():
+            for k, side in enumerate(sides if weight in places else ()):
+                if side.bias is not None:
+                    self.params[bias_of(weight, k)] = side.bias
+                    entries = places[weight].side(side.sizes[0]).to(side.bias.device)
+                    self.entries[bias_of(weight, k)] = entries + side.offset
         self._individual: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
         self._columns: dict[str, Tensor] = {}
         self._blocks: dict[str, Tensor] = {}
@@ -135,6 +137,11 @@ class Reference:
         finally:
             self._drawn = before
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the draws of a sampled quantity are known."""
+        return self._drawn is not None
+
     def columns(self, name: str) -> Tensor:
         """`[E, P]`: the Jacobian at the chosen entries (of a costly reference: at the first ones)."""
         if name not in self._columns:
@@ -169,6 +176,13 @@ class Reference:
             unit[e] = 1.0
             columns.append(self.split.forward((self.pulled[name] * unit.reshape(param.shape)).sum()))
         return torch.stack(columns)
+
+    def whole_ggn(self, name: str, size: int, offset: int, chosen: Sequence[int]) -> Tensor:
+        """`[P, P]`: the GGN of so many entries of a parameter, summed over samples; a backward pass for each."""
+        with self.derivatives():
+            columns = self.columns_by_products(name, torch.arange(offset, offset + size))
+            block = self.block(columns) if self._drawn is None else self.sampled_block(columns, self._drawn)
+            return block[list(chosen)].sum(0)
 
     def affordable(self, name: str, each: int) -> int:
         """How many of a parameter's entries can be looked at, if each takes so many backward passes."""

@@ -78,11 +78,32 @@ class Verification:
         return tuple(row for row in self.rows if row.verdict in verdicts)
 
     def summary(self) -> str:
-        """How many rows ended how."""
+        """How many rows ended how, and why nothing was compared where nothing was.
+
+        >>> from bpk.verification import Row, Verdict
+        >>> row = Row("0.weight", "KFRA", Verdict.REFUSED, note="KFRA goes from layer to layer")
+        >>> print(Verification((row,)).summary())
+        1 refused; nothing was verified
+          1 refused (KFRA): it goes from layer to layer
+        """
         counts = Counter(row.verdict for row in self.rows)
-        return (
-            ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]) or "nothing to do"
-        )
+        ended = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
+        compared = counts[Verdict.OK] + counts[Verdict.WRONG]
+        head = ended + ("" if compared else "; nothing was verified") if ended else "nothing to do"
+        return "\n".join([head, *self.reasons()])
+
+    def reasons(self) -> list[str]:
+        """One line for each reason why rows were refused or not checked, with their number and their quantities."""
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in self.of(Verdict.REFUSED, Verdict.UNCHECKED):
+            why = row.note.replace(row.quantity, "it")
+            groups.setdefault((row.verdict.value, why), []).append(row)
+        lines = []
+        for (verdict, why), rows in groups.items():
+            quantities = list(dict.fromkeys(row.quantity for row in rows))
+            what = ", ".join(quantities) if len(quantities) <= 4 else f"{len(quantities)} quantities"
+            lines.append(f"  {len(rows)} {verdict} ({what}): {why}")
+        return lines
 
     def __str__(self) -> str:
         rows, notes = numbered(shortened(self.rows))

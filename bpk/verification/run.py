@@ -55,7 +55,7 @@ def verify(
     atol: float | None = None,
     use_converter: bool = False,
     batch_axis: int = 0,
-    passes: int = 150,
+    passes: int = 100,
     memory: float = 4.0,
     raise_on_error: bool = False,
     progress: bool | None = None,
