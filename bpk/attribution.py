@@ -23,10 +23,8 @@ from bpk.records import Edge, Record
 SourcesOf = Mapping[int, dict[int, Source]]
 
 
-VIEWS = {
-    f"{name}Backward0"
-    for name in ("Alias Clone Expand Permute Repeat Select Slice Squeeze T Transpose UnsafeView Unsqueeze View").split()
-}
+MOVES = ("Alias", "Clone", "Expand", "Permute", "Repeat", "Select", "Slice", "Squeeze", "T", "Transpose", "UnsafeView")
+VIEWS = {f"{name}Backward0" for name in (*MOVES, "Unsqueeze", "View")}
 """Nodes of the graph that hand on values unchanged."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}

@@ -223,8 +223,8 @@ def require_functions_only(source: Source, params: set[int]) -> None:
         if id(leaf) in params or OPEN_USES[id(leaf)]:
             raise UnsupportedLayer(
                 explain(
-                    f"KFRA cannot be computed for a parameter of shape {list(leaf.shape)}, which a layer uses, and plain "
-                    f"functions before '{source.consumer.path}' ({type(source.consumer.module).__name__}), too.",
+                    f"KFRA cannot be computed for a parameter of shape {list(leaf.shape)}, which a layer uses, and "
+                    f"plain functions before '{source.consumer.path}' ({type(source.consumer.module).__name__}), too.",
                     "the recursion gives the layer's use a Kronecker factor, and the functions' use a whole block.",
                     "use KFLR or KFAC.",
                 )

@@ -11,8 +11,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from bpk import engine
 from bpk.context import CTX
-from bpk.jacobians.autodiff import factor
-from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.ports import Port
 from bpk.records import OWNER, Edge, Record
 from bpk.recovery import recover
@@ -27,7 +25,8 @@ class Source:
 
     `consumer` is that call, `index` the input. `targets` are recorded calls with the graph edge of their output.
     Without a `stretch` the input *is* the output of the only target; with one, plain autograd lies in between and is
-    asked for the products. `leaves` are the parameters that the stretch uses directly.
+    asked for the products. `leaves` are the parameters that the stretch uses directly, `functions` the names of its
+    nodes.
 
     Columns are those that rules see (`[V, N, ...]`, batch axis in front); ports translate to autograd's tensors.
     """
@@ -37,6 +36,7 @@ class Source:
     targets: tuple[tuple[Record, Edge], ...]
     stretch: Edge | None = None
     leaves: tuple[Tensor, ...] = ()
+    functions: frozenset[str] = frozenset()
 
     def pull(self, mat: Tensor) -> list[tuple[Record, Tensor]]:
         """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch."""
@@ -94,89 +94,6 @@ class Source:
         """How the results of the targets are connected."""
         return [record.exit(record.places[edge[1]]) for record, edge in self.targets]
 
-    def residual_columns(
-        self, grad: Tensor, rows: Sequence[Sequence[Tensor]] | None = None
-    ) -> tuple[list[Tensor], Tensor] | None:
-        """Factor the second derivative of the stretch, contracted with `grad`, sample by sample.
-
-        `rows` says for the consumer, then for each target, which rows are those of sample `n` (left out: row `n`).
-        Returns columns `[K, R, *target]` per target, then `[K, N, *p]` per parameter, and signs `[K, N]`; `None`
-        where the stretch is linear.
-        """
-        gradients = self.gradients(grad.detach())
-        if not any(g.requires_grad for g in gradients):
-            return None
-        shapes = [port.one_to_rule(g).shape for port, g in zip(self.exits, gradients, strict=False)]
-        if rows is None and any(shape[0] != grad.shape[0] for shape in shapes):
-            raise UnsupportedLayer(
-                explain(
-                    f"A nonlinear function merges the batch axis: {grad.shape[0]} rows come from {shapes[0][0]}.",
-                    "its second derivative is not known sample by sample.",
-                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
-                )
-            )
-        if rows is None and not self.trained:
-            dense = self._blocks(gradients)
-        in_order = torch.arange(len(grad), device=grad.device)[:, None]
-        end, *starts = [in_order] * (1 + len(shapes)) if rows is None else rows
-        most = [max(map(len, start)) for start in starts]
-        if rows is not None or self.trained:
-            dense = torch.stack([self._dense(grad, end[n], [s[n] for s in starts], most) for n in range(len(end))])
-        vectors, signs = factor(dense)
-        inner = [size * shape[1:].numel() for size, shape in zip(most, shapes, strict=True)]
-        parts = vectors.split([*inner, *[leaf.numel() for leaf in self.trained]], 2)
-        found = [part.new_zeros(len(part), *shape) for part, shape in zip(parts, shapes, strict=False)]
-        for columns, part, start, size in zip(found, parts, starts, most, strict=False):
-            each = part.reshape(*part.shape[:2], size, *columns.shape[2:])
-            for n, at in enumerate(start):
-                columns[:, at] = each[:, n, : len(at)]
-        own = zip(parts[len(starts) :], self.trained, strict=True)
-        return [*found, *[part.reshape(*part.shape[:2], *leaf.shape) for part, leaf in own]], signs
-
-    def _blocks(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The second derivative `[N, D, D]` of all samples at once: gradients of a sample depend on it alone."""
-        with torch.enable_grad():
-            seen = [port.one_to_rule(g) for port, g in zip(self.exits, gradients, strict=True)]
-        rows = []
-        for g in seen:
-            unit = torch.eye(g[0].numel(), dtype=g.dtype, device=g.device).reshape(-1, 1, *g.shape[1:])
-            blocks = self._derivative(g, unit.expand(-1, *g.shape), gradients)
-            rows.append(torch.cat([b.reshape(*b.shape[:2], -1) for b in blocks], 2))
-        return torch.cat(rows).transpose(0, 1)
-
-    def _dense(self, grad: Tensor, here: Tensor, at: Sequence[Tensor], most: Sequence[int]) -> Tensor:
-        """The second derivative `[D, D]` of one sample, jointly over its targets and the parameters of the stretch.
-
-        The sample's rows are `here` at the consumer, and `at[k]` at target `k`, with zeros behind them up to `most[k]`.
-        """
-        alone = torch.zeros_like(grad)
-        alone[here] = grad[here]
-        gradients = self.gradients(alone)
-        with torch.enable_grad():
-            seen = [port.one_to_rule(g) for port, g in zip(self.exits, gradients, strict=False)]
-            own = [filled(g[rows], size, 0) for g, rows, size in zip(seen, at, most, strict=True)]
-            flat = torch.cat([g.flatten() for g in (*own, *gradients[len(own) :])])
-        if not flat.requires_grad:
-            return torch.zeros(len(flat), len(flat), dtype=flat.dtype, device=flat.device)
-        blocks = self._derivative(flat, torch.eye(len(flat), dtype=flat.dtype, device=flat.device), gradients)
-        targets = [filled(b[:, rows], size, 1) for b, rows, size in zip(blocks, at, most, strict=False)]
-        return torch.cat([b.reshape(len(b), -1) for b in (*targets, *blocks[len(own) :])], 1)
-
-    def _derivative(self, gradient: Tensor, columns: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """Columns `[K, ...]` times the derivative of a gradient, by what the stretch is a function of."""
-        pulled: Sequence[Tensor | None] = [None] * len(like)
-        if gradient.requires_grad:
-            pulled = pull_columns((gradient,), self.beginnings(), (columns,), create_graph=False)
-        full = [b.new_zeros(len(columns), *b.shape) if p is None else p for p, b in zip(pulled, like, strict=True)]
-        seen = [port.to_rule(f) for port, f in zip(self.exits, full, strict=False)]
-        return [*seen, *full[len(seen) :]]
-
-
-def filled(x: Tensor, size: int, axis: int) -> Tensor:
-    """A tensor with zeros behind it along an axis."""
-    missing = size - x.shape[axis]
-    return torch.cat([x, x.new_zeros(*x.shape[:axis], missing, *x.shape[axis + 1 :])], axis) if missing else x
-
 
 def gradient_edge(edge: Edge) -> GradientEdge:
     """An edge in the form that `torch.autograd.grad` takes."""
@@ -217,7 +134,8 @@ def trace(consumer: Record, index: int) -> Source | None:
                 waiting.append(upstream[0])
                 if upstream[0].name() == ACCUMULATE:
                     leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
-    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves)) if targets or leaves else None
+    names = frozenset(one.name() for one in seen)
+    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), names) if targets or leaves else None
 
 
 def parameter_edges(node: Node, inputs: Sequence[Edge], params: dict[str, Tensor]) -> dict[str, tuple[Node, int]]:

@@ -1,15 +1,13 @@
 """Calls that autograd's graph remembers by itself: fused attention kernels, whose nodes keep all that a rule needs.
 
-A model that calls `F.scaled_dot_product_attention` gets a kernel that autograd can differentiate only once. Its node keeps
-queries, keys, values and options, so the call is written down during the backward pass, as if a layer had made it, and
-the rule of the function serves it.
+A model that calls `F.scaled_dot_product_attention` gets a kernel that autograd can differentiate only once. Its node
+keeps queries, keys, values and options, so the call is written down during the backward pass, as if a layer had made
+it, and the rule of the function serves it.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-
-from torch.autograd.graph import Node
 
 from bpk import engine
 from bpk.jacobians.attention_function import ScaledDotProductAttention
@@ -57,5 +55,3 @@ def recover(edge: Edge) -> Record | None:
     engine.belongings(node)[OWNER] = record
     node.register_prehook(Visit(record))
     return record
-
-

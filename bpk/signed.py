@@ -14,6 +14,7 @@ from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Residual
 from bpk.parameters import is_trained
 from bpk.records import Record
+from bpk.residual import StretchResidual
 from bpk.sweeps import Columns, SquareRoot, Step, add_direct, apart
 
 
@@ -94,16 +95,14 @@ class SignedHessian(SquareRoot):
         if source.stretch is None:
             return
         share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
-        factored = source.residual_columns(share, self.rows_of_samples(source))
-        if factored is None:
-            return
-        parts, signs = factored
-        key = ("stretch", id(step.record), index)
-        born = [self.rows(part, 1) for part in parts]
-        for (record, _), part in zip(source.targets, born, strict=False):
-            self.waiting.setdefault(id(record), Columns()).add(key, part, self.rows(signs, 1))
-        for param, part in zip(source.trained, born[len(source.targets) :], strict=True):
-            add_direct(self, param, source, key, part, self.rows(signs, 1))
+        residual = StretchResidual(source, share, self.rows_of_samples(source))
+        for k, (parts, signs) in enumerate(residual.groups()):
+            key = ("stretch", id(step.record), index, k)
+            born, signed = [self.rows(part, 1) for part in parts], self.rows(signs, 1)
+            for (record, _), part in zip(source.targets, born, strict=False):
+                self.waiting.setdefault(id(record), Columns()).add(key, part, signed)
+            for param, part in zip(source.trained, born[len(source.targets) :], strict=True):
+                add_direct(self, param, source, key, part, signed)
 
     def rows_of_samples(self, source: Source) -> list[list[Tensor]] | None:
         """By side of a stretch, the rows of every sample (`None`: rows are the samples)."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from bpk.context import CTX
 from bpk.jacobians.call import Wrt
 from bpk.ports import Port
+from bpk.residual import StretchResidual, differentiable_twice
 from bpk.vjp import pull_columns
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ class Stretch:
         with torch.enable_grad(), CTX.quietly():
             self.tangents = [torch.zeros_like(p, requires_grad=True) for p in self.pulled]
             self.pushed = torch.autograd.grad(self.pulled, self.cotangent, self.tangents, create_graph=True)[0]
-            self.probes, self.bent = ([], []) if factored else self.bend(source, share)
-        self.columns = source.residual_columns(share) if factored else None
+            with differentiable_twice(source):
+                self.probes, self.bent = ([], []) if factored else self.bend(source, share)
+        self.columns = StretchResidual(source, share).columns() if factored else None
 
     def bend(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """The residual `R w` as a function of probes `w`, one per target (empty where the stretch is linear)."""

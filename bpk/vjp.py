@@ -31,7 +31,7 @@ def pull_columns(
     graph = torch.is_grad_enabled() if create_graph is None else create_graph
     with CTX.quietly():
         try:
-            found = torch.autograd.grad(
+            found: Sequence[Tensor | None] = torch.autograd.grad(
                 ends,
                 beginnings,
                 columns,

@@ -27,7 +27,7 @@ from bpk.verification.structure import tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
-REPEATED = "its draws are repeated; right in expectation by many draws at the loss"
+REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
 UNUSED = "the loss does not depend on it"
 
 
@@ -81,7 +81,7 @@ def rows(
             continue
         with reference.sampled(draws.at(columns_of(extension, 1), seed_of(problem, 0))):
             right = rows_of(name, check, here, measurement, reference, tolerance, REPEATED)
-        table += biased(right, draws, reference, effort, seed)
+        table += judged(right, draws, reference, effort, seed)
     return table
 
 
@@ -96,14 +96,18 @@ def reference_of(
         return f"{error}{mixing(problem.model)}"
 
 
-def biased(rows: list[Row], draws: Draws, reference: Reference, effort: Effort, seed: int) -> list[Row]:
+def judged(rows: list[Row], draws: Draws, reference: Reference, effort: Effort, seed: int) -> list[Row]:
     """The same rows, all wrong if the draws do not have the Hessian of the loss as their expectation."""
-    try:
-        mistake = draws.mistake(reference.split, effort.entries, seed)
-    except NoReference:
-        mistake = ""
+    if not any(row.verdict is Verdict.OK for row in rows):
+        return rows
+    mistake, count = draws.judged(reference.split, effort.entries, seed)
     wrong = {Verdict.OK} if mistake else set()
-    return [replace(row, verdict=Verdict.WRONG, note=mistake) if row.verdict in wrong else row for row in rows]
+    return [
+        replace(row, verdict=Verdict.WRONG, note=mistake)
+        if row.verdict in wrong
+        else replace(row, note=row.note.replace(REPEATED, REPEATED.format(count)))
+        for row in rows
+    ]
 
 
 def check_for(extension: BackpropExtension) -> Check | None:
@@ -182,7 +186,7 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
         raise ValueError(
             explain(
                 f"The forward pass of a copy of {type(problem.model).__name__} fails: {error}",
-                f"verify works on a copy in {next(problem.model.parameters()).dtype}, with inputs to match.",
+                "verify works on a copy, by default in torch.float64, with inputs to match.",
                 "pass dtype=None to keep the model's own precision, and data that the model takes.",
             )
         ) from error
@@ -214,7 +218,8 @@ def shape_of(output: object) -> str:
     """A result in a few words."""
     if isinstance(output, Tensor):
         return f"a tensor of shape {list(output.shape)}"
-    return f"{type(output).__name__} with tensors of shape {', '.join(str(list(x.shape)) for x in tensors_of(output))}"
+    shapes = [str(list(x.shape)) for x in tensors_of(output)]
+    return f"{type(output).__name__} " + (f"with tensors of shape {', '.join(shapes)}" if shapes else "without tensors")
 
 
 def require_scalar(problem: Problem, loss: object) -> None:

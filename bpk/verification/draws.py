@@ -29,6 +29,7 @@ class Draws:
 
     def __init__(self, rule: Loss, call: Call, factor: Tensor) -> None:
         self.rule, self.call, self.factor = rule, call, factor
+        self.known: tuple[str, int] | None = None
 
     @classmethod
     def of(cls, problem: Problem) -> Draws | None:
@@ -60,8 +61,14 @@ class Draws:
             columns = self.rule.sqrt_hessian_sampled(self.call, count)
         return columns.reshape(count, -1) * self.factor.sqrt()
 
-    def mistake(self, split: Split, entries: int, seed: int) -> str:
-        """Where the mean of `S S^T` is not the Hessian of the loss, at some entries; or nothing.
+    def judged(self, split: Split, entries: int, seed: int) -> tuple[str, int]:
+        """Where the mean of `S S^T` is not the Hessian of the loss, or nothing; and how many draws that took."""
+        if self.known is None:
+            self.known = self.mistake(split, entries, seed)
+        return self.known
+
+    def mistake(self, split: Split, entries: int, seed: int) -> tuple[str, int]:
+        """Compare at some entries.
 
         The mean of `K` products of size at most `b^2` is off by `sqrt(b^2 h / K)`, and by `b^2 / K` through events that
         have not happened.
@@ -84,11 +91,10 @@ class Draws:
             allowed = ERRORS * (largest * scale / drawn) ** 0.5 + ERRORS**2 * largest / drawn
             if not bool(((error <= allowed) | ~right.isfinite()).all()):
                 at = int(error.nan_to_num(torch.inf).argmax())
-                return (
-                    f"{type(self.call.options).__name__}: the mean of {drawn} draws of an entry of the loss Hessian is "
-                    f"{float(mean[at]):.6g}, autograd {float(right[at]):.6g}"
-                )
-        return ""
+                name, found, expected = type(self.call.options).__name__, float(mean[at]), float(right[at])
+                about = f"{name}: the mean of {drawn} draws of an entry of the loss Hessian is"
+                return f"{about} {found:.6g}, autograd {expected:.6g}", drawn
+        return "", drawn
 
 
 def count_live(call: Calls) -> int:

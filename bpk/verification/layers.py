@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bpk.verification.objective import gradients_of
 from bpk.verification.operands import (
     CONVOLUTIONS,
     LINEAR,
@@ -30,7 +31,7 @@ from bpk.verification.operands import (
     width,
 )
 from bpk.verification.problem import NoReference
-from bpk.verification.structure import with_tensors
+from bpk.verification.structure import tensors_of, with_tensors
 
 Rows = Callable[[Tensor], list[Tensor]]
 """Entries -> what they are in all samples and positions, `[E, N, R]`; the mean of several."""
@@ -45,6 +46,7 @@ class Side:
     offset: int = 0
     table: bool = False
     uses: list[Rows] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
 
 
 class Layers:
@@ -67,7 +69,7 @@ class Layers:
             elif isinstance(module, LINEAR) and id(module) not in inside:
                 if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
                     continue
-                if all(isinstance(holder, LINEAR) for holder in holders[id(module.weight)]):
+                if all(isinstance(holder, LINEAR) for holder in holders.get(id(module.weight), [None])):
                     self.watch(named[id(module.weight)], module)
 
     # ---- linear layers -----------------------------------------------------------------------------
@@ -77,10 +79,12 @@ class Layers:
         def see(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             given: Given = with_tensors((args, kwargs), kept)
             side = self.side(name, isinstance(module, TABLES), linear_sides(module))
-            side.uses.append(lambda entries: [linear_rows(module, given, entries)])
             if side.bias is None and module.weight.requires_grad:
                 side.bias = output.new_zeros(width(module)).requires_grad_()
-            return output if side.bias is None else output + spread(module, side.bias, given, output)
+            output = output if side.bias is None else output + spread(module, side.bias, given, output)
+            side.uses.append(lambda entries: [linear_rows(module, given, entries)])
+            side.outputs.append([output])
+            return output
 
         self.handles.append(module.register_forward_hook(see, with_kwargs=True))
 
@@ -127,15 +131,24 @@ class Layers:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given: Given = with_tensors((args, kwargs), kept)
             side.uses.append(lambda entries: [found[entries] for found in rows(given)])
+            side.outputs.append(list(tensors_of(output)))
             self.sides[name] = [side]
 
         self.handles.append(module.register_forward_hook(see, with_kwargs=True))
 
     # ---- what is known -------------------------------------------------------------------------------
-    def close(self) -> None:
-        """Layers are used as they are from now on."""
+    def close(self, value: Tensor) -> None:
+        """Layers are used as they are from now on; uses on which the objective does not depend do not count."""
         for handle in self.handles:
             handle.remove()
+        sides = [side for found in self.sides.values() for side in found]
+        live = [x for side in sides for outputs in side.outputs for x in outputs if x.requires_grad]
+        found = dict(zip(map(id, live), gradients_of(value, live), strict=True))
+        for side in sides:
+            alive = [any(found.get(id(x)) is not None for x in outputs) for outputs in side.outputs]
+            side.uses = [use for use, counts in zip(side.uses, alive, strict=True) if counts]
+            side.outputs = []
+        self.sides = {name: [side for side in found if side.uses] for name, found in self.sides.items()}
 
     def input_entries(self, side: Side, entries: Tensor, n: int, chosen: Sequence[int]) -> Tensor:
         """`[E, E]`: the factor `A` at some entries, from some samples (the divisor stays `n`)."""

@@ -53,7 +53,7 @@ class Reference:
         self.params: dict[str, Tensor] = {name: named[name] for name in places}
         with differentiable_twice():
             objective = Objective(problem)
-            self.layers.close()
+            self.layers.close(objective.value)
             self.whole = Split(problem, objective.whole())
             self.inside = objective.inside()
         for weight, sides in self.layers.sides.items():

@@ -1,0 +1,269 @@
+"""The second derivative of a stretch of plain autograd, contracted with a gradient, as signed columns.
+
+The dense matrix of one sample has as many rows as the stretch has beginnings. Most functions look at positions one by
+one (`x.sin()`, `x * y`), or along some axes only (a normalisation over channels): along all others the matrix is
+block-diagonal. Which axes these are is found by probing: with a factor `f` that varies along such an axis,
+`R (f w) = f R w` for any `w`. Then one product gives a column of the blocks of all positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bpk.blocks import Blocks, alone, blocks_of, random
+from bpk.graph import Source
+from bpk.jacobians.autodiff import factor
+from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.vjp import pull_columns
+
+Group = tuple[list[Tensor], Tensor]
+"""Columns `[K, N, *target]` for each target, then `[K, N, *p]` for each parameter, and signs `[K, N]`."""
+
+
+AT_ONCE = 1 << 24
+"""How many numbers products with the second derivative hold at a time."""
+
+WRONG = {"WeightNormInterfaceBackward0": "torch's own second derivative of its weight normalisation is wrong."}
+"""Functions whose second derivative by autograd is not to be used, and why."""
+
+ONCE = ("is not implemented", "once_differentiable", "double backward")
+"""How autograd says that a function can be differentiated once only."""
+
+
+class StretchResidual:
+    """`R`, the second derivative of `<grad, stretch(x_1, ..., p_1, ...)>` in targets `x` and parameters `p`.
+
+    Args:
+        source: The stretch.
+        grad: The gradient at its end, as the consumer's rule sees it.
+        rows: For the consumer, then for each target, which rows are those of sample `n` (left out: row `n`).
+    """
+
+    def __init__(self, source: Source, grad: Tensor, rows: Sequence[Sequence[Tensor]] | None = None) -> None:
+        self.source = source
+        self.grad = grad
+        self.rows = rows
+        self.gradients = source.gradients(grad.detach())
+        self.shapes = [p.one_to_rule(g).shape for p, g in zip(source.exits, self.gradients, strict=False)]
+
+    def columns(self) -> Group | None:
+        """Its eigendecomposition, jointly over targets and parameters, sample by sample (`None`: it is zero)."""
+        with differentiable_twice(self.source):
+            if self.is_zero:
+                return None
+            self.require_samples()
+            if self.rows is None and not self.source.trained:
+                return self.by_position()
+            return self.by_sample()
+
+    def groups(self) -> list[Group]:
+        """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes."""
+        with differentiable_twice(self.source):
+            if self.is_zero:
+                return []
+            self.require_samples()
+            if self.rows is not None:
+                return [self.by_sample()]
+            if not self.source.trained:
+                return [self.by_position()]
+            return [*([self.with_parameters()] if self.shapes else []), *self.of_parameters()]
+
+    # ---- products --------------------------------------------------------------------------------
+    def product(self, mats: Sequence[Tensor]) -> list[Tensor]:
+        """Columns `[K, N, *target]` by target, and `[K, *p]` by parameter, times `R`.
+
+        Columns may be left out from behind; results are there for all.
+        """
+        given = [p.to_graph(m) for p, m in zip(self.source.exits, mats, strict=False)] + [*mats[len(self.shapes) :]]
+        pairs = [(g, m) for g, m in zip(self.gradients, given, strict=False) if g.requires_grad]
+        k = len(mats[0])
+        if not pairs:
+            return [self.grad.new_zeros(k, *shape) for shape in self.all_shapes]
+        ends, columns = [g for g, _ in pairs], [m for _, m in pairs]
+        pulled = pull_columns(ends, self.source.beginnings(), columns, create_graph=False)
+        full = [b.new_zeros(k, *b.shape) if p is None else p for p, b in zip(pulled, self.gradients, strict=True)]
+        seen = [port.to_rule(f) for port, f in zip(self.source.exits, full, strict=False)]
+        return [*seen, *full[len(seen) :]]
+
+    @property
+    def all_shapes(self) -> list[torch.Size]:
+        """Of every target `[N, *x]`, then of every parameter."""
+        return [*self.shapes, *[p.shape for p in self.source.trained]]
+
+    @cached_property
+    def is_zero(self) -> bool:
+        """Whether the stretch is linear here (tried with a random vector)."""
+        if not any(g.requires_grad for g in self.gradients):
+            return True
+        found = self.product([random(self.grad, 1, *shape) for shape in self.all_shapes])
+        return not any(bool(mat.any()) for mat in found)
+
+    def require_samples(self) -> None:
+        """Without known rows, those of targets must be the samples, like those at the end."""
+        if self.rows is None and any(shape[0] != self.grad.shape[0] for shape in self.shapes):
+            raise UnsupportedLayer(
+                explain(
+                    f"A nonlinear function merges the batch axis: {self.grad.shape[0]} rows come from "
+                    f"{self.shapes[0][0]}.",
+                    "its second derivative is not known sample by sample.",
+                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
+                )
+            )
+
+    # ---- all samples and positions at once --------------------------------------------------------------
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Along which axes targets are treated apart."""
+        return blocks_of(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad)
+
+    def by_position(self) -> Group:
+        """Eigendecomposition of the blocks of all positions."""
+        vectors, signs = factor(self.of_targets().flatten(0, 1))
+        n, positions = self.shapes[0][0], self.blocks.positions
+        spread = alone(vectors.reshape(-1, n, *self.dense_shape[1:]), self.blocks)
+        return spread, signs.reshape(-1, n, positions).movedim(2, 1).flatten(0, 1)
+
+    @property
+    def dense_shape(self) -> tuple[int, int, int]:
+        """`N`, the number of positions, and the rows of a block."""
+        return self.shapes[0][0], self.blocks.positions, sum(self.blocks.sizes)
+
+    def of_targets(self) -> Tensor:
+        """`R_xx` of every sample and position: `[N, P, B, B]`."""
+        n, positions, size = self.dense_shape
+        rows = []
+        for part in torch.eye(size, dtype=self.grad.dtype, device=self.grad.device).split(self.at_once):
+            split = enumerate(part.split(self.blocks.sizes, 1))
+            mats = [self.blocks.from_blocks(k, p[:, None, None].expand(-1, n, positions, -1)) for k, p in split]
+            rows.append(self.to_blocks(self.product(mats)))
+        return torch.cat(rows).permute(1, 2, 0, 3)
+
+    def to_blocks(self, found: Sequence[Tensor]) -> Tensor:
+        """Products at all targets as `[K, N, P, B]`."""
+        return torch.cat([self.blocks.to_blocks(k, mat) for k, mat in enumerate(found[: len(self.shapes)])], 3)
+
+    @property
+    def at_once(self) -> int:
+        """How many columns to multiply at once."""
+        return max(1, AT_ONCE // sum(shape.numel() for shape in self.shapes))
+
+    # ---- one sample after the other --------------------------------------------------------------------
+    def by_sample(self) -> Group:
+        """Eigendecomposition of the dense matrix of every sample, jointly over targets and parameters."""
+        in_order = torch.arange(len(self.grad), device=self.grad.device)[:, None]
+        end, *starts = [in_order] * (1 + len(self.shapes)) if self.rows is None else self.rows
+        most = [max(map(len, start)) for start in starts]
+        dense = [self.of_sample(end[n], [start[n] for start in starts], most) for n in range(len(end))]
+        vectors, signs = factor(torch.stack(dense))
+        inner = [size * shape[1:].numel() for size, shape in zip(most, self.shapes, strict=True)]
+        parts = vectors.split([*inner, *[p.numel() for p in self.source.trained]], 2)
+        found = [part.new_zeros(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=False)]
+        for columns, part, start, size in zip(found, parts, starts, most, strict=False):
+            each = part.reshape(*part.shape[:2], size, *columns.shape[2:])
+            for n, at in enumerate(start):
+                columns[:, at] = each[:, n, : len(at)]
+        own = zip(parts[len(starts) :], self.source.trained, strict=True)
+        return [*found, *[part.reshape(*part.shape[:2], *p.shape) for part, p in own]], signs
+
+    def of_sample(self, here: Tensor, at: Sequence[Tensor], most: Sequence[int]) -> Tensor:
+        """The matrix `[D, D]` of one sample.
+
+        The sample's rows are `here` at the consumer, and `at[k]` at target `k`, with zeros behind them up to `most[k]`.
+        """
+        of_sample = torch.zeros_like(self.grad)
+        of_sample[here] = self.grad[here]
+        gradients, exits = self.source.gradients(of_sample), self.source.exits
+        with torch.enable_grad():
+            seen = [port.one_to_rule(g) for port, g in zip(exits, gradients, strict=False)]
+            own = [filled(g[rows], size, 0) for g, rows, size in zip(seen, at, most, strict=True)]
+            flat = torch.cat([g.flatten() for g in (*own, *gradients[len(own) :])])
+        unit = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
+        if not flat.requires_grad:
+            return torch.zeros_like(unit)
+        pulled = pull_columns((flat,), self.source.beginnings(), (unit,), create_graph=False)
+        full = [unit.new_zeros(len(unit), *g.shape) if p is None else p for p, g in zip(pulled, gradients, strict=True)]
+        parts = [port.to_rule(mat) for port, mat in zip(exits, full, strict=False)]
+        targets = [filled(mat[:, rows], size, 1) for mat, rows, size in zip(parts, at, most, strict=True)]
+        return torch.cat([mat.reshape(len(mat), -1) for mat in (*targets, *full[len(targets) :])], 1)
+
+    # ---- with parameters ------------------------------------------------------------------------------
+    def with_parameters(self) -> Group:
+        """`[[R_xx, R_xp], [R_px, 0]]`, position by position.
+
+        With `R_px = Q T` (QR), the matrix is `[[R_xx, T^T], [T, 0]]` in the basis of `x` and the columns of `Q`.
+        """
+        n, positions, size = self.dense_shape
+        params = sum(p.numel() for p in self.source.trained)
+        mixed = []
+        for part in torch.eye(params, dtype=self.grad.dtype, device=self.grad.device).split(self.at_once):
+            zeros = [part.new_zeros(len(part), *shape) for shape in self.shapes]
+            split = part.split([p.numel() for p in self.source.trained], 1)
+            own = [s.reshape(-1, *p.shape) for s, p in zip(split, self.source.trained, strict=True)]
+            mixed.append(self.to_blocks(self.product([*zeros, *own])))
+        basis, upper = torch.linalg.qr(torch.cat(mixed).permute(1, 2, 0, 3))  # [N, P, params, r], [N, P, r, B]
+        rank = upper.shape[2]
+        corner = upper.new_zeros(n, positions, rank, rank)
+        lower = torch.cat([upper, corner], 3)
+        dense = torch.cat([torch.cat([self.of_targets(), upper.mT], 3), lower], 2)
+        vectors, signs = factor(dense.flatten(0, 1))
+        vectors = vectors.reshape(-1, n, positions, size + rank)
+        found = alone(vectors[..., :size], self.blocks)
+        rows = torch.einsum("knpr,npqr->kpnq", vectors[..., size:], basis).flatten(0, 1)
+        parts = rows.split([p.numel() for p in self.source.trained], 2)
+        own = [r.reshape(*r.shape[:2], *p.shape) for r, p in zip(parts, self.source.trained, strict=True)]
+        return [*found, *own], signs.reshape(-1, n, positions).movedim(2, 1).flatten(0, 1)
+
+    def of_parameters(self) -> list[Group]:
+        """`R_pp` of every sample (nothing where the stretch is linear in its parameters)."""
+        zeros = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
+        probe = [random(self.grad, 1, *p.shape) for p in self.source.trained]
+        if not any(bool(mat.any()) for mat in self.product([*zeros, *probe])[len(self.shapes) :]):
+            return []
+        size = sum(p.numel() for p in self.source.trained)
+        dense = []
+        for n in range(len(self.grad)):
+            of_sample = torch.zeros_like(self.grad)
+            of_sample[n] = self.grad[n]
+            own = self.source.gradients(of_sample)[len(self.shapes) :]
+            with torch.enable_grad():
+                flat = torch.cat([g.flatten() for g in own])
+            unit = torch.eye(size, dtype=flat.dtype, device=flat.device)
+            dense.append(unit.new_zeros(size, size) if not flat.requires_grad else self.derivative(flat, unit))
+        vectors, signs = factor(torch.stack(dense))
+        parts = vectors.split([p.numel() for p in self.source.trained], 2)
+        mine = [v.reshape(*v.shape[:2], *p.shape) for v, p in zip(parts, self.source.trained, strict=True)]
+        return [([*[vectors.new_zeros(len(vectors), *shape) for shape in self.shapes], *mine], signs)]
+
+    def derivative(self, flat: Tensor, unit: Tensor) -> Tensor:
+        """The matrix of second derivatives in the parameters."""
+        ends = self.source.beginnings()[len(self.shapes) :]
+        pulled = pull_columns((flat,), ends, (unit,), create_graph=False)
+        known = zip(pulled, self.source.trained, strict=True)
+        return torch.cat([unit.new_zeros(len(unit), p.numel()) if m is None else m.reshape(len(m), -1) for m, p in known], 1)
+
+
+def filled(x: Tensor, size: int, axis: int) -> Tensor:
+    """A tensor with zeros behind it along an axis."""
+    missing = size - x.shape[axis]
+    return torch.cat([x, x.new_zeros(*x.shape[:axis], missing, *x.shape[axis + 1 :])], axis) if missing else x
+
+
+@contextmanager
+def differentiable_twice(source: Source) -> Iterator[None]:
+    """Say which function has no second derivative, or a wrong one."""
+    where = f"before '{source.consumer.path}' ({type(source.consumer.module).__name__})"
+    do = "use a GGN quantity, or write the function with others."
+    for name in source.functions & WRONG.keys():
+        raise UnsupportedLayer(explain(f"A function {where} cannot be differentiated twice.", WRONG[name], do))
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if isinstance(error, NotImplementedError) or not any(hint in reason for hint in ONCE):
+            raise
+        raise UnsupportedLayer(explain(f"A function {where} cannot be differentiated twice.", reason, do)) from error
