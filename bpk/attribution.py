@@ -182,8 +182,8 @@ def follow(
         others = [r for r in above if all(r is not s for s in shared)]
         certain = any(is_given_data(r) and r.batch_size >= n for r in others)
         doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not is_given_parameters(r)]
-        if doubtful and not movable and not certain:
-            raise mixed(f"one row of '{doubtful[0].path}' feeds several of the {n} samples")
+        if (doubtful and not movable and not certain) or not any(r.params for r in others):
+            raise mixed(f"one row of '{(doubtful or shared)[0].path}' feeds several of the {n} samples")
         raise NotInFront(shared[0], len(shared), certain)
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:

@@ -182,6 +182,9 @@ class BlockProduct:
         self.curvature = curvature
         self.modify = modify
         self.differentiable = torch.is_grad_enabled()
+        for stretch in [feed.stretch for frame in self.frames for feed in frame.feeds.values()]:
+            if curvature is not Curvature.GGN and stretch is not None and stretch.refusal is not None:
+                raise stretch.refusal
 
     def __repr__(self) -> str:
         return f"BlockProduct({self.curvature.value}, {tuple(self.param.shape)})"

@@ -264,6 +264,6 @@ def differentiable_twice(source: Source) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        if isinstance(error, NotImplementedError) or not any(hint in reason for hint in ONCE):
+        if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE):
             raise
         raise UnsupportedLayer(explain(f"A function {where} cannot be differentiated twice.", reason, do)) from error

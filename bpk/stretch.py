@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bpk.context import CTX
 from bpk.jacobians.call import Wrt
+from bpk.jacobians.errors import UnsupportedLayer
 from bpk.ports import Port
-from bpk.residual import StretchResidual, differentiable_twice
+from bpk.residual import Group, StretchResidual, differentiable_twice
 from bpk.vjp import pull_columns
 
 if TYPE_CHECKING:
@@ -45,9 +46,18 @@ class Stretch:
         with torch.enable_grad(), CTX.quietly():
             self.tangents = [torch.zeros_like(p, requires_grad=True) for p in self.pulled]
             self.pushed = torch.autograd.grad(self.pulled, self.cotangent, self.tangents, create_graph=True)[0]
-            with differentiable_twice(source):
-                self.probes, self.bent = ([], []) if factored else self.bend(source, share)
-        self.columns = StretchResidual(source, share).columns() if factored else None
+        self.probes: Sequence[Tensor] = ()
+        self.bent: Sequence[Tensor | None] = ()
+        self.columns: Group | None = None
+        self.refusal: UnsupportedLayer | None = None
+        try:
+            if factored:
+                self.columns = StretchResidual(source, share).columns()
+            else:
+                with torch.enable_grad(), CTX.quietly(), differentiable_twice(source):
+                    self.probes, self.bent = self.bend(source, share)
+        except UnsupportedLayer as error:
+            self.refusal = error  # products with the GGN do without
 
     def bend(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """The residual `R w` as a function of probes `w`, one per target (empty where the stretch is linear)."""

@@ -99,21 +99,85 @@ class Coordinates(nn.Module):
         return self.last(torch.tanh(self.first(x) + self.table(self.grid)))
 
 
+class Attention(nn.Module):
+    """A language model of one layer, whose fused attention autograd can differentiate only once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.heads, self.last = nn.Embedding(7, 4), nn.Linear(4, 12), nn.Linear(4, 7, bias=False)
+        self.last.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        n, t = tokens.shape
+        x = self.table(tokens)
+        q, k, v = (part.view(n, t, 2, 2).transpose(1, 2) for part in self.heads(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, t, 4)
+        return self.last(x + y).flatten(0, 1)
+
+
+class Normalised(nn.Module):
+    """Nonlinear functions along some axes, one of them with a parameter that it is not linear in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 3, 2), nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x.view(-1, 1, 2, 2).repeat(1, 1, 2, 1)))  # [N, 3, 3, 1]
+        x = F.layer_norm(x.movedim(1, -1), (3,), self.gain.exp())
+        return self.last((x * torch.sigmoid(x)).sum((1, 2)))
+
+
 def last_generic() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), Roll(), nn.Linear(3, 3), Gain(), Roll())
 
 
 def parametrized() -> nn.Module:
-    first, last = parametrizations.weight_norm(nn.Linear(4, 3)), parametrizations.orthogonal(nn.Linear(3, 3))
-    return nn.Sequential(first, nn.Tanh(), last)
+    first, last = parametrizations.spectral_norm(nn.Linear(4, 3)), parametrizations.orthogonal(nn.Linear(3, 3))
+    return nn.Sequential(first, nn.Tanh(), last).eval()
 
 
-@pytest.mark.parametrize("make", [Branches, last_generic, Hyper, Coordinates, parametrized])
+@pytest.mark.parametrize("make", [Branches, last_generic, Hyper, Coordinates, parametrized, Normalised])
 def test_every_quantity(make: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x, y = make(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     result = bpk.verify(model, nn.CrossEntropyLoss(), x, y)
     assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
+
+
+def test_fused_attention() -> None:
+    torch.manual_seed(0)
+    model, tokens, y = Attention(), torch.randint(7, (3, 4)), torch.randint(7, (12,))
+    result = bpk.verify(model, nn.CrossEntropyLoss(), tokens, y, E.BatchGrad(), E.DiagHessian(), E.HMP(), E.PCHMP())
+    assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
+    assert "FusedAttention" in str(bpk.support(model, E.DiagHessian(), inputs=tokens))
+
+
+def test_wrong_second_derivatives_are_not_used() -> None:
+    """Those of torch's weight normalisation differ from those of the same function, written out."""
+    model, loss_fn = bpk.extend(parametrizations.weight_norm(nn.Linear(4, 3))), bpk.extend(nn.MSELoss())
+    x = torch.randn(5, 4)
+    with pytest.raises(NotImplementedError, match=r"(?s)cannot be differentiated twice.*weight normalisation is wrong"):
+        backward(model, loss_fn, x, torch.randn(5, 3), E.HMP())
+    assert bpk.verify(model, loss_fn, x, torch.randn(5, 3), E.DiagGGNExact(), E.GGNMP())
+
+
+def test_functions_that_autograd_differentiates_once() -> None:
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).view(-1, 2, 2)
+            return self.last(torch.cdist(x, x + 1.0).flatten(1))
+
+    model, loss_fn = bpk.extend(Distances()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    with pytest.raises(NotImplementedError, match=r"(?s)before 'last'.*cannot be differentiated twice"):
+        backward(model, loss_fn, x, y, E.DiagHessian())
+    assert bpk.verify(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact())
 
 
 def test_first_order_without_an_extended_loss() -> None:

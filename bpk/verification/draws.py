@@ -7,6 +7,9 @@ in expectation is checked at the loss alone, where many draws are cheap.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,42 +27,61 @@ ERRORS = 8.0
 """How many standard errors the average may be off."""
 
 
-class Draws:
-    """The draws of the only loss of a problem; `at(M, seed)` is `S` as `[M, P]`."""
+@dataclass(frozen=True)
+class Part:
+    """The call of one loss, and the factor with which it enters the objective."""
 
-    def __init__(self, rule: Loss, call: Call, factor: Tensor) -> None:
-        self.rule, self.call, self.factor = rule, call, factor
+    rule: Loss
+    call: Call
+    factor: Tensor
+
+    @classmethod
+    def of(cls, seen: Calls, factor: Tensor | None) -> Part | None:
+        """From what the loss was called with; `None` where it has several predictions, or nothing can be drawn."""
+        rule = REGISTRY.find(seen.module)
+        if factor is None or factor.dim() or factor < 0 or not isinstance(rule, Loss) or len(live_in(seen)) != 1:
+            return None
+        binding = rule.bind(seen.module, *seen.arguments)
+        if binding.problem or not binding.inputs[0].requires_grad or binding.axis(0) != 0:
+            return None
+        inputs = binding.seen([x.detach() for x in binding.inputs])
+        part = cls(rule, Call(binding.options, inputs, {}, seen.result.detach()), factor.detach())
+        try:
+            return None if rule.obstacle(part.call) or part.draw(1).shape[1] != inputs[0].numel() else part
+        except Exception:  # nothing can be drawn from this loss: what `bpk` does with it will show
+            return None
+
+    def draw(self, count: int) -> Tensor:
+        """`[M, P]` of the prediction of this loss."""
+        with torch.no_grad():
+            columns = self.rule.sqrt_hessian_sampled(self.call, count)
+        return columns.reshape(count, -1) * self.factor.sqrt()
+
+
+class Draws:
+    """The draws of all losses of a problem; `order` is that in which a backward pass comes to them."""
+
+    def __init__(self, parts: Sequence[Part], order: Sequence[int]) -> None:
+        self.parts, self.order = parts, order
         self.known: tuple[str, int] | None = None
 
     @classmethod
     def of(cls, problem: Problem) -> Draws | None:
-        """From one evaluation; `None` where there are several losses, or several predictions of one."""
+        """From one evaluation; `None` where what is drawn cannot be known."""
         objective = Objective(problem, watch=True)
-        live = [call for call in objective.calls if count_live(call) > 0]
-        if len(live) != 1 or count_live(live[0]) != 1 or not isinstance(live[0].result, Tensor):
+        live = [call for call in objective.calls if live_in(call) and isinstance(call.result, Tensor)]
+        if not live or (not is_loss(problem.loss) and objective.inside() is None):
             return None
-        if not is_loss(problem.loss) and objective.inside() is None:
-            return None
-        rule, module, (args, kwargs) = REGISTRY.find(live[0].module), live[0].module, live[0].arguments
-        factor = gradients_of(objective.value, [live[0].result])[0]
-        if not isinstance(rule, Loss) or factor is None or factor.dim() or factor < 0:
-            return None
-        binding = rule.bind(module, args, kwargs)
-        if binding.problem or not binding.inputs[0].requires_grad or binding.axis(0) != 0:
-            return None
-        inputs = binding.seen([x.detach() for x in binding.inputs])
-        draws = cls(rule, Call(binding.options, inputs, {}, live[0].result.detach()), factor.detach())
-        try:
-            return None if rule.obstacle(draws.call) or draws.at(1, 0).shape[1] != inputs[0].numel() else draws
-        except Exception:  # nothing can be drawn from this loss: what `bpk` does with it will show
-            return None
+        factors = gradients_of(objective.value, [call.result for call in live])
+        parts = [Part.of(call, factor) for call, factor in zip(live, factors, strict=True)]
+        known = [part for part in parts if part is not None]
+        return cls(known, visited(objective.value, live)) if len(known) == len(live) else None
 
     def at(self, count: int, seed: int) -> Tensor:
-        """`[M, P]`: the draws of a backward pass that begins with this seed."""
+        """`[L M, P]`: the draws of a backward pass that begins with this seed, from each of `L` losses."""
         torch.manual_seed(seed)
-        with torch.no_grad():
-            columns = self.rule.sqrt_hessian_sampled(self.call, count)
-        return columns.reshape(count, -1) * self.factor.sqrt()
+        drawn = {k: self.parts[k].draw(count) for k in self.order}
+        return torch.block_diag(*(drawn[k] for k in range(len(self.parts)))) if len(drawn) > 1 else drawn[0]
 
     def judged(self, split: Split, entries: int, seed: int) -> tuple[str, int]:
         """Where the mean of `S S^T` is not the Hessian of the loss, or nothing; and how many draws that took."""
@@ -76,11 +98,12 @@ class Draws:
         size = split.pred.numel()
         where = torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:entries].to(split.pred.device)
         total, largest, drawn = split.pred.new_zeros(len(where), size), 0.0, 0
-        wanted, step = max(20, min(MANY, NUMBERS // size)), max(1, AT_ONCE // size)
+        wanted = max(20, min(MANY, NUMBERS // size))
+        step = min(wanted, max(1, AT_ONCE // (size * len(self.parts))))
         while drawn < wanted:
-            columns = self.at(min(step, wanted), seed + drawn) * min(step, wanted) ** 0.5
+            columns = self.at(step, seed + drawn) * step**0.5
             total += columns[:, where].T @ columns
-            largest, drawn = max(largest, float(columns.nan_to_num().square().max())), drawn + len(columns)
+            largest, drawn = max(largest, float(columns.nan_to_num().square().max())), drawn + step
         for k, e in enumerate(where.tolist()):
             unit = torch.zeros_like(split.pred)
             unit[e] = 1.0
@@ -91,12 +114,25 @@ class Draws:
             allowed = ERRORS * (largest * scale / drawn) ** 0.5 + ERRORS**2 * largest / drawn
             if not bool(((error <= allowed) | ~right.isfinite()).all()):
                 at = int(error.nan_to_num(torch.inf).argmax())
-                name, found, expected = type(self.call.options).__name__, float(mean[at]), float(right[at])
-                about = f"{name}: the mean of {drawn} draws of an entry of the loss Hessian is"
-                return f"{about} {found:.6g}, autograd {expected:.6g}", drawn
+                about = f"the mean of {drawn} draws of an entry of the loss Hessian is"
+                return f"{about} {float(mean[at]):.6g}, autograd {float(right[at]):.6g}", drawn
         return "", drawn
 
 
-def count_live(call: Calls) -> int:
-    """How many tensors a loss was called with that depend on the model."""
-    return sum(x.requires_grad for x in tensors_of(call.arguments))
+def live_in(call: Calls) -> list[Tensor]:
+    """The tensors a loss was called with that depend on the model."""
+    return [x for x in tensors_of(call.arguments) if x.requires_grad]
+
+
+def visited(value: Tensor, calls: Sequence[Calls]) -> list[int]:
+    """The order in which a backward pass comes to the losses."""
+    order: list[int] = []
+
+    def note(number: int) -> None:
+        order.append(number)
+
+    handles = [call.result.register_hook(lambda grad, k=k: note(k)) for k, call in enumerate(calls)]
+    gradients_of(value, [x for call in calls for x in live_in(call)])
+    for handle in handles:
+        handle.remove()
+    return order
