@@ -66,6 +66,7 @@ class Backward:
         self.visited: dict[int, nn.Module] = {}
         self.around: dict[int, nn.Module] = {}
         self.kept: list[Record] = []
+        self.roots: list[Record] = []
         self.hooked: set[int] = set()
         self.largest = 1
         self.attribution = Attribution()
@@ -128,7 +129,7 @@ class Backward:
         self.context.backwards.pop(self.task, None)
         self.parameters.clear()
         self.sweeps, self.sources, self.visited, self.around, self.above = {}, {}, {}, {}, {}
-        self.kept = []
+        self.kept, self.roots = [], []
 
     # ---- one call --------------------------------------------------------------------------------
     def _visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -180,6 +181,7 @@ class Backward:
         tell(placement.left, holders, self.second_order)
         self.placed.update(id(record) for record in (*above, root))
         self.above[id(root)] = above
+        self.roots.append(root)
         if placement.rows:
             require_whole_batch(self.extensions, root)
             self.attribution.samples.update(placement.rows)
@@ -290,13 +292,16 @@ class Backward:
             sources = self.feeding(record) if sweep.second_order else dict[int, Source]()
             view = views[sweep.samples]
             step = Step(record, rule, call, view, grad, sources, reused, self.largest, samples, batch_size)
+            step.at_most = columns_at_a_time(self, key, step) if sweep.second_order else None
+            if len(self.roots) == 1:
+                step.go_round = partial(go_round, self, key, sweep, self.roots[0])
             if loss is None:
                 arrived = sweep.visit(step)
                 for name, state in states.items():
                     self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
             elif sweep.second_order and sources:
                 announce(loss.flat, self.extensions)
-                for _ in sweep.rounds(step, loss, columns_at_a_time(self, key, step)):
+                for _ in sweep.rounds(step, loss, step.at_most):
                     go_round(self, key, sweep, record)
         call.pull = call.saved = None
         if states:

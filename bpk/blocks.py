@@ -9,6 +9,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from bpk.jacobians.probing import draw, tolerance
+
+ROUNDINGS = 16
+"""How many times the difference of two results that are the same may exceed that of one layer."""
+
 Product = Callable[[list[Tensor]], list[Tensor]]
 """Columns `[K, N, *x]` for each beginning, times the second derivative."""
 
@@ -55,32 +60,28 @@ def blocks_of(product: Product, shapes: Sequence[torch.Size], like: Tensor) -> B
     """
     dims = {len(shape) for shape in shapes}
     axes = [a for a in range(1, min(dims)) if len(dims) == 1 and len({shape[a] for shape in shapes}) == 1]
-    probe = [random(like, 1, *shape) for shape in shapes]
+    probe = [draw((1, *shape), like, k) for k, shape in enumerate(shapes)]
     plain = product(probe)
     scale = max(float(mat.nan_to_num(0.0).abs().max()) for mat in plain)
-    tolerance = torch.finfo(like.dtype).eps ** 0.5 * scale
+    most = ROUNDINGS * tolerance(like) * scale
     apart = []
     for axis in axes:
-        f = random(like, shapes[0][axis]).reshape([-1 if axis == j else 1 for j in range(min(dims))])
+        f = draw((shapes[0][axis],), like, axis).reshape([-1 if axis == j else 1 for j in range(min(dims))])
         scaled = product([f * mat for mat in probe])
         off = [float((x - f * y).nan_to_num(0.0).abs().max()) for x, y in zip(scaled, plain, strict=True)]
-        if max(off) <= tolerance:
+        if max(off) <= most:
             apart.append(axis)
     return Blocks(tuple(shapes), tuple(apart))
 
 
-def random(like: Tensor, *shape: int) -> Tensor:
-    """The same numbers every time; the global generator is left alone."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
+def alone(vectors: Tensor, blocks: Blocks, here: Tensor) -> list[Tensor]:
+    """Some of the columns `[B, N, P, B]` of blocks, each at one position and zero at all others: `[K, N, *x]`.
 
-
-def alone(vectors: Tensor, blocks: Blocks) -> list[Tensor]:
-    """Columns `[B, N, P, B]` of blocks as columns `[B P, N, *x]`, each of which is zero at all other positions."""
-    if blocks.positions == 1:
-        spread = vectors
-    else:
-        here = torch.eye(blocks.positions, dtype=vectors.dtype, device=vectors.device)
-        spread = (vectors[:, None] * here[:, None, :, None]).flatten(0, 1)
-    parts = spread.split(blocks.sizes, 3)
-    return [blocks.from_blocks(k, part) for k, part in enumerate(parts)]
+    `here` `[K]` are numbers of pairs of a column and its position, position running faster.
+    """
+    column, position = here // blocks.positions, here % blocks.positions
+    spread = vectors[column]
+    if blocks.positions > 1:
+        mask = torch.zeros(len(here), blocks.positions, dtype=vectors.dtype, device=vectors.device)
+        spread = spread * mask.scatter_(1, position[:, None], 1.0)[:, None, :, None]
+    return [blocks.from_blocks(k, part) for k, part in enumerate(spread.split(blocks.sizes, 3))]

@@ -118,7 +118,8 @@ class Parameters:
             if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
                 uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
             state.done.add(index)
-            self.save(state.param, extension.savefield, self.combined(state, index, extension.value(uses)))
+            value = state.before.pop(index) if uses.nothing_left else self.combined(state, index, extension.value(uses))
+            self.save(state.param, extension.savefield, value)
         if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
             state.uses, state.gradients = {}, []
             for module in state.modules:

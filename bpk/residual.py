@@ -8,21 +8,26 @@ block-diagonal. Which axes these are is found by probing: with a factor `f` that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from bpk.blocks import Blocks, alone, blocks_of, random
+from bpk.blocks import Blocks, alone, blocks_of
+from bpk.born import Born, Chunk, known
 from bpk.graph import Source
-from bpk.jacobians.autodiff import factor
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.factoring import factor
+from bpk.jacobians.probing import draw
 from bpk.vjp import pull_columns
 
 Group = tuple[list[Tensor], Tensor]
 """Columns `[K, N, *target]` for each target, then `[K, N, *p]` for each parameter, and signs `[K, N]`."""
+
+Groups = list[Born]
+"""The same, by number, made a few at a time."""
 
 
 AT_ONCE = 1 << 24
@@ -58,17 +63,19 @@ class StretchResidual:
                 return None
             self.require_samples()
             if self.rows is None and not self.source.trained:
-                return self.by_position()
+                born = self.by_position()
+                parts, signs = born.make(0, born.count)
+                return list(parts.values()), signs
             return self.by_sample()
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> Groups:
         """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes."""
         with differentiable_twice(self.source):
             if self.is_zero:
                 return []
             self.require_samples()
             if self.rows is not None:
-                return [self.by_sample()]
+                return [born_of(*self.by_sample())]
             if not self.source.trained:
                 return [self.by_position()]
             return [*([self.with_parameters()] if self.shapes else []), *self.of_parameters()]
@@ -100,7 +107,7 @@ class StretchResidual:
         """Whether the stretch is linear here (tried with a random vector)."""
         if not any(g.requires_grad for g in self.gradients):
             return True
-        found = self.product([random(self.grad, 1, *shape) for shape in self.all_shapes])
+        found = self.product([draw((1, *shape), self.grad, k) for k, shape in enumerate(self.all_shapes)])
         return not any(bool(mat.any()) for mat in found)
 
     def require_samples(self) -> None:
@@ -121,12 +128,22 @@ class StretchResidual:
         """Along which axes targets are treated apart."""
         return blocks_of(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad)
 
-    def by_position(self) -> Group:
+    def by_position(self) -> Born:
         """Eigendecomposition of the blocks of all positions."""
         vectors, signs = factor(self.of_targets().flatten(0, 1))
-        n, positions = self.shapes[0][0], self.blocks.positions
-        spread = alone(vectors.reshape(-1, n, *self.dense_shape[1:]), self.blocks)
-        return spread, signs.reshape(-1, n, positions).movedim(2, 1).flatten(0, 1)
+        return self.spread(vectors.reshape(-1, *self.dense_shape), signs)
+
+    def spread(self, vectors: Tensor, signs: Tensor, rows: Callable[[Tensor], list[Tensor]] | None = None) -> Born:
+        """Columns of blocks `[B, N, P, B]` as columns of samples; `rows` gives the parameters' share of some."""
+        n, positions, _ = self.dense_shape
+        signed = signs.reshape(-1, n, positions).movedim(2, 1).flatten(0, 1)
+
+        def make(start: int, stop: int) -> Chunk:
+            here = torch.arange(start, stop, device=vectors.device)
+            parts = alone(vectors, self.blocks, here) + (rows(here) if rows is not None else [])
+            return dict(enumerate(parts)), signed[start:stop]
+
+        return Born(len(signed), make)
 
     @property
     def dense_shape(self) -> tuple[int, int, int]:
@@ -192,7 +209,7 @@ class StretchResidual:
         return torch.cat([mat.reshape(len(mat), -1) for mat in (*targets, *full[len(targets) :])], 1)
 
     # ---- with parameters ------------------------------------------------------------------------------
-    def with_parameters(self) -> Group:
+    def with_parameters(self) -> Born:
         """`[[R_xx, R_xp], [R_px, 0]]`, position by position.
 
         With `R_px = Q T` (QR), the matrix is `[[R_xx, T^T], [T, 0]]` in the basis of `x` and the columns of `Q`.
@@ -202,26 +219,30 @@ class StretchResidual:
         mixed = []
         for part in torch.eye(params, dtype=self.grad.dtype, device=self.grad.device).split(self.at_once):
             zeros = [part.new_zeros(len(part), *shape) for shape in self.shapes]
-            split = part.split([p.numel() for p in self.source.trained], 1)
-            own = [s.reshape(-1, *p.shape) for s, p in zip(split, self.source.trained, strict=True)]
-            mixed.append(self.to_blocks(self.product([*zeros, *own])))
+            mixed.append(self.to_blocks(self.product([*zeros, *self.by_parameter(part)])))
         basis, upper = torch.linalg.qr(torch.cat(mixed).permute(1, 2, 0, 3))  # [N, P, params, r], [N, P, r, B]
-        rank = upper.shape[2]
-        corner = upper.new_zeros(n, positions, rank, rank)
+        corner = upper.new_zeros(n, positions, upper.shape[2], upper.shape[2])
         lower = torch.cat([upper, corner], 3)
         dense = torch.cat([torch.cat([self.of_targets(), upper.mT], 3), lower], 2)
         vectors, signs = factor(dense.flatten(0, 1))
-        vectors = vectors.reshape(-1, n, positions, size + rank)
-        found = alone(vectors[..., :size], self.blocks)
-        rows = torch.einsum("knpr,npqr->kpnq", vectors[..., size:], basis).flatten(0, 1)
-        parts = rows.split([p.numel() for p in self.source.trained], 2)
-        own = [r.reshape(*r.shape[:2], *p.shape) for r, p in zip(parts, self.source.trained, strict=True)]
-        return [*found, *own], signs.reshape(-1, n, positions).movedim(2, 1).flatten(0, 1)
+        vectors = vectors.reshape(-1, n, positions, size + upper.shape[2])
 
-    def of_parameters(self) -> list[Group]:
+        def rows(here: Tensor) -> list[Tensor]:
+            column, position = here // positions, here % positions
+            inner = vectors[column, :, position, size:]  # [K, N, r]
+            return self.by_parameter(torch.einsum("knr,nkqr->knq", inner, basis[:, position]))
+
+        return self.spread(vectors[..., :size], signs, rows)
+
+    def by_parameter(self, flat: Tensor) -> list[Tensor]:
+        """`[..., all parameters]` as `[..., *p]` of each."""
+        parts = flat.split([p.numel() for p in self.source.trained], -1)
+        return [part.reshape(*part.shape[:-1], *p.shape) for part, p in zip(parts, self.source.trained, strict=True)]
+
+    def of_parameters(self) -> Groups:
         """`R_pp` of every sample (nothing where the stretch is linear in its parameters)."""
         zeros = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
-        probe = [random(self.grad, 1, *p.shape) for p in self.source.trained]
+        probe = [draw((1, *p.shape), self.grad, k) for k, p in enumerate(self.source.trained)]
         if not any(bool(mat.any()) for mat in self.product([*zeros, *probe])[len(self.shapes) :]):
             return []
         size = sum(p.numel() for p in self.source.trained)
@@ -235,16 +256,22 @@ class StretchResidual:
             unit = torch.eye(size, dtype=flat.dtype, device=flat.device)
             dense.append(unit.new_zeros(size, size) if not flat.requires_grad else self.derivative(flat, unit))
         vectors, signs = factor(torch.stack(dense))
-        parts = vectors.split([p.numel() for p in self.source.trained], 2)
-        mine = [v.reshape(*v.shape[:2], *p.shape) for v, p in zip(parts, self.source.trained, strict=True)]
-        return [([*[vectors.new_zeros(len(vectors), *shape) for shape in self.shapes], *mine], signs)]
+        nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
+        return [born_of([*nothing, *self.by_parameter(vectors)], signs)]
 
     def derivative(self, flat: Tensor, unit: Tensor) -> Tensor:
         """The matrix of second derivatives in the parameters."""
         ends = self.source.beginnings()[len(self.shapes) :]
         pulled = pull_columns((flat,), ends, (unit,), create_graph=False)
         known = zip(pulled, self.source.trained, strict=True)
-        return torch.cat([unit.new_zeros(len(unit), p.numel()) if m is None else m.reshape(len(m), -1) for m, p in known], 1)
+        return torch.cat(
+            [unit.new_zeros(len(unit), p.numel()) if m is None else m.reshape(len(m), -1) for m, p in known], 1
+        )
+
+
+def born_of(parts: Sequence[Tensor], signs: Tensor) -> Born:
+    """Columns that exist already, by number."""
+    return known(dict(enumerate(parts)), signs)
 
 
 def filled(x: Tensor, size: int, axis: int) -> Tensor:

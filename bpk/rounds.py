@@ -64,7 +64,7 @@ def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> N
         view = call if sweep.samples is None else call.subset(sweep.samples)
         rows, n = backward.attribution.rows(record), backward.attribution.batch_size(record)
         step = Step(record, record.rule, call, view, call.output, sources[id(record)], (), backward.largest, rows, n)
-        arrived = sweep.visit(step)
+        arrived = sweep.carry(step)
         call.pull = call.saved = None
         for name, p in record.params.items():
             if is_trained(p):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.attribution import to_samples
+from bpk.born import Born, diagonal, known
 from bpk.graph import Source
 from bpk.jacobians.call import Wrt
 from bpk.jacobians.loss import Loss
@@ -22,62 +23,97 @@ class SignedHessian(SquareRoot):
     """Signed columns `U`, `s` with `H = sum_k s_k U_k U_k^T`: the Hessian of the loss at each output.
 
     The loss contributes its own columns, each nonlinear layer those of its residual (the second derivative
-    contracted with the gradient); from there they travel like the square root of the GGN.
+    contracted with the gradient); from there they travel like the square root of the GGN. Before columns become too
+    many, those under way go all the way back in a round of their own.
     """
 
     def __init__(self, samples: tuple[int, ...] | None = None) -> None:
         super().__init__(None, samples)
+        self.under_way = 0  # columns that may wait somewhere
+        self.ahead = False  # whether some have gone ahead
 
     @property
     def key(self) -> Hashable:
         return ("hessian", self.samples)
 
-    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
-        """One round: layers add columns of their own."""
-        self.start(step, loss)
-        return iter(())
-
     def hand_over(self, record: Record) -> Tensor:
         raise self.no_module_extension(record)
 
     def start(self, step: Step, loss: Loss) -> None:
-        self.bend(step, 0, step.sources[0])
         root, signs = loss.hessian_columns(step.full)
+        columns: dict[Wrt, Tensor] = {0: root}
         if step.samples_of_rows is not None:
-            split, signs = split_rows({0: root}, signs, step.samples_of_rows, step.batch_size)
-            root = split[0]
-        mats = step.pieces(self.rows(root, 1) * step.grad.abs().sqrt())
-        signed = self.rows(signs, 1) * step.grad.sign()
-        parts = signed.split(len(mats[0])) if bool((signed != 1).any()) else [None] * len(mats)
-        for k, (mat, part) in enumerate(zip(mats, parts, strict=True)):
-            self.send(step.sources[0], ("loss", id(step.record), k), mat, part)
+            columns, signs = split_rows(columns, signs, step.samples_of_rows, step.batch_size)
+        scaled: dict[Wrt, Tensor] = {k: self.rows(mat, 1) * step.grad.abs().sqrt() for k, mat in columns.items()}
+        signs = self.rows(signs, 1) * step.grad.sign()
+        self.emit(step, "loss", known(scaled, signs))
+        self.bend(step, 0, step.sources[0])
+
+    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
+        """One round; columns that are too many go ahead."""
+        self.start(step, loss)
+        return iter(())
+
+    def carry(self, step: Step) -> Columns:
+        return super().visit(step)
+
+    def arrived(self, step: Step) -> Columns:
+        if self.ahead and id(step.record) not in self.waiting:
+            return Columns()  # all that came has gone ahead
+        columns: Columns = super().arrived(step)
+        return columns
 
     def visit(self, step: Step) -> Columns:
+        joint: tuple[Wrt, ...] = (*step.sources, *step.reused)
+        curved = bool(joint) and step.rule.residual(step.call, joint) is not Residual.ZERO
+        born = self.born(step, joint) if curved else None
+        if born is not None:
+            self.make_room(step, born.count)
         columns = super().visit(step)
         for index, source in step.sources.items():
             self.bend(step, index, source)
         for name, param in step.record.params.items():
             if is_trained(param) and name not in step.reused:
                 self.add_curvature(step, name, columns)
-        wrts: tuple[Wrt, ...] = tuple(step.sources)
-        joint = wrts + step.reused
-        if not joint or step.rule.residual(step.call, joint) is Residual.ZERO:
-            return columns
-        born, signs = step.rule.residual_columns(step.call, self.rows(step.grad), joint)
+        if born is not None:
+            self.emit(step, "residual", born, columns)
+        return columns
+
+    def born(self, step: Step, wrts: tuple[Wrt, ...]) -> Born:
+        """The columns of a call's residual, jointly over inputs and parameters."""
+        grad = self.rows(step.grad)
+        alone = wrts == (0,) and step.samples_of_rows is None and step.at_most is not None
+        if alone and step.rule.residual(step.call, wrts) is Residual.DIAGONAL:
+            return diagonal(step.rule.residual_diag(step.call, grad))
+        born, signs = step.rule.residual_columns(step.call, grad, wrts)
         if step.samples_of_rows is not None:
             born, signs = split_rows(born, signs, step.samples_of_rows, step.batch_size)
-        pieces = {wrt: step.pieces(mat) for wrt, mat in born.items()}
-        size = len(next(iter(pieces.values()))[0])
-        for k, part in enumerate(signs.split(size)):
-            key = ("residual", id(step.record), k)
+        return known(born, signs)
+
+    def make_room(self, step: Step, count: int) -> None:
+        """If so many more columns are too many, let those on their way go ahead."""
+        if step.go_round is not None and step.at_most is not None and 0 < self.under_way > step.at_most - count:
+            step.go_round()
+            self.under_way, self.ahead = 0, True
+
+    def emit(self, step: Step, name: str, born: Born, columns: Columns | None = None) -> None:
+        """Send columns that begin at this call to what feeds it; parameters keep their share in `columns`."""
+        own = [name for name in step.reused if columns is not None]
+        limit = born.count if step.at_most is None or own else step.at_most  # a share must not be left behind
+        size = max(1, min(limit, step.piece))
+        for k, (mats, signs) in enumerate(born.chunks(size)):
+            if not own:
+                self.make_room(step, len(signs))
+            key, signed = (name, id(step.record), k), signs if bool((signs != 1).any()) else None
             for index, source in step.sources.items():
-                self.send(source, key, pieces[index][k], part)
-            for name in step.reused:
-                own = pieces[name][k]
+                self.send(source, key, mats[index], signed)
+            self.under_way += len(signs)
+            for name_of in own:
+                assert columns is not None
+                mine = mats[name_of]
                 if step.samples_of_rows is not None:
-                    own = to_samples(own, step.samples_of_rows, step.batch_size)
-                columns.add_own(name, key, own, part)
-        return columns
+                    mine = to_samples(mine, step.samples_of_rows, step.batch_size)
+                columns.add_own(name_of, key, mine, signed)
 
     def add_curvature(self, step: Step, name: str, columns: Columns) -> None:
         """The residual of a parameter that the layer is not linear in, and that nothing further up uses."""
@@ -96,13 +132,17 @@ class SignedHessian(SquareRoot):
             return
         share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
         residual = StretchResidual(source, share, self.rows_of_samples(source))
-        for k, (parts, signs) in enumerate(residual.groups()):
-            key = ("stretch", id(step.record), index, k)
-            born, signed = [self.rows(part, 1) for part in parts], self.rows(signs, 1)
-            for (record, _), part in zip(source.targets, born, strict=False):
-                self.waiting.setdefault(id(record), Columns()).add(key, part, signed)
-            for param, part in zip(source.trained, born[len(source.targets) :], strict=True):
-                add_direct(self, param, source, key, part, signed)
+        for k, born in enumerate(residual.groups()):
+            limit = born.count if step.at_most is None else step.at_most
+            for j, (parts, signs) in enumerate(born.chunks(max(1, min(limit, step.piece)))):
+                self.make_room(step, len(signs))
+                key, signed = ("stretch", id(step.record), index, k, j), self.rows(signs, 1)
+                for n, (record, _) in enumerate(source.targets):
+                    mat = self.rows(parts[n], 1)
+                    self.waiting.setdefault(id(record), Columns()).add(key, mat, signed)
+                for n, param in enumerate(source.trained, len(source.targets)):
+                    add_direct(self, param, source, key, self.rows(parts[n], 1), signed)
+                self.under_way += len(signs)
 
     def rows_of_samples(self, source: Source) -> list[list[Tensor]] | None:
         """By side of a stretch, the rows of every sample (`None`: rows are the samples)."""

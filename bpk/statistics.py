@@ -16,7 +16,7 @@ from torch import Tensor
 from bpk.attribution import to_samples
 from bpk.jacobians.call import Call
 from bpk.jacobians.rule import Rule, add_up
-from bpk.sweeps import PIECE
+from bpk.sweeps import PIECE, Columns
 
 T = TypeVar("T")
 
@@ -60,6 +60,12 @@ class Uses:
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether all columns have gone ahead (see `rounds.py`)."""
+        arrived = [use.arrived for use in self.uses]
+        return all(isinstance(one, Columns) and not one.blocks and not one.own for one in arrived)
 
     @property
     def keys(self) -> list[Hashable]:

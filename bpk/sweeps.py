@@ -7,7 +7,7 @@ has arrived at its output. Extensions that ask for equal sweeps share one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,8 @@ class Step:
 
     `full` is the call on the whole batch, `call` the one restricted to a sweep's samples. `reused` names parameters
     that calls further up use as well; `largest` is the size of the largest output further up. Where rows are not the
-    samples in order, `samples_of_rows` says which of the `batch_size` samples each belongs to.
+    samples in order, `samples_of_rows` says which of the `batch_size` samples each belongs to. If columns may only be
+    `at_most` so many at a time, `go_round` sends those on their way back to the end, to make room for others.
     """
 
     record: Record
@@ -84,10 +85,17 @@ class Step:
     largest: int = 1
     samples_of_rows: Tensor | None = None
     batch_size: int = 0
+    at_most: int | None = None
+    go_round: Callable[[], None] | None = None
 
-    def pieces(self, mat: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
-        """Split columns so that at the largest layer a piece does not outgrow what memory hands out quickly."""
-        return mat.split(max(1, PIECE // self.largest), axis) if mat.device.type == "cpu" else (mat,)
+    @property
+    def piece(self) -> int:
+        """Into how many columns to split, so that none outgrows what memory hands out quickly at the largest layer."""
+        return max(1, PIECE // self.largest) if self.full.output.device.type == "cpu" else 1 << 62
+
+    def pieces(self, mat: Tensor) -> tuple[Tensor, ...]:
+        """Split columns into such pieces."""
+        return mat.split(self.piece)
 
 
 class Sweep(ABC):
@@ -125,6 +133,10 @@ class Sweep(ABC):
     @abstractmethod
     def visit(self, step: Step) -> Any:
         """Return what has arrived at the call's output, and send it on to the call's inputs."""
+
+    def carry(self, step: Step) -> Any:
+        """The same for what goes a round of its own: nothing begins at this call."""
+        return self.visit(step)
 
     def rows(self, full: Tensor, axis: int = 0) -> Tensor:
         """Restrict a tensor over the batch to the samples of this sweep."""

@@ -34,7 +34,7 @@ def not_a_graph(root: object, error: Exception) -> ConversionError:
         root,
         f"cannot be written down as a graph of calls ({type(error).__name__}: {error})",
         "the converter goes through the forward pass once, before any input is known, so that Python cannot branch or "
-        "loop on values or shapes.",
+        "loop on values or shapes, and nothing is remembered from one call to the next.",
         "use bpk.extend(model) without use_converter=True, which takes any forward pass, or move that line into a "
         "module of its own and bpk.register() a rule for it.",
         user_line(error),

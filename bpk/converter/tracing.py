@@ -16,6 +16,7 @@ from torch.nn.modules.rnn import RNNBase
 
 from bpk.converter.failure import ConversionError, not_a_graph
 from bpk.converter.kinds import OTHER, Kind, computes_size
+from bpk.converter.state import State, without_changes
 from bpk.converter.values import TYPE, Value, known_instances
 from bpk.jacobians.function_module import FunctionModule, Slot
 from bpk.jacobians.generated import Generated
@@ -29,9 +30,6 @@ FACTORIES = (torch.zeros, torch.ones, torch.full, torch.empty, torch.eye)
 
 PACKAGES = ("einops",)
 """Packages whose functions and layers look at what they are given; each call of one is written down as such."""
-
-CONSTANT = "_tensor_constant"
-"""How `torch.fx` calls tensors that the forward pass creates."""
 
 
 class BackpackTracer(fx.Tracer):
@@ -82,16 +80,6 @@ class BackpackTracer(fx.Tracer):
             raise RuntimeError("it switches gradients or autocast, which a graph of calls does not show")
         return super().create_node(*args, **kwargs)
 
-    def restore(self, module: nn.Module, fields: dict[str, Any]) -> None:
-        """Take back what the forward pass, or `torch.fx`, left on a module; keep the constants."""
-        for name, value in list(vars(module).items()):
-            if name not in fields and name.startswith(CONSTANT):
-                self.constants[name] = vars(module).pop(name)
-            elif isinstance(value, fx.Proxy) and name in fields:
-                vars(module)[name] = fields[name]
-            elif isinstance(value, fx.Proxy):
-                del vars(module)[name]
-
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         layer = REGISTRY.find(m) is not None or isinstance(m, (FunctionModule, Generated))
         opaque = type(m).__module__.partition(".")[0] in PACKAGES
@@ -125,21 +113,20 @@ class BackpackTracer(fx.Tracer):
             ConversionError: If the forward pass depends on values, with the line where it does.
         """
         modules = list(root.modules()) if isinstance(root, nn.Module) else []
-        before = [dict(vars(m)) for m in modules]
-        state = torch.get_rng_state()
+        state, generator = State(modules), torch.get_rng_state()
         self.surroundings = surroundings()
         try:
-            with known_instances(modules):
+            with known_instances(modules), without_changes():
                 graph = super().trace(root, concrete_args)
         except Exception as error:
+            state.take_back(self.constants)
             raise not_a_graph(root, error) from error
-        finally:
-            for m, fields in zip(modules, before, strict=True):
-                self.restore(m, fields)
+        if filled := state.take_back(self.constants):
+            raise not_a_graph(root, RuntimeError(f"it puts values into self.{filled[0]}, which the next call may read"))
         for node in graph.nodes:
             node.type = None  # annotations may be strings, which copies of the code could not resolve
-        if not torch.equal(state, torch.get_rng_state()):
-            torch.set_rng_state(state)
+        if not torch.equal(generator, torch.get_rng_state()):
+            torch.set_rng_state(generator)
             raise ConversionError(
                 root,
                 "draws random numbers",

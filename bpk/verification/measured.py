@@ -14,6 +14,7 @@ from torch import nn
 from bpk.context import backpack
 from bpk.extending import extend, memory_cleanup
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.errors import UnsupportedLayer
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import Problem
 from bpk.verification.quantities import Check, Mismatch, Read
@@ -65,10 +66,11 @@ class Measured:
                 warnings.simplefilter("always")
                 try:
                     self.run_group(extension, check, {name: places[name] for name in group}, result, passes)
-                except (NotImplementedError, ValueError) as error:
-                    result.refused = one_line(error)
                 except Exception as error:  # whatever a broken rule raises is a result
-                    result.raised = f"{type(error).__name__}: {one_line(error)}"
+                    if is_refusal(error):
+                        result.refused = one_line(error)
+                    else:
+                        result.raised = f"{type(error).__name__}: {one_line(error)}"
             result.warned += [one_line(w.message) for w in caught if issubclass(w.category, UserWarning)]
             if result.refused or result.raised:
                 break
@@ -83,8 +85,7 @@ class Measured:
             used = copy.copy(used)
             used.__dict__["mc_samples"] = columns_of(extension, 1)
         for number in range(passes):
-            self.say(f"backward pass {number + 1} of {passes} for {len(places)} parameters")
-            self.backward(used, number)
+            self.backward(used, number, f"backward pass {number + 1} of {passes}")
             for name, place in places.items():
                 value = self.params[name].__dict__.pop(used.savefield, None)
                 if value is None:
@@ -96,13 +97,19 @@ class Measured:
             memory_cleanup(self.model)
             memory_cleanup(self.loss)
 
-    def backward(self, extension: BackpropExtension, number: int) -> None:
+    def backward(self, extension: BackpropExtension, number: int, about: str) -> None:
         """A forward and a backward pass; the draws of pass `number`."""
+        names = {id(module): name for name, module in self.model.named_modules() if name}
+
+        def reached(module: nn.Module) -> None:
+            self.say(f"{about}, at {names.get(id(module), 'the loss')}")
+
         for param in self.params.values():
             param.grad = None
         loss = self.problem.objective(self.problem.predict(model=self.model), self.loss)
         torch.manual_seed(seed_of(self.problem, number))
-        with backpack(extension):
+        self.say(about)
+        with backpack(extension, extension_hook=reached):
             loss.backward()
 
     @contextmanager
@@ -139,6 +146,11 @@ def packed(sizes: Mapping[str, int], limit: float) -> Iterator[list[str]]:
         group.append(name)
     if group:
         yield group
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether `bpk` says that it does not compute something, and why; anything else that is raised is a mistake."""
+    return isinstance(error, UnsupportedLayer) or "\n  Why: " in str(error)
 
 
 def one_line(error: object) -> str:

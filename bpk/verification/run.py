@@ -67,14 +67,18 @@ def verify(
     Hessian of the loss with respect to it, the references are `g_n = dL_n/dp` for first-order quantities,
     `J_n^T H_n J_n` for the GGN, double backward passes for the Hessian, and for Kronecker factors the GGN of a bias
     added to the layer's output (`G`) and `sum a a^T / N` over what the weight multiplies (`A`). Sampled quantities are
-    averaged over 50 draws and compared with the exact ones (within 8 standard errors). `KFRA` is compared for one
-    sample, and `PCHMP` must be symmetric and at least the GGN and the Hessian. What these do not cover is said
-    in the table, as are refusals of `bpk`.
+    compared with `J_n^T S_n` for the columns `S_n` that the loss draws with the same seed, whose mean square must be
+    `H_n`; where these cannot be known, the mean of 50 draws must be within 8 standard errors of the exact value. `KFRA`
+    is compared for one sample, and `PCHMP` must be symmetric and at least the GGN and the Hessian. What these do not
+    cover is said in the table, as are refusals of `bpk`.
+
+    A loss of one's own that adds losses of `torch.nn` up, with constant factors, has the GGN of their sum.
 
     Args:
         model: The model, extended or not, in the mode (training, evaluation) that is meant.
-        loss: The loss, a module that returns a scalar.
-        inputs: A tensor, a tuple of the arguments of `forward`, or a mapping of named ones.
+        loss: The loss, a module that returns a scalar. It is called as `loss(output, *targets)`, or as
+            `loss(*output, *targets)` where the model returns a tuple whose parts it takes.
+        inputs: A tensor, a tuple of the arguments of `forward`, or a mapping of named ones; they may be nested.
         targets: What the loss takes beside the prediction: a tensor, a tuple of several, or `None`.
         *extensions: Which quantities (all by default).
         entries: How many entries of each parameter are compared.

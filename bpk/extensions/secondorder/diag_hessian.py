@@ -15,11 +15,16 @@ from bpk.sweeps import Sweep
 class HessianDiagonal(SecondOrderBackpropExtension):
     """Common part: `diag(H) = sum_k s_k (J^T U_k)^2` over the signed columns of the loss and of every residual."""
 
+    combines = True
+
     def sweep(self) -> Sweep:
         return SignedHessian(self.subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.squared_sum(per_sample=self.needs_samples)
+
+    def combine(self, before: Tensor, value: Tensor) -> Tensor:
+        return before + value
 
 
 class DiagHessian(HessianDiagonal):
