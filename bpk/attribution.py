@@ -256,11 +256,12 @@ def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
 
 def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
     """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
-    start = root.inputs[0]
-    probe = torch.arange(start.numel(), device=start.device).add(1.0).cos().add(1.5).reshape(start.shape)
-    spread = weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
     arrived: dict[int, Tensor] = {}
-    send(sources[id(root)].get(0), (probe * spread).to(wide(start.dtype)), arrived)
+    for index, source in sources[id(root)].items():
+        start = root.entrance(index).one_to_rule(root.inputs[index])
+        probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
+        spread = weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
+        send(source, (probe * spread).to(wide(start.dtype)), arrived)
     edges = {(id(r), edge[1]): edge for source in sources.values() for s in source.values() for r, edge in s.targets}
     with torch.no_grad():
         for record in consumers_first(root, above, sources):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.joint_loss import Joint
 from bpk.jacobians.loss import Loss
 from bpk.means import mean_between, pull_mean
 from bpk.records import OPEN_USES, Record
@@ -51,6 +52,8 @@ class Averaged(Sweep):
     blocks are zero.
     """
 
+    needs_root = True
+
     def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
         super().__init__(samples)
         self.mc_samples = mc_samples
@@ -62,17 +65,19 @@ class Averaged(Sweep):
         return ("averaged", self.mc_samples, self.samples)
 
     def start(self, step: Step, loss: Loss) -> None:
-        scale, source, samples = positive_scale(step), step.sources[0], step.samples_of_rows
+        scale, joint, samples = positive_scale(step), step.joint(loss), step.samples_of_rows
+        rule, call = joint.rule, joint.call
         if self.mc_samples is None and self.samples is None and samples is None:
-            self.begin(source, loss.sum_hessian(step.full) * scale)
+            self.begin_joint(step, joint, rule.sum_hessian(call) * scale)
             return
         exact = self.mc_samples is None
-        root = loss.sqrt_hessian(step.full) if exact else loss.sqrt_hessian_sampled(step.full, self.mc_samples or 1)
+        root = rule.sqrt_hessian(call) if exact else rule.sqrt_hessian_sampled(call, self.mc_samples or 1)
         if samples is None:
             flat = self.rows(root, 1).flatten(0, 1).reshape(-1, root[0, 0].numel())
-            self.begin(source, flat.T @ flat * scale)
+            self.begin_joint(step, joint, flat.T @ flat * scale)
             return
-        pulled = source.pull((apart(root, samples) if exact else root) * scale.sqrt())
+        columns = joint.split((apart(root, samples) if exact else root) * scale.sqrt())
+        pulled = [found for index, part in columns.items() for found in step.sources[index].pull(part)]
         for first, half in pulled:  # the loss has several rows per sample: begin where they are together
             require_samples(first, half.shape[1] == step.batch_size)
             for second, other in pulled:
@@ -112,6 +117,13 @@ class Averaged(Sweep):
         """Add a matrix at an input of a call."""
         self.add(end(source), end(source), matrix)
         self.pass_stretch(source)
+
+    def begin_joint(self, step: Step, joint: Joint, matrix: Tensor) -> None:
+        """Add a matrix over all predictions of a loss, side by side."""
+        for (i, j), block in joint.blocks(matrix).items():
+            self.add(end(step.sources[i]), end(step.sources[j]), block)
+        for source in step.sources.values():
+            self.pass_stretch(source)
 
     def add(self, a: int, b: int, block: Tensor) -> None:
         """Add to `G_ab`."""

@@ -300,7 +300,7 @@ class Backward:
                 for name, state in states.items():
                     self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
             elif sweep.second_order and sources:
-                announce(loss.flat, self.extensions)
+                announce(step.joint(loss).rule.flat, self.extensions)
                 for _ in sweep.rounds(step, loss, step.at_most):
                     go_round(self, key, sweep, record)
         call.pull = call.saved = None

@@ -13,12 +13,16 @@ from bpk.context import CTX
 from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
 from bpk.jacobians.rule import Rule
+from bpk.loss_recorder import record_composed
 from bpk.products import BlockProduct
 from bpk.recorder import record, record_passage, remember_generators, stash
 from bpk.records import forget
 from bpk.rules import REGISTRY
 
 M = TypeVar("M", bound=nn.Module)
+
+RECORDERS = (record, record_passage, record_composed)
+"""The forward hooks of modules."""
 
 QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 """Where torch's quantised layers live (not imported: that takes long)."""
@@ -115,6 +119,8 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
         if debug:
             print(f"[bpk] extend {path or type(module).__name__}: {rule or 'no rule'}")
     if rule is None:
+        if children and not path and not is_hooked(module) and next(module.parameters(), None) is None:
+            hook(module, path, [record_composed])
         for name, child in children.items():
             attach(child, (*containers, module), f"{path}.{name}" if path else name, debug)
     CTX.modules.add(module)
@@ -124,7 +130,7 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
 def is_hooked(module: nn.Module) -> bool:
     """Whether a module has been extended."""
     hooks = module._forward_hooks.values()
-    return record in hooks or record_passage in hooks
+    return any(recorder in hooks for recorder in RECORDERS)
 
 
 def hook(module: nn.Module, path: str, recorders: Iterable[Callable[..., Any]]) -> None:
@@ -142,7 +148,7 @@ def hook(module: nn.Module, path: str, recorders: Iterable[Callable[..., Any]]) 
 def detach(module: nn.Module) -> None:
     """Take the forward hooks of one module away again."""
     for hooks, ours in (
-        (module._forward_hooks, (record, record_passage)),
+        (module._forward_hooks, RECORDERS),
         (module._forward_pre_hooks, (stash, remember_generators)),
     ):
         for key in [key for key, function in hooks.items() if function in ours]:

@@ -102,6 +102,7 @@ class Tape(Sweep):
     def __init__(self, samples: tuple[int, ...] | None = None, factored: bool = False) -> None:
         super().__init__(samples)
         self.factored = factored
+        self.needs_root = factored  # clipping leaves the loss Hessian alone
         self.frames: list[Frame] = []
         self.numbers: dict[int, int] = {}
         self.live: list[tuple[Feed, Source]] = []
@@ -240,7 +241,7 @@ class BlockProduct:
                 continue
             inner, sends = ins[frame.number], dict[int, Tensor]()
             if isinstance(frame.rule, Loss):
-                sends[0] = loss_hessian(frame, inner[0])
+                sends = loss_hessian(frame, inner)
             elif frame.number in adjoints:
                 adjoint = matched(adjoints.pop(frame.number), frame.call)
                 sends = {i: frame.rule.jac_t_mat_prod(frame.call, adjoint, i) for i in inner}
@@ -281,11 +282,13 @@ class BlockProduct:
         return through_columns(columns, positive(signs, self.modify), tangents)
 
 
-def loss_hessian(frame: Frame, tangent: Tensor) -> Tensor:
-    """The loss Hessian (with its scalar factor) times tangents, also where only some samples are considered."""
+def loss_hessian(frame: Frame, tangents: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The loss Hessian (with its scalar factor) times tangents, by input; also where only some samples count."""
     assert isinstance(frame.rule, Loss)
+    joint = frame.rule.joint(frame.call, tuple(frame.feeds))
+    tangent = joint.merge(tangents)
     if frame.samples is None:
-        return frame.rule.hessian_mat_prod(frame.call, tangent) * frame.grad
+        return joint.split(joint.rule.hessian_mat_prod(joint.call, tangent) * frame.grad)
     index = torch.as_tensor(frame.samples, device=tangent.device)
-    full = tangent.new_zeros(tangent.shape[0], *frame.call.inputs[0].shape).index_copy(1, index, tangent)
-    return (frame.rule.hessian_mat_prod(frame.call, full) * frame.grad).index_select(1, index)
+    full = tangent.new_zeros(tangent.shape[0], *joint.call.inputs[0].shape).index_copy(1, index, tangent)
+    return joint.split((joint.rule.hessian_mat_prod(joint.call, full) * frame.grad).index_select(1, index))

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from bpk import engine
 from bpk.context import CTX
+from bpk.jacobians.autodiff_loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import explain
 from bpk.jacobians.passage import PASSAGE
@@ -76,6 +77,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         leave_note(module, next(iter(results.values())))
         return None
     rule = REGISTRY.find(module)
+    if rule is None and not fields.get("_bpk_path") and is_loss(module, output):
+        rule = GENERIC_LOSS
     if any(p.requires_grad and not p.is_leaf for p in parameters_of(module, rule).values()):
         return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)

@@ -27,6 +27,8 @@ class SignedHessian(SquareRoot):
     many, those under way go all the way back in a round of their own.
     """
 
+    needs_root = False
+
     def __init__(self, samples: tuple[int, ...] | None = None) -> None:
         super().__init__(None, samples)
         self.under_way = 0  # columns that may wait somewhere
@@ -40,14 +42,16 @@ class SignedHessian(SquareRoot):
         raise self.no_module_extension(record)
 
     def start(self, step: Step, loss: Loss) -> None:
-        root, signs = loss.hessian_columns(step.full)
-        columns: dict[Wrt, Tensor] = {0: root}
+        joint = step.joint(loss)
+        root, signs = joint.rule.hessian_columns(joint.call)
+        columns: dict[Wrt, Tensor] = dict(joint.split(root).items())
         if step.samples_of_rows is not None:
             columns, signs = split_rows(columns, signs, step.samples_of_rows, step.batch_size)
         scaled: dict[Wrt, Tensor] = {k: self.rows(mat, 1) * step.grad.abs().sqrt() for k, mat in columns.items()}
         signs = self.rows(signs, 1) * step.grad.sign()
         self.emit(step, "loss", known(scaled, signs))
-        self.bend(step, 0, step.sources[0])
+        for index, source in step.sources.items():
+            self.bend(step, index, source)
 
     def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
         """One round; columns that are too many go ahead."""

@@ -56,6 +56,8 @@ WRITE_LOSS = "bpk.register() a rule for it (bpk.register(AutodiffLoss({name})) i
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
 
+USE_HESSIAN = "use quantities of the exact Hessian: DiagHessian, BatchDiagHessian or HMP."
+
 CHAIN_RULE = (
     "first-order quantities are what the chain rule gives, layer by layer; call model.eval() first for those of "
     "samples."
@@ -74,7 +76,8 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         call: A call of the layer; reasons that depend on options (training mode) need it.
         name: How the advice calls the layer's class.
     """
-    if extension.sweep() is None:
+    sweep = extension.sweep()
+    if sweep is None:
         return Support(
             Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND
         )
@@ -83,6 +86,10 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     if reason is not None:
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", WAY_OUT)
+    if call is not None and isinstance(rule, Loss) and sweep.needs_root:
+        reason = rule.no_root(call)
+        if reason is not None:
+            return Support(Kind.REFUSED, f"{reason}.", USE_HESSIAN)
     mixing = rule.mixing(call) if call is not None else None
     caution = mixing.rstrip(".") + "." if mixing is not None else ""
     generic = isinstance(rule, Autodiff) and not isinstance(rule, Loss)

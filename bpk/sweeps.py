@@ -18,6 +18,7 @@ from bpk.attribution import Attribution, slots
 from bpk.graph import Source
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.joint_loss import Joint
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.records import Record
@@ -88,6 +89,10 @@ class Step:
     at_most: int | None = None
     go_round: Callable[[], None] | None = None
 
+    def joint(self, loss: Loss) -> Joint:
+        """The loss as a function of the inputs that calls or parameters feed."""
+        return loss.joint(self.full, tuple(self.sources))
+
     @property
     def piece(self) -> int:
         """Into how many columns to split, so that none outgrows what memory hands out quickly at the largest layer."""
@@ -106,6 +111,8 @@ class Sweep(ABC):
     """
 
     second_order = True
+    needs_root = False
+    """Whether it starts from a square root of the loss Hessian, which must then be positive semi-definite."""
 
     def __init__(self, samples: tuple[int, ...] | None = None) -> None:
         self.samples = samples
@@ -228,6 +235,8 @@ class Gradient(Sweep):
 class SquareRoot(Sweep):
     """`J^T S` with a square root `S` of the loss Hessian, exact or sampled: a square root of the GGN."""
 
+    needs_root = True
+
     def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
         super().__init__(samples)
         self.mc_samples = mc_samples
@@ -237,30 +246,31 @@ class SquareRoot(Sweep):
         return ("square root", self.mc_samples, self.samples)
 
     def start(self, step: Step, loss: Loss) -> None:
-        scale = positive_scale(step)
+        scale, joint = positive_scale(step), step.joint(loss)
         if self.mc_samples is None:
-            root = loss.sqrt_hessian(step.full)
+            root = joint.rule.sqrt_hessian(joint.call)
             if step.samples_of_rows is not None:
                 root = apart(root, step.samples_of_rows)
         else:
-            root = loss.sqrt_hessian_sampled(step.full, self.mc_samples)
+            root = joint.rule.sqrt_hessian_sampled(joint.call, self.mc_samples)
         for k, piece in enumerate(step.pieces(self.rows(root, 1) * scale.sqrt())):
-            self.send(step.sources[0], ("loss", id(step.record), k), piece, None)
+            self.send_joint(step, joint, ("loss", id(step.record), k), piece, None)
 
     def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
         if columns is None or self.mc_samples is not None:
             self.start(step, loss)
             return
-        scale, parts = positive_scale(step).sqrt(), loss.sqrt_hessian_parts(step.full, columns)
+        scale, joint = positive_scale(step).sqrt(), step.joint(loss)
+        parts = joint.rule.sqrt_hessian_parts(joint.call, columns)
         if step.samples_of_rows is not None:
-            parts = iter(apart(loss.sqrt_hessian(step.full), step.samples_of_rows).split(columns))
+            parts = iter(apart(joint.rule.sqrt_hessian(joint.call), step.samples_of_rows).split(columns))
         for j, part in enumerate(parts):
             if j:
                 yield
             group = self.rows(part, 1) * scale if scale != 1 else self.rows(part, 1)
             del part
             for k, piece in enumerate(step.pieces(group)):
-                self.send(step.sources[0], ("loss", id(step.record), j, k), piece, None)
+                self.send_joint(step, joint, ("loss", id(step.record), j, k), piece, None)
             del group, piece
 
     def visit(self, step: Step) -> Columns:
@@ -279,6 +289,11 @@ class SquareRoot(Sweep):
                 if free or (alone and sent.untyped_storage().data_ptr() != mat.untyped_storage().data_ptr()):
                     self.unshare(source, key)
         return columns
+
+    def send_joint(self, step: Step, joint: Joint, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
+        """Hand columns of the predictions of a loss, side by side, to the calls that produced them."""
+        for index, part in joint.split(mat).items():
+            self.send(step.sources[index], key, part, signs)
 
     def unshare(self, source: Source, key: Hashable) -> None:
         """Note that what was just sent is in memory of its own, which the next layer may overwrite."""

@@ -1,15 +1,22 @@
-"""The fallback family: every product by `torch.func`, for any layer that mixes no samples."""
+"""The fallback family: every product by autograd, for any layer that mixes no samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
+from bpk.jacobians import probing
+from bpk.jacobians.autodiff_graph import Graph, by_sample, is_differentiated
 from bpk.jacobians.call import Call, Wrt
+from bpk.jacobians.factoring import factor as factor
 from bpk.jacobians.rule import Residual, Rule
+
+BLOCK = 1 << 22
+"""How many numbers a block of columns holds at most."""
 
 
 def as_function(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
@@ -30,6 +37,9 @@ def as_function(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Callable[.
 
 def residual_mat_prod(rule: Rule, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
     """Differentiate the transposed-Jacobian product once more, along each column of `mats`."""
+    if not is_differentiated():
+        with suppress(RuntimeError):  # not every backward pass can be differentiated
+            return graph_of(rule, call).bend(grad_out, mats)
     wrts = tuple(mats)
     function, point = as_function(rule, call, wrts)
 
@@ -42,46 +52,27 @@ def residual_mat_prod(rule: Rule, call: Call, grad_out: Tensor, mats: Mapping[Wr
     return dict(zip(wrts, vmap(along)(*mats.values()), strict=True))
 
 
-def factor(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigendecompose symmetric matrices `[N, D, D]` into columns `[K, N, D]` and signs `[K, N]`.
-
-    A matrix with NaN or infinite entries gives NaN columns, and leaves the other samples alone.
-    """
-    wide = (dense + dense.transpose(1, 2)) / 2
-    wide = wide.float() if dense.dtype in (torch.bfloat16, torch.float16) else wide
-    healthy = torch.isfinite(wide).flatten(1).all(1)
-    values, basis = torch.linalg.eigh(torch.where(healthy[:, None, None], wide, torch.zeros_like(wide)))
-    columns = (basis * values.abs().sqrt()[:, None, :]).permute(2, 0, 1)
-    columns = torch.where(healthy[None, :, None], columns, torch.full_like(columns, torch.nan))
-    return columns.to(dense.dtype), values.sign().T.to(dense.dtype)
+def graph_of(rule: Rule, call: Call, apart: bool = False) -> Graph:
+    """The layer as autograd has recorded it, kept for further columns."""
+    graph: Graph = call.memo(("graph", apart), lambda: Graph(rule, call, apart))
+    return graph
 
 
-def residual_columns(rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]) -> tuple[dict[Wrt, Tensor], Tensor]:
-    """Eigendecompose the dense residual of every sample, jointly over `wrts`."""
-    dense = [_dense_residual(rule, call, grad_out, wrts, n) for n in range(call.batch_size)]
-    vectors, signs = factor(torch.stack(dense))
-    shapes = [call.shape_of(w)[1:] if isinstance(w, int) else call.shape_of(w) for w in wrts]
-    parts = vectors.split([s.numel() for s in shapes], dim=2)
-    columns = {w: part.reshape(*part.shape[:2], *s) for w, s, part in zip(wrts, shapes, parts, strict=True)}
-    return columns, signs
-
-
-def _dense_residual(rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt], n: int) -> Tensor:
-    """The residual of sample `n` as a matrix over the flattened, concatenated `wrts`."""
-    one = call.subset([n])
-    shapes = [call.shape_of(w)[1:] if isinstance(w, int) else call.shape_of(w) for w in wrts]
-    splits = [s.numel() for s in shapes]
-    eye = torch.eye(sum(splits), dtype=call.output.dtype, device=call.output.device)
-    mats: dict[Wrt, Tensor] = {
-        w: part.reshape(-1, 1, *s) if isinstance(w, int) else part.reshape(-1, *s)
-        for w, s, part in zip(wrts, shapes, eye.split(splits, 1), strict=True)
-    }
-    product = rule.residual_mat_prod(one, grad_out[n : n + 1], mats)
-    return torch.cat([product[w].reshape(len(eye), -1) for w in wrts], 1)
+def by_transforms(rule: Rule, call: Call, mat: Tensor, wrt: Wrt, apart: bool) -> Tensor:
+    """`J^T M` as a function that can be differentiated itself."""
+    if isinstance(wrt, str) and apart:
+        copies = {name: p.expand(call.batch_size, *p.shape) for name, p in call.params.items()}
+        pull = vjp(lambda own: by_sample(rule, call, {**copies, wrt: own}), copies[wrt])[1]
+    else:
+        function, point = as_function(rule, call, (wrt,))
+        pull = vjp(function, *point)[1]
+    return vmap(lambda column: pull(column)[0])(mat)
 
 
 class Autodiff(Rule):
     """Any layer, with nothing declared: products by `torch.func` (slower than a rule, always right).
+
+    The structure of its derivatives (zero, diagonal, the same for all samples) is found by probing.
 
     >>> import torch
     >>> from torch import nn
@@ -95,25 +86,71 @@ class Autodiff(Rule):
     """
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        if not is_differentiated():
+            with suppress(RuntimeError):
+                return graph_of(self, call).push(mat, wrt)
         function, point = as_function(self, call, (wrt,))
         return vmap(lambda tangent: jvp(function, point, (tangent,))[1])(mat)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        if isinstance(wrt, int) or sum_batch:
-            function, point = as_function(self, call, (wrt,))
-            pull = vjp(function, *point)[1]
-            return vmap(lambda column: pull(column)[0])(mat)
-        wrts: tuple[Wrt, ...] = (wrt,)
+        apart = isinstance(wrt, str) and not sum_batch
+        if is_differentiated():
+            return by_transforms(self, call, mat, wrt, apart)
+        return graph_of(self, call, apart).pull(mat, wrt)
 
-        def pull_sample(inputs: tuple[Tensor, ...], column: Tensor) -> Tensor:
-            lifted = Call(call.options, [x[None] for x in inputs], call.params, call.output[:1], used=call.used)
-            function, point = as_function(self, lifted, wrts)
-            return vjp(function, *point)[1](column[None])[0]
-
-        # one column after the other: torch's batching rules of some layers (PReLU) fail under a second vmap
-        pull = vmap(pull_sample)
-        rows = [pull(call.inputs, column) for column in mat]
-        return torch.stack(rows) if rows else mat.new_zeros(0, *mat.shape[1:2], *call.params[wrt].shape)
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        """A few columns at a time, in memory that is used again."""
+        if is_differentiated() or not len(mat):
+            return super().squared_sum(call, mat, param, weights, per_sample)
+        n, shape = call.batch_size, call.shape_of(param)
+        step, total = max(1, BLOCK // 4 // max(1, n * shape.numel())), None
+        for start in range(0, len(mat), step):
+            here = slice(start, start + step)
+            rows = self.jac_t_mat_prod(call, mat[here], param, sum_batch=False)
+            squares = rows.reshape(*rows.shape[:2], -1).square()  # a parameter may be one number
+            if weights is not None:
+                squares *= weights[here, :, None]
+            found = squares.sum(0) if per_sample else squares.flatten(0, 1).sum(0)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total.reshape((n, *shape) if per_sample else shape)
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.GENERAL
+        if is_differentiated():
+            return Residual.GENERAL
+        kind: Residual = call.memo(("residual", *wrts), lambda: probing.residual(self, call, wrts))
+        return kind
+
+    def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
+        ones = torch.ones_like(call.inputs[0])[None]
+        return residual_mat_prod(self, call, grad_out, {0: ones})[0][0]
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """`mean_n J_n^T M J_n`: by entries where `J_n` is diagonal, once where it is the same for all samples."""
+        if is_differentiated():
+            return super().congruence(call, matrix, wrt)
+        slopes = probing.slopes(self, call) if wrt == 0 else None
+        if slopes is not None:
+            return matrix * (slopes.T @ slopes / len(slopes))
+        if probing.same_for_all(self, call, wrt):
+            return self._congruence_of_sample(call.subset([0]), matrix, wrt)
+        shape = call.shape_of(wrt)
+        size = max(len(matrix), shape[1:].numel() if isinstance(wrt, int) else shape.numel())
+        step = max(1, BLOCK // size**2)
+        total: Tensor | None = None
+        for start in range(0, call.batch_size, step):
+            part = call.subset(range(start, min(start + step, call.batch_size)))
+            found = self._congruence_of_samples(part, matrix, wrt)
+            total = found if total is None else total + found
+        assert total is not None
+        return total / call.batch_size
+
+    def _congruence_of_samples(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
+        """`sum_n J_n^T M J_n`, by multiplying from both sides."""
+        n, out = call.batch_size, call.output.shape[1:]
+        left = matrix.reshape(-1, 1, *out).expand(-1, n, *[-1] * len(out))
+        half = self.jac_t_mat_prod(call, left, wrt, sum_batch=False).reshape(len(matrix), n, -1)  # (M J_n): [D, N, I]
+        right = half.permute(2, 1, 0).reshape(-1, n, *out)
+        return self.jac_t_mat_prod(call, right, wrt, sum_batch=False).reshape(len(right), n, -1).sum(1)

@@ -105,7 +105,7 @@ def _check_example(
         else:
             report.skipped[f"torch does not evaluate {example} in {str(dtype).removeprefix('torch.')}"] += 1
         return
-    live = (0,) if isinstance(rule, Loss) else range(len(inputs))
+    live = rule.predictions if isinstance(rule, Loss) else range(len(inputs))
     reference = Reference(rule, module, call, dtype if draws else torch.float64, seed, live)
     case = Case(rule, module, call, reference, about, report)
     torch.manual_seed(seed + 1)

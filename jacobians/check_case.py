@@ -208,8 +208,9 @@ def evaluate(rule: Rule, module: nn.Module, inputs: Sequence[Tensor], used: Sequ
     A loss is not differentiated with respect to its target, and need not allow it.
     """
     if isinstance(rule, Loss):
+        binding = rule.bind(module, tuple(inputs), {})
         with torch.no_grad():
-            return Call(module, inputs, {}, module(*inputs))
+            return Call(binding.options, binding.seen(binding.inputs), {}, module(*inputs))
     return Call.of(module, *inputs, params=rule.params_of(module), rule=rule, used=used)
 
 

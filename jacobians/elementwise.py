@@ -39,7 +39,8 @@ class Pointwise(Rule):
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n D_n M D_n = M * (S^T S / N)` with the slopes `S` `[N, D]`: no loop over samples."""
-        slopes = self.slope(call).flatten(1)
+        slope = self.slope(call)
+        slopes = slope.reshape(len(slope), -1)
         return matrix * (slopes.T @ slopes / call.batch_size)
 
 

@@ -4,6 +4,9 @@ A loss that treats its samples separately has the block-diagonal Hessian `H = di
 includes the reduction's divisor and leaves out the gradient that arrives at the loss. `call` is always the call on
 the whole batch, because divisors are the whole batch's: pick samples from the results, not from the call.
 
+Products are those of one prediction, `call.inputs[0]`. Where several inputs depend on parameters (two outputs of one
+encoder; a variance), `Loss.joint` gives a rule and a call in which these inputs lie side by side as one prediction.
+
 Shapes: prediction `[N, *pred]` with `D` entries per sample; `K` columns of a factor, `M` draws, `V` free columns.
 """
 
@@ -11,15 +14,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.loss_call import SideBySide, evaluate, filled
 from bpk.jacobians.rule import Example, Residual
 from bpk.jacobians.symbolic import Derivation, derive
+
+if TYPE_CHECKING:
+    from bpk.jacobians.joint_loss import Joint
 
 
 def wide(x: Tensor) -> Tensor:
@@ -50,6 +57,9 @@ class Loss(Autodiff):
 
     least_axes = 1
     """How many axes a batch of predictions has at least."""
+
+    predictions: tuple[int, ...] = (0,)
+    """Which inputs are predictions, where a call does not tell (it does if some of its inputs require grad)."""
 
     # ---- what a family gives ----------------------------------------------------------------------
     @abstractmethod
@@ -86,17 +96,48 @@ class Loss(Autodiff):
         flat = columns.flatten(2) if columns.dim() > 2 else columns[..., None]
         return torch.einsum("kni,knj->ij", flat * signs[..., None], flat)
 
+    def no_root(self, call: Call) -> str | None:
+        """Why this Hessian has no square root, so that there are no quantities of the GGN, or `None`."""
+        if self.live(call) == (0,):
+            return None
+        joint = self.joint(call, self.live(call))
+        return joint.rule.no_root(joint.call)
+
     def obstacle(self, call: Call) -> str | None:
         """Why second-order quantities cannot start at this call, or `None`."""
         if call.output.numel() != 1 or call.output.dim() > 0:
             return f"its output has shape {tuple(call.output.shape)} and is no scalar (use reduction 'mean' or 'sum')"
-        if call.inputs[0].dim() < self.least_axes:
-            return f"its prediction of shape {tuple(call.inputs[0].shape)} has no batch axis"
-        for i, x in enumerate(call.inputs[1:], 1):
-            if x.requires_grad:
-                what = "its target" if i == 1 else f"its input {i}"
-                return f"{what} requires grad, so the loss depends on the model through more than the prediction"
-        return None
+        live = self.live(call)
+        for i in live:
+            if call.inputs[i].dim() < self.least_axes:
+                what = "its prediction" if live == (0,) else f"its input {i}, which depends on parameters,"
+                return f"{what} of shape {tuple(call.inputs[i].shape)} has no batch axis"
+        sizes = {call.inputs[i].shape[0] for i in live}
+        if len(sizes) > 1:
+            return f"its inputs {', '.join(map(str, live))} depend on parameters, and have batches of {sorted(sizes)}"
+        if live == (0,):
+            return None
+        joint = self.joint(call, live)
+        return joint.rule.obstacle(joint.call)
+
+    # ---- losses of several predictions ------------------------------------------------------------
+    def live(self, call: Call) -> tuple[int, ...]:
+        """The inputs that may depend on parameters: those that require grad."""
+        if isinstance(call.options, SideBySide):
+            return (0,)
+        return tuple(i for i, x in enumerate(call.inputs) if x.requires_grad) or self.predictions
+
+    def joint(self, call: Call, wrts: Sequence[int]) -> Joint:
+        """The loss as a function of some of its inputs, side by side as one prediction."""
+        from bpk.jacobians.joint_loss import joined
+
+        return joined(self, call, tuple(wrts))  # not kept on the call: it may refer to a live graph
+
+    def together(self, wrts: tuple[int, ...]) -> Loss:
+        """The rule of the joint prediction. Default: the family that needs nothing declared."""
+        from bpk.jacobians.autodiff_loss import AutodiffLoss
+
+        return AutodiffLoss()
 
     # ---- divisors ---------------------------------------------------------------------------------
     def n_samples(self, call: Call) -> int:
@@ -108,6 +149,22 @@ class Loss(Autodiff):
         return {"mean": count, "sum": 1, "batchmean": call.batch_size}[call.options.reduction]
 
     # ---- a loss as a layer ------------------------------------------------------------------------
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return evaluate(filled(options, inputs), inputs[0].dtype)
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        gradient = self.jac_t_mat_prod(call, mat.new_ones(1), wrt)[0]
+        return (mat * gradient).flatten(1).sum(1)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        from bpk.jacobians.loss_gradient import Linearised
+
+        assert isinstance(wrt, int)
+        joint = self.joint(call, (wrt,))
+        linear = Linearised.of(joint.rule, joint.call)
+        gradient = (linear.gradient if linear.differentiable else linear.gradient.detach()).to(call.inputs[wrt].dtype)
+        return mat.reshape(-1, *[1] * gradient.dim()) * gradient
+
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.GENERAL
 
@@ -119,36 +176,6 @@ class Loss(Autodiff):
     ) -> tuple[dict[Wrt, Tensor], Tensor]:
         columns, signs = self.hessian_columns(call)
         return {0: columns * safe_sqrt(grad_out.abs())}, signs * grad_out.sign()
-
-
-class ZeroCurvature(Loss):
-    """A loss whose Hessian is zero (almost) everywhere: (piecewise) linear in its prediction.
-
-    Its factors have one column, of zeros (NaN where the prediction is NaN). `why` ends up in a warning.
-    """
-
-    def __init__(
-        self, why: str, *modules: type[nn.Module], examples: Sequence[Example] = (), least_axes: int = 1
-    ) -> None:
-        super().__init__(*modules, examples=examples)
-        self.flat = why
-        self.least_axes = least_axes
-
-    def sqrt_hessian(self, call: Call) -> Tensor:
-        return self._zeros(call)[None]
-
-    def sqrt_hessian_sampled(self, call: Call, mc_samples: int) -> Tensor:
-        return self._zeros(call).expand(mc_samples, *call.inputs[0].shape)
-
-    def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
-        return self._zeros(call).expand_as(mat)
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
-
-    def _zeros(self, call: Call) -> Tensor:
-        x = call.inputs[0]
-        return torch.where(x.isnan(), x, 0.0)
 
 
 def standard_normal(call: Call, mc_samples: int) -> Tensor:

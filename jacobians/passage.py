@@ -28,7 +28,9 @@ class Passage(SeveralOutputs):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         parts = self.split(call, mat)
-        return parts[wrt] if wrt in parts else mat.new_zeros(*mat.shape[:2], *call.shape_of(wrt)[1:])
+        if wrt in parts:
+            return parts[wrt]
+        return mat.new_zeros(len(mat), *call.shape_of(wrt))  # a result that nothing uses may have other rows
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO

@@ -238,16 +238,16 @@ class Rule(ABC):
 
         Returns `{wrt: [K, N, *wrt]}` and signs `[K, N]` in {-1, 0, 1}.
         """
-        from bpk.jacobians import autodiff
+        from bpk.jacobians import factoring
 
         if self.residual(call, wrts) is Residual.DIAGONAL and tuple(wrts) == (0,):
             diag = self.residual_diag(call, grad_out)
-            flat = diag.flatten(1)
+            flat = diag.reshape(len(diag), -1)  # a sample may be one number
             zero = flat == 0  # the square root has no derivative there
             root = torch.where(zero, 0.0, torch.where(zero, 1.0, flat).abs().sqrt())
             columns = torch.diag_embed(root).transpose(0, 1)
             return {0: columns.reshape(-1, *diag.shape)}, flat.sign().transpose(0, 1)
-        return autodiff.residual_columns(self, call, grad_out, wrts)
+        return factoring.residual_columns(self, call, grad_out, wrts)
 
     # ---- shortcuts: correct defaults in terms of the products ------------------------------------
     def has_cheap_squares(self, call: Call, param: str) -> bool:

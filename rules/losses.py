@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.call import Call
-from bpk.jacobians.loss import PointwiseLoss, ZeroCurvature, standard_normal, wide
+from bpk.jacobians.flat_loss import ZeroCurvature
+from bpk.jacobians.loss import PointwiseLoss, standard_normal, wide
 from bpk.jacobians.rule import Example, case
 from bpk.jacobians.softmax_loss import SoftmaxCrossEntropy
 
@@ -118,7 +119,7 @@ class WithVariance:
 
 
 def both(loss: type[nn.Module], shape: tuple[int, ...], target: Any, **options: Any) -> tuple[Example, Example]:
-    """An example for each of the reductions "mean" and "sum"."""
+    """An example for each of the reductions "mean" and "sum"; `options` of the loss, or `domain` of the example."""
     return (
         case(loss, shape=shape, target=target, reduction="mean", **options),
         case(loss, shape=shape, target=target, reduction="sum", **options),

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Example, Rule
 from bpk.rules import REGISTRY
+from bpk.rules.metric_losses import frozen_linear_loss
 from tests import attention, recurrence
 
 N = 3
@@ -180,6 +181,8 @@ def make_loss_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, t
 def rule_networks(rule: Rule) -> Iterator[Network]:
     """One network per example of a rule."""
     for example in rule.examples:
+        if example.layer in (nn.CTCLoss, frozen_linear_loss):
+            continue  # predictions [T, N, C]; parameters in a loss: check_rule covers both
         if is_loss(example):
             chain = len(example.shapes[0]) > 1
             yield Network(label(example), _bind(make_loss_network, example), sequential=chain)

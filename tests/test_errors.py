@@ -58,12 +58,27 @@ class UnknownLoss(nn.Module):
         return (pred - y).abs().pow(3).mean()
 
 
+class CouplingLoss(nn.Module):
+    """A loss that no rule knows, and that couples the samples of a batch."""
+
+    def forward(self, pred: Tensor, y: Tensor) -> Tensor:
+        return (pred - y).square().mean().sqrt()
+
+
 @pytest.mark.parametrize("extension", SECOND_ORDER, ids=ids)
-def test_unknown_loss(extension: type) -> None:
+def test_unknown_loss_that_couples_samples(extension: type) -> None:
+    model, loss_fn = extended(loss=CouplingLoss())
+    x, _ = data()
+    with refuses(model, NotImplementedError, "CouplingLoss", "couples the samples", "Why:", "Do:"):
+        backward(model, loss_fn, x, torch.zeros(5, 3), extension())
+
+
+@pytest.mark.parametrize("extension", SECOND_ORDER, ids=ids)
+def test_unknown_loss_that_treats_samples_apart(extension: type) -> None:
     model, loss_fn = extended(loss=UnknownLoss())
     x, _ = data()
-    with refuses(model, NotImplementedError, "UnknownLoss", "Why:", "Do:"):
-        backward(model, loss_fn, x, torch.zeros(5, 3), extension())
+    backward(model, loss_fn, x, torch.zeros(5, 3), extension())
+    assert saved(model) == {FIELDS[extension]}
 
 
 @pytest.mark.parametrize("extension", FIRST_ORDER, ids=ids)
