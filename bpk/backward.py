@@ -30,6 +30,7 @@ from bpk.jacobians.function_module import Plain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
+from bpk.objective import Objective, objective_of, remember
 from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
 from bpk.records import OPEN_USES, Record
@@ -76,6 +77,7 @@ class Backward:
         self.above: dict[int, list[Record]] = {}
         self.required: set[int] = set()
         self.used: dict[int, Sequence[int]] = {}
+        self.objective: Objective | None = None
         self.closed = False
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -99,6 +101,8 @@ class Backward:
             self.collect_functions()
             self.parameters.finish_all()
             self.run_last_hooks()
+            if self.objective is not None and self.objective.near is None:
+                remember(self.roots[0], self.above[id(self.roots[0])])
         except BaseException:
             self.abort()
             raise
@@ -182,6 +186,8 @@ class Backward:
         self.placed.update(id(record) for record in (*above, root))
         self.above[id(root)] = above
         self.roots.append(root)
+        if self.second_order and isinstance(root.rule, Loss):
+            self.watch(root, above)
         if placement.rows:
             require_whole_batch(self.extensions, root)
             self.attribution.samples.update(placement.rows)
@@ -196,6 +202,15 @@ class Backward:
             for record in above:
                 self.require(record)
         self.largest = max([self.largest, *(record.largest for record in above)])
+
+    def watch(self, root: Record, above: list[Record]) -> None:
+        """Compare gradients with those of extended losses: nothing else may be part of the objective."""
+        if len(self.roots) > 1 and self.objective is not None and self.objective.near is not None:
+            self.objective.near = set()  # other losses may reach the same calls
+        elif len(self.roots) == 1 and not torch.is_grad_enabled() and not any(map(self.by_hand, above)):
+            self.objective = objective_of(root, above, {id(r): self.sources_of(r) for r in (*above, root)})
+            self.objective.attribution = self.attribution
+            self.sweeps[self.objective.key] = self.objective
 
     def require(self, record: Record) -> None:
         """Refuse, before anything is computed, what some active extension cannot do."""
@@ -297,7 +312,7 @@ class Backward:
                 step.go_round = partial(go_round, self, key, sweep, self.roots[0])
             if loss is None:
                 arrived = sweep.visit(step)
-                for name, state in states.items():
+                for name, state in states.items() if sweep is not self.objective else ():
                     self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
             elif sweep.second_order and sources:
                 announce(step.joint(loss).rule.flat, self.extensions)

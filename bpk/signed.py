@@ -89,7 +89,7 @@ class SignedHessian(SquareRoot):
         alone = wrts == (0,) and step.samples_of_rows is None and step.at_most is not None
         if alone and step.rule.residual(step.call, wrts) is Residual.DIAGONAL:
             return diagonal(step.rule.residual_diag(step.call, grad))
-        born, signs = step.rule.residual_columns(step.call, grad, wrts)
+        born, signs = step.rule.signed_columns(step.call, grad, wrts)
         if step.samples_of_rows is not None:
             born, signs = split_rows(born, signs, step.samples_of_rows, step.batch_size)
         return known(born, signs)
@@ -123,7 +123,7 @@ class SignedHessian(SquareRoot):
         """The residual of a parameter that the layer is not linear in, and that nothing further up uses."""
         if step.rule.residual(step.call, (name,)) is Residual.ZERO:
             return
-        born, signs = step.rule.residual_columns(step.call, self.rows(step.grad), (name,))
+        born, signs = step.rule.signed_columns(step.call, self.rows(step.grad), (name,))
         own = born[name]
         if step.samples_of_rows is not None:
             born, signs = split_rows(born, signs, step.samples_of_rows, step.batch_size)

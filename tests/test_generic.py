@@ -224,3 +224,33 @@ def test_a_retained_graph_expects_every_use_again() -> None:
         first = layer.weight.grad_batch.clone(), layer.weight.diag_h.clone()
         loss.backward()
     torch.testing.assert_close(first, (layer.weight.grad_batch, layer.weight.diag_h))
+
+
+def test_an_objective_with_a_plain_penalty_is_refused() -> None:
+    """Its curvature would be missing; as one module it is known."""
+    model, loss_fn = (
+        bpk.extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()),
+        nn.CrossEntropyLoss(),
+    )
+    bpk.extend(loss_fn)
+    x, y = torch.randn(5, 4).double(), torch.tensor([0, 1, 2, 0, 1])
+    backward(model, loss_fn, x, y, E.DiagHessian())
+    for extension in (E.DiagHessian(), E.KFAC(), E.HMP()):
+        out = model(x)
+        with pytest.raises(NotImplementedError, match="not that of the extended losses"), bpk.backpack(extension):
+            (loss_fn(out, y) + 0.1 * out.square().mean()).backward()
+
+    class Penalised(nn.Module):
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(out, target) + 0.1 * out.square().mean()
+
+    assert bpk.verify(model, Penalised(), x, y, E.DiagHessian(), E.DiagGGNExact())
+
+
+def test_a_penalty_inside_the_model_is_refused() -> None:
+    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))), nn.CrossEntropyLoss()
+    bpk.extend(loss_fn)
+    hidden = model[0](torch.randn(5, 4))
+    with pytest.raises(NotImplementedError, match=r"'0' \(Linear\) is not that of the extended losses"):
+        with bpk.backpack(E.DiagGGNExact()):
+            (loss_fn(model[2](model[1](hidden)), torch.tensor([0, 1, 2, 0, 1])) + hidden.square().mean()).backward()

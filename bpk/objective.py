@@ -1,0 +1,102 @@
+"""Is what is differentiated a sum of extended losses? A plain penalty beside them has curvature that nobody sends back.
+
+One column travels along with those of second order: the gradient of the extended losses. At every call it has to be
+the gradient that autograd brings. It goes all the way when a graph is seen for the first time, and from then on to the
+calls that feed the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from bpk.graph import Source
+from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.loss import Loss
+from bpk.records import Record
+from bpk.sweeps import Columns, SquareRoot, Step
+
+KNOWN: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+"""By the module of the loss: graphs (by their modules) in which every gradient came from extended losses."""
+
+PRECISE = (torch.float32, torch.float64)
+MISMATCH = 1e-2
+"""From which difference on, relative to the larger of two gradients, something else must have added to one."""
+
+
+class Objective(SquareRoot):
+    """The gradient of the extended losses as one column, compared with that of autograd.
+
+    `near` are the calls at which to compare (by `id`); `None` stands for all.
+    """
+
+    needs_root = False
+
+    def __init__(self, near: set[int] | None) -> None:
+        super().__init__()
+        self.near = near
+
+    @property
+    def key(self) -> Hashable:
+        return ("objective",)
+
+    def start(self, step: Step, loss: Loss) -> None:
+        for index, source in step.sources.items():
+            gradient = loss.jac_t_mat_prod(step.full, step.grad.reshape(1), index)
+            self.send(source, "gradient", gradient, None)
+
+    def send(self, source: Source, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
+        for record, part in source.pull(mat):
+            self.waiting.setdefault(id(record), Columns()).add(key, part, None)
+
+    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
+        self.start(step, loss)
+        return iter(())
+
+    def visit(self, step: Step) -> Columns:
+        if self.near is not None and id(step.record) not in self.near:
+            return Columns()
+        waiting: Columns = self.waiting.setdefault(id(step.record), Columns())
+        mat = waiting.blocks.setdefault("gradient", torch.zeros_like(step.grad)[None])
+        waiting.signs["gradient"] = None
+        require_same(mat[0], step.grad, step.record)
+        return super().visit(step) if self.near is None else Columns()
+
+
+def require_same(sent: Tensor, seen: Tensor, record: Record) -> None:
+    """Refuse where autograd's gradient is not that of the extended losses."""
+    if seen.dtype not in PRECISE or sent.dtype not in PRECISE:
+        return
+    difference, size = float((sent - seen).norm()), max(float(sent.norm()), float(seen.norm()))
+    if difference > MISMATCH * size:  # false for NaN
+        raise UnsupportedLayer(
+            explain(
+                f"The gradient at '{record.path}' ({type(record.module).__name__}) is not that of the extended losses.",
+                "something else is part of the objective (a penalty by plain functions), or a hook changed the gradient; "
+                "its curvature would be missing.",
+                "write the whole objective as one module and extend it, or use first-order extensions.",
+            )
+        )
+
+
+def objective_of(root: Record, above: Sequence[Record], sources: Mapping[int, dict[int, Source]]) -> Objective:
+    """The check for a graph: all of it at first, from then on the calls that feed nothing but the loss."""
+    if form_of(above) not in KNOWN.get(root.module, ()):
+        return Objective(None)
+    near = {id(record) for source in sources[id(root)].values() for record, _ in source.targets}
+    for consumer in above:
+        near -= {id(record) for source in sources[id(consumer)].values() for record, _ in source.targets}
+    return Objective(near)
+
+
+def remember(root: Record, above: Sequence[Record]) -> None:
+    """All gradients of a backward pass came from extended losses."""
+    KNOWN.setdefault(root.module, set()).add(form_of(above))
+
+
+def form_of(records: Sequence[Record]) -> Hashable:
+    """A graph by its modules."""
+    return tuple(id(record.module) for record in records)
