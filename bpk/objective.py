@@ -38,6 +38,7 @@ class Objective(SquareRoot):
     def __init__(self, near: set[int] | None) -> None:
         super().__init__()
         self.near = near
+        self.largest = 0.0
 
     @property
     def key(self) -> Hashable:
@@ -62,21 +63,23 @@ class Objective(SquareRoot):
         waiting: Columns = self.waiting.setdefault(id(step.record), Columns())
         mat = waiting.blocks.setdefault("gradient", torch.zeros_like(step.grad)[None])
         waiting.signs["gradient"] = None
-        require_same(mat[0], step.grad, step.record)
+        self.largest = max(self.largest, float(step.grad.norm()))
+        require_same(mat[0], step.grad, step.record, self.largest)
         return super().visit(step) if self.near is None else Columns()
 
 
-def require_same(sent: Tensor, seen: Tensor, record: Record) -> None:
-    """Refuse where autograd's gradient is not that of the extended losses."""
+def require_same(sent: Tensor, seen: Tensor, record: Record, largest: float) -> None:
+    """Refuse where autograd's gradient is not that of the extended losses, by more than rounding of the `largest`."""
     if seen.dtype not in PRECISE or sent.dtype not in PRECISE:
         return
     difference, size = float((sent - seen).norm()), max(float(sent.norm()), float(seen.norm()))
-    if difference > MISMATCH * size:  # false for NaN
+    rounding = torch.finfo(seen.dtype).eps ** 0.5 * largest
+    if difference > max(MISMATCH * size, rounding):  # false for NaN
         raise UnsupportedLayer(
             explain(
                 f"The gradient at '{record.path}' ({type(record.module).__name__}) is not that of the extended losses.",
-                "something else is part of the objective (a penalty by plain functions), or a hook changed the gradient; "
-                "its curvature would be missing.",
+                "something else is part of the objective (a penalty by plain functions), or a hook changed the "
+                "gradient; its curvature would be missing.",
                 "write the whole objective as one module and extend it, or use first-order extensions.",
             )
         )

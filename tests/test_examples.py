@@ -36,6 +36,7 @@ PRINTS = {
     "extension_hook_and_memory": ["peak of the backward pass without a hook", "peak with the hook"],
     "hutchinson_trace": ["trace of the Hessian", "1000 vectors"],
     "kfac_training": ["SGD with twice the steps", "KFAC wins"],
+    "language_model": ["tca hse o hmtt at enta  0.", "blocks.1.attention.qkv", "bpk.verify: 112 ok"],
     "newton_cg": ["against a dense solve", "step 15"],
     "private_sgd": ["clipped sum of 0.weight", "held-out accuracy"],
     "residual_by_hand": ["linear1.weight           [10, 3920] grad_batch [32, 10, 3920]", "entry    39499"],
@@ -45,7 +46,10 @@ PRINTS = {
         "layer4.1.bn2.bias        [512] diag_ggn_exact [512]",
         "entry 11179076",
     ],
+    "siamese": ["5 of 32 held-out pairs make", "probability of being the same", "bpk.verify: 24 ok"],
     "subsampling": [".grad_batch: [3, 16, 20]", "diag_ggn_exact of both halves"],
+    "torchvision_model": ["features.12                197184", "gradient norm", "bpk.verify: 208 ok"],
+    "unet": ["step 80, loss", "pixels, gradient norm", "bpk.verify: 136 ok"],
     "variance_gradient": ["by finite differences", "step 30"],
 }
 """Lines, or parts of them, of what each example prints; the tutorials' shapes among them."""
