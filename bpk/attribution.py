@@ -168,23 +168,26 @@ def follow(
     """Test one hypothesis about the rows of the root throughout the graph."""
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
-    shared: list[Record] = []
+    shared: dict[int, tuple[Record, Shared]] = {}
     tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root))
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
         try:
             found[id(record)] = numbers_of(record, mat, n, movable, tolerance)
         except Shared as error:
-            if sources[id(record)]:
-                raise mixed(f"one {error}") from None
-            shared.append(record)  # no other feeds it: an embedding of positions
+            shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
+    for other, reason in shared.values():
+        feeders = {id(r) for source in sources[id(other)].values() for r, _ in source.targets}
+        if feeders - shared.keys():
+            raise mixed(f"one {reason}")
     if shared:  # all others agree with this hypothesis
-        others = [r for r in above if all(r is not s for s in shared)]
+        others = [r for r in above if id(r) not in shared]
         certain = any(is_given_data(r) and r.batch_size >= n for r in others)
-        doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not is_given_parameters(r)]
+        doubtful = [r for r, _ in shared.values() if r.inputs[0].is_floating_point() and not is_given_parameters(r)]
+        first = next(iter(shared.values()))[0]
         if (doubtful and not movable and not certain) or not any(r.params for r in others):
-            raise mixed(f"one row of '{(doubtful or shared)[0].path}' feeds several of the {n} samples")
-        raise NotInFront(shared[0], len(shared), certain)
+            raise mixed(f"one row of '{(doubtful or [first])[0].path}' feeds several of the {n} samples")
+        raise NotInFront(first, len(shared), certain)
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")

@@ -134,10 +134,10 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def hook(module: nn.Module, path: str, recorders: Iterable[Callable[..., Any]]) -> None:
-    """Register the forward hooks of one layer."""
+    """Register the forward hooks of one layer, before those of the user, which may change the output."""
     module.__dict__["_bpk_path"] = path
-    for recorder in recorders:
-        module.register_forward_hook(recorder, with_kwargs=True)
+    for recorder in reversed(list(recorders)):
+        module.register_forward_hook(recorder, with_kwargs=True, prepend=True)
     if isinstance(module.__dict__.get("inplace"), bool):
         module.register_forward_pre_hook(stash)
     rule = REGISTRY.find(module)

@@ -104,18 +104,19 @@ class Autodiff(Rule):
         """A few columns at a time, in memory that is used again."""
         if is_differentiated() or not len(mat):
             return super().squared_sum(call, mat, param, weights, per_sample)
-        n, shape = call.batch_size, call.shape_of(param)
-        step, total = max(1, BLOCK // 4 // max(1, n * shape.numel())), None
+        step, total = max(1, BLOCK // 4 // max(1, call.batch_size * call.params[param].numel())), None
         for start in range(0, len(mat), step):
             here = slice(start, start + step)
             rows = self.jac_t_mat_prod(call, mat[here], param, sum_batch=False)
-            squares = rows.reshape(*rows.shape[:2], -1).square()  # a parameter may be one number
+            order = sorted(range(2, rows.dim()), key=rows.stride, reverse=True)  # as they are in memory
+            squares = rows.permute(0, 1, *order).square()
             if weights is not None:
-                squares *= weights[here, :, None]
+                squares *= weights[here].reshape(squares.shape[:2] + (1,) * len(order))
             found = squares.sum(0) if per_sample else squares.flatten(0, 1).sum(0)
             total = found if total is None else total.add_(found)
         assert total is not None
-        return total.reshape((n, *shape) if per_sample else shape)
+        back = [order.index(axis) for axis in range(2, 2 + len(order))]
+        return total.permute(0, *(1 + k for k in back)) if per_sample else total.permute(back)
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         if is_differentiated():

@@ -111,27 +111,28 @@ def second_order(case: Case) -> None:
 
 
 def residual_columns(case: Case, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> None:
-    """`sum_k s_k u_k (u_k^T v)` is the residual of each sample times `v`; signs are -1, 0 or 1."""
+    """Both factorisations: `sum_k s_k u_k (u_k^T v)` is each sample's residual times `v`, with signs -1, 0 or 1."""
     wrts = tuple(mats)
     sizes = [case.call.shape_of(w)[1 if isinstance(w, int) else 0 :].numel() for w in wrts]
     if sum(sizes) > COLUMNS_LIMIT:
         return
-    product = "residual_columns"
-    found = case.run(product, case.rule.residual_columns, case.call, grad_out, wrts)
-    if found is None:
-        return
-    columns, signs = found
-    if not torch.isin(signs, signs.new_tensor([-1.0, 0.0, 1.0])).all():
-        case.fail(product, "a sign is not -1, 0 or 1.", "move its size into the column, as its square root.")
-        return
-    for n in range(case.call.batch_size):
-        at = {w: m[:, n] if isinstance(w, int) else m for w, m in mats.items()}
-        expected = case.reference.residual_of_sample(grad_out, mats, n)
-        inner = torch.stack([columns[w][:, n].flatten(1) @ at[w].flatten(1).T for w in wrts]).sum(0)  # [K, V]
-        for w in wrts:
-            got = ((signs[:, n, None] * inner).T @ columns[w][:, n].flatten(1)).reshape(at[w].shape)
-            if not case.same(product, got, expected[w], w, ("column",), against=f"autograd for sample {n}"):
-                return
+    expected = [case.reference.residual_of_sample(grad_out, mats, n) for n in range(case.call.batch_size)]
+    for product in (case.rule.residual_columns, case.rule.signed_columns):
+        name = product.__name__
+        found = case.run(name, product, case.call, grad_out, wrts)
+        if found is None:
+            return
+        columns, signs = found
+        if not torch.isin(signs, signs.new_tensor([-1.0, 0.0, 1.0])).all():
+            case.fail(name, "a sign is not -1, 0 or 1.", "move its size into the column, as its square root.")
+            return
+        for n, of_sample in enumerate(expected):
+            at = {w: m[:, n] if isinstance(w, int) else m for w, m in mats.items()}
+            inner = torch.stack([columns[w][:, n].flatten(1) @ at[w].flatten(1).T for w in wrts]).sum(0)  # [K, V]
+            for w in wrts:
+                got = ((signs[:, n, None] * inner).T @ columns[w][:, n].flatten(1)).reshape(at[w].shape)
+                if not case.same(name, got, of_sample[w], w, ("column",), against=f"autograd for sample {n}"):
+                    return
 
 
 def _structure(

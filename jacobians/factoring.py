@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.autodiff_graph import is_differentiated
+from bpk.jacobians.bordered import Bordered, corner
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.probing import draw, tolerance
 from bpk.jacobians.rule import Rule
@@ -38,13 +39,19 @@ def factor(dense: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def residual_columns(rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]) -> tuple[dict[Wrt, Tensor], Tensor]:
-    """Eigendecompose the dense residual of every sample, jointly over `wrts`.
+    """Eigendecompose the residual of every sample, jointly over `wrts`.
 
-    Inputs may fall into blocks (layers that act on one axis), which are decomposed one by one.
+    Inputs may fall into blocks (layers that act on one axis), which are decomposed one by one. A layer that is linear
+    in its parameters, or in its inputs, leaves a corner of the residual zero, which need not be computed.
     """
     shapes = [call.shape_of(w)[1:] if isinstance(w, int) else call.shape_of(w) for w in wrts]
     if all(isinstance(w, int) for w in wrts) and not is_differentiated():
         vectors, signs = _columns_of_blocks(Dense(rule, wrts, shapes), call, grad_out)
+    elif part := corner(rule, call, wrts):
+        bordered = Bordered(rule, call, grad_out, wrts, part)
+        small, basis = bordered.dense()
+        vectors, signs = factor(small)
+        return bordered.parts(vectors, basis), signs
     else:
         dense = [_dense_residual(rule, call, grad_out, wrts, shapes, n) for n in range(call.batch_size)]
         vectors, signs = factor(torch.stack(dense))

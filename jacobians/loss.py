@@ -70,6 +70,14 @@ class Loss(Autodiff):
         """`sqrt_hessian`, so many columns at a time."""
         yield from self.sqrt_hessian(call).split(columns)
 
+    def sqrt_hessian_by_position(self, call: Call) -> tuple[Tensor, tuple[int, ...]] | None:
+        """`sqrt_hessian` where the loss adds up positions: columns `[V, N, *pred]` of all positions side by side.
+
+        Also returns the axes of the prediction `[N, *pred]` that tell positions apart: column `v` stands for one column
+        per position, zero at all others. `()` where a row is one position. Default: `None`, there is no such form.
+        """
+        return None
+
     @abstractmethod
     def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
         """`H_n m_vn` for every column and sample: `[V, N, *pred] -> [V, N, *pred]`."""

@@ -234,7 +234,7 @@ class Rule(ABC):
     def residual_columns(
         self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
     ) -> tuple[dict[Wrt, Tensor], Tensor]:
-        """Factor the residual as `sum_k s_k u_k u_k^T` for every sample.
+        """Factor the residual as `sum_k s_k u_k u_k^T` for every sample, with `u_k` along its eigenvectors.
 
         Returns `{wrt: [K, N, *wrt]}` and signs `[K, N]` in {-1, 0, 1}.
         """
@@ -248,6 +248,37 @@ class Rule(ABC):
             columns = torch.diag_embed(root).transpose(0, 1)
             return {0: columns.reshape(-1, *diag.shape)}, flat.sign().transpose(0, 1)
         return factoring.residual_columns(self, call, grad_out, wrts)
+
+    def signed_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """The same with any `u_k`: for sums over all columns, such as the Hessian's diagonal.
+
+        Default: `residual_columns`; jointly over inputs and parameters in closed form where the layer is linear in
+        either of them.
+        """
+        from bpk.jacobians.bordered import Bordered, corner
+
+        part = corner(self, call, wrts) if any(isinstance(wrt, str) for wrt in wrts) else ()
+        if part:
+            return Bordered(self, call, grad_out, wrts, part).signed_columns()
+        return self.residual_columns(call, grad_out, wrts)
+
+    def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
+        """The rows of every sample's residual that belong to the `D` entries of `wrt`: `{b: [D, N, *b]}` for `wrts`."""
+        shape = call.shape_of(wrt)[1:] if isinstance(wrt, int) else call.shape_of(wrt)
+        size = shape.numel()
+        eye, zero = torch.eye(size).to(call.output), call.output.new_zeros(())
+        mats: dict[Wrt, Tensor] = {}
+        for b in wrts:
+            one = (1, *call.shape_of(b)[1:]) if isinstance(b, int) else call.shape_of(b)
+            mats[b] = eye.reshape(size, *one) if b == wrt else zero.expand(size, *one)
+        rows: dict[Wrt, list[Tensor]] = {b: [] for b in wrts}
+        for n in range(call.batch_size):
+            product = self.residual_mat_prod(call.subset([n]), grad_out[n : n + 1], mats)
+            for b in wrts:
+                rows[b].append(product[b][:, 0] if isinstance(b, int) else product[b])
+        return {b: torch.stack(parts, 1) for b, parts in rows.items()}
 
     # ---- shortcuts: correct defaults in terms of the products ------------------------------------
     def has_cheap_squares(self, call: Call, param: str) -> bool:

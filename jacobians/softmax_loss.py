@@ -53,10 +53,10 @@ class SoftmaxCrossEntropy(Loss):
             )
             yield part.reshape(len(numbers), *x.shape).to(x.dtype)
 
-    def sqrt_hessian_by_position(self, call: Call) -> Tensor:
-        """The same columns `[C, N, C, *d]` with all positions side by side: positions must not be mixed after."""
+    def sqrt_hessian_by_position(self, call: Call) -> tuple[Tensor, tuple[int, ...]]:
         x = call.inputs[0]
-        return self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
+        root = self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
+        return root, tuple(range(2, x.dim()))
 
     def sqrt_hessian_sampled(self, call: Call, mc_samples: int) -> Tensor:
         x = call.inputs[0]

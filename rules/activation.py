@@ -129,6 +129,8 @@ GELU = {
     "tanh": "x/2*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))",
 }
 SELU = {"alpha": 1.6732632423543772848170429916717, "scale": 1.0507009873554804934193349852946}
+SIXTH = float(torch.tensor(1 / 6, dtype=torch.float32))
+"""The slope of `Hardsigmoid` in PyTorch's backward pass, even in float64: quantities here agree with `.grad`."""
 HARDTANH = "where(x <= min_val, min_val, where(x >= max_val, max_val, x))"
 T = torch.Tensor
 
@@ -145,7 +147,8 @@ RULES: tuple[Rule, ...] = (
     Elementwise(HARDTANH, nn.ReLU6, functions=(F.relu6,), hyper={"min_val": 0, "max_val": 6}, from_output=True),
     Elementwise(HARDTANH, nn.Hardtanh, functions=(F.hardtanh,), from_output=True,
                 examples=_cases(nn.Hardtanh, {"min_val": -0.5, "max_val": 0.3})),
-    Elementwise("where(x <= -3, 0, where(x >= 3, 1, x/6 + 1/2))", nn.Hardsigmoid, functions=(F.hardsigmoid,)),
+    Elementwise("where(x <= -3, 0, where(x >= 3, 1, sixth*x + 1/2))", nn.Hardsigmoid, functions=(F.hardsigmoid,),
+                hyper={"sixth": SIXTH}),
     Elementwise("where(x > 0, x, negative_slope*x)", nn.LeakyReLU, functions=(F.leaky_relu,),
                 examples=_cases(nn.LeakyReLU, {"negative_slope": 0.3}, {"negative_slope": -0.2})),
     Elementwise("where(abs(x) <= lambd, 0, x)", nn.Hardshrink, functions=(F.hardshrink, torch.hardshrink, T.hardshrink),

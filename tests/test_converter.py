@@ -479,18 +479,52 @@ def test_copies(copied: Any) -> None:
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
 
 
-def test_control_flow_names_the_line() -> None:
-    class Branching(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.sum() > 0:
-                return x
-            return -x
+class Branching(nn.Module):
+    """A forward pass that depends on values."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
+        return self.layer(x)
+
+
+def test_control_flow_names_the_line() -> None:
     with pytest.raises(ConversionError) as info:
-        convert(Branching())
+        convert_module_to_backpack(Branching())
     message = str(info.value)
     assert "test_converter.py:" in message and "if x.sum() > 0:" in message
     assert "without use_converter" in message
+
+
+def test_what_cannot_be_converted_is_extended_as_it_is() -> None:
+    model, x, y = Branching().double(), rand(5, 4), torch.randint(3, (5,))
+    before, expected = dict(vars(model)), model(x)
+    with pytest.warns(UserWarning) as told:
+        extended = convert(model)
+    assert extended is model and len(told) == 1
+    message = str(told[0].message)
+    assert message.startswith("Branching is extended without the converter: ")
+    assert "test_converter.py:" in message and "in forward (`if x.sum() > 0:`)" in message
+    assert "Why:" in message and "Do:  nothing" in message
+    assert {name for name in vars(model) if not name.startswith("_b")} == {n for n in before if not n.startswith("_b")}
+    assert torch.equal(model(x), expected)
+    ref = Reference(copy.deepcopy(model), (x,), lambda pred: F.cross_entropy(pred, y))
+    backward(model, bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
+    agrees(model, ref, False)
+
+
+def test_the_line_is_the_users_own() -> None:
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack(sorted(x.unbind(1), key=float), 1)
+
+    with pytest.raises(ConversionError) as info:
+        convert_module_to_backpack(Inside())
+    assert info.value.where.startswith(__file__) and "sorted(x.unbind(1)" in info.value.where
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, lambda: torch.autocast("cpu")], ids=["no_grad", "autocast"])
@@ -502,7 +536,7 @@ def test_contexts_inside_of_forward_are_refused(context: Any) -> None:
             return x + y
 
     with pytest.raises(ConversionError, match=r"y = x \* 2"):
-        convert(Cut())
+        convert_module_to_backpack(Cut())
 
 
 def test_tracing_leaves_nothing_behind() -> None:
@@ -529,6 +563,8 @@ def test_random_numbers_are_refused() -> None:
             return x + torch.randn(4)
 
     with pytest.raises(ConversionError, match="draws random numbers"):
+        convert_module_to_backpack(Noisy())
+    with pytest.warns(UserWarning, match="draws random numbers"):
         convert(Noisy())
 
 

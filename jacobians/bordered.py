@@ -1,0 +1,113 @@
+"""Residuals with a zero corner, `[[A, B], [B^T, 0]]`: a layer that is linear in its parameters, or in its inputs.
+
+Of the entries of both sides, those of one (`corner`) are enumerated: their rows `(A_j, B_j)` are all that there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.autodiff_graph import is_differentiated
+from bpk.jacobians.call import Call, Wrt
+from bpk.jacobians.rule import Residual, Rule
+
+
+def corner(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Wrt, ...]:
+    """The smallest part of `wrts` without which the residual is zero; nothing, where there is none.
+
+    Tried are the inputs, and each of `wrts` alone.
+    """
+    inputs = tuple(w for w in wrts if isinstance(w, int))
+    tried = sorted({inputs, *((w,) for w in wrts)}, key=lambda part: (entries(call, part), str(part)))
+    for part in tried:
+        rest = tuple(w for w in wrts if w not in part)
+        if part and rest and rule.residual(call, rest) is Residual.ZERO:
+            return part
+    return ()
+
+
+def entries(call: Call, wrts: Sequence[Wrt]) -> int:
+    """How many numbers `wrts` have per sample."""
+    return sum(one_shape(call, w).numel() for w in wrts)
+
+
+def one_shape(call: Call, wrt: Wrt) -> torch.Size:
+    """The shape of a parameter, or of one sample of an input."""
+    return call.shape_of(wrt)[1:] if isinstance(wrt, int) else call.shape_of(wrt)
+
+
+class Bordered:
+    """The rows of the residual that belong to `part`, one of its corners: `{wrt: [D, N, *wrt]}`."""
+
+    def __init__(self, rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt], part: Sequence[Wrt]) -> None:
+        found = [rule.residual_rows(call, grad_out, a, wrts) for a in part]
+        self.part, self.wrts = tuple(part), tuple(wrts)
+        self.shapes = {w: one_shape(call, w) for w in (*part, *(w for w in wrts if w not in part))}
+        self.rows = {w: torch.cat([rows[w] for rows in found]) if found[1:] else found[0][w] for w in self.shapes}
+
+    def signed_columns(self) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """Columns `[K, N, *wrt]` and signs `[K, N]` without an eigendecomposition.
+
+        With unit vectors `e_j` and `w_j = (A_j / 2, B_j)` the residual is `sum_j e_j w_j^T + w_j e_j^T`, and
+
+            e w^T + w e^T = 1/2 (c e + w/c) (c e + w/c)^T - 1/2 (c e - w/c) (c e - w/c)^T
+
+        for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long.
+        """
+        halves = {w: x.reshape(*x.shape[:2], -1) for w, x in self.rows.items()}
+        halves |= {w: halves[w] / 2 for w in self.part}
+        size = torch.stack([norms(x.detach()) for x in halves.values()]).norm(dim=0)  # |w_j|: [D, N]
+        alive = (size != 0).any(1)
+        if is_differentiated() or bool(alive.all()):
+            alive = torch.ones_like(alive)
+        else:
+            size, halves = size[alive], {w: x[alive] for w, x in halves.items()}
+        dtype = halves[self.part[0]].dtype
+        scale = torch.where(size == 0, 1.0, size).sqrt()[..., None] * 2**-0.5  # c / sqrt(2): [K, N, 1]
+        turns = torch.stack([scale, -scale]).reciprocal().to(dtype) / 2  # 1 / (sqrt(2) c) and its negative
+        unit = torch.eye(self.length).to(scale)[alive, None] * scale  # [K, N, D]
+        units = dict(zip(self.part, unit.split([self.shapes[w].numel() for w in self.part], 2), strict=True))
+        columns: dict[Wrt, Tensor] = {}
+        for w in self.wrts:
+            both = halves[w] * turns  # [2, K, N, wrt]
+            both = both + units[w].to(dtype) if w in units else both
+            columns[w] = both.reshape(-1, *size.shape[1:], *self.shapes[w])
+        ones = torch.ones_like(size, dtype=dtype)
+        return columns, torch.cat([ones, -ones])
+
+    @property
+    def length(self) -> int:
+        """`D`, the number of entries of `part`."""
+        return len(self.rows[self.part[0]])
+
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """A matrix `[N, D + r, D + r]` with the same eigenvalues (but for zeros), and a basis `[N, P, r]` of its rest.
+
+        With `B^T = Q T` (QR) it is `[[A, T^T], [T, 0]]` in the basis of `part` and the columns of `Q`. Where that
+        does not make it smaller, or where it is to be differentiated, it is the residual itself.
+        """
+        whole = torch.cat([x.reshape(*x.shape[:2], -1) for x in self.rows.values()], 2).transpose(0, 1)  # [N, D, D + P]
+        side, border = whole.split([self.length, whole.shape[2] - self.length], 2)
+        basis = None
+        if border.shape[2] > self.length and not is_differentiated():
+            basis, upper = torch.linalg.qr(border.mT)
+            border = upper.mT
+        zero = border.new_zeros(len(border), border.shape[2], border.shape[2])
+        return torch.cat([torch.cat([side, border], 2), torch.cat([border.mT, zero], 2)], 1), basis
+
+    def parts(self, columns: Tensor, basis: Tensor | None) -> dict[Wrt, Tensor]:
+        """Columns `[K, N, D + r]` of such a matrix as `[K, N, *wrt]`."""
+        if basis is not None:
+            own, rest = columns.split([self.length, columns.shape[2] - self.length], 2)
+            columns = torch.cat([own, torch.einsum("npr,knr->knp", basis, rest)], 2)
+        flat = columns.split([s.numel() for s in self.shapes.values()], 2)
+        found = dict(zip(self.shapes, flat, strict=True))
+        return {w: found[w].reshape(*found[w].shape[:2], *self.shapes[w]) for w in self.wrts}
+
+
+def norms(x: Tensor) -> Tensor:
+    """Along the last axis, in no less than single precision."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
