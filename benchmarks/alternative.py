@@ -61,18 +61,18 @@ def product_vectors(setup: Setup) -> list[Tensor]:
 def hessian_root(logits: Tensor, positions: int) -> Tensor:
     """Columns of a square root of the Hessian of the mean cross-entropy over `positions` targets.
 
-    For predictions `[N, C]`: columns `sqrt(p_c / N) (e_c - p)`, `[C, N, C]`. For `[N, C, T]`: `[C T, N, C, T]`, where a
-    column is nonzero at one step.
+    For predictions `[N, C]`: columns `sqrt(p_c / N) (e_c - p)`, `[C, N, C]`. For `[N, C, *steps]` with `T` steps:
+    `[C T, N, C, *steps]`, where a column is nonzero at one step.
     """
-    probs = logits.softmax(1)
+    probs = logits.flatten(2).softmax(1) if logits.dim() > 2 else logits.softmax(1)
     eye = torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
     if logits.dim() == 2:
         columns = eye[:, None, :] - probs[None, :, :]
         return columns * (probs.T / positions).sqrt()[:, :, None]
-    steps = torch.eye(logits.shape[2], dtype=logits.dtype, device=logits.device)
+    steps = torch.eye(probs.shape[2], dtype=logits.dtype, device=logits.device)
     columns = eye[:, None, :, None] - probs  # [C, N, C, T]
     columns = columns * (probs / positions).sqrt().movedim(1, 0)[:, :, None, :]
-    return (columns[:, None] * steps[None, :, None, None, :]).flatten(0, 1)
+    return (columns[:, None] * steps[None, :, None, None, :]).reshape(-1, *logits.shape)
 
 
 def draw_targets(logits: Tensor) -> Tensor:

@@ -9,12 +9,14 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.alternative import Alternative
-from benchmarks.problems import PROBLEMS, TEST_PROBLEMS
+from benchmarks.problems import KNOWN
 from benchmarks.quantities import QUANTITIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,36 +38,43 @@ def _release() -> None:
         return
 
 
-def measure(alternative: Alternative, problem: str, quantity: str) -> float:
-    """Megabytes that forward, backward and the quantity take at their peak beyond model and data.
+@dataclass(frozen=True)
+class Peak:
+    """Peak memory of one run, and the processor's seconds that it took."""
+
+    megabytes: float
+    seconds: float
+
+
+def measure(alternative: Alternative, problem: str, quantity: str) -> Peak:
+    """Memory that forward, backward and the quantity take at their peak beyond model and data.
 
     On Linux the peak of the resident set is reset after a first run, which pays for imports and code
     that is derived on first use. Elsewhere the peak since the start of the process is all there is.
     """
     torch.set_num_threads(1)
-    job = alternative.prepare({**PROBLEMS, **TEST_PROBLEMS}[problem].setup(), QUANTITIES[quantity])
-    if not os.access(_CLEAR_REFS, os.W_OK):
-        return _measure_by_rusage(job.run)
-    job.run()
-    job.clear()
-    _release()
-    _CLEAR_REFS.write_text("5")
-    before = _kilobytes("VmRSS")
+    job = alternative.prepare(KNOWN[problem].setup(), QUANTITIES[quantity])
+    resettable = os.access(_CLEAR_REFS, os.W_OK)
+    if resettable:
+        job.run()
+        job.clear()
+        _release()
+        _CLEAR_REFS.write_text("5")
+    before, start = _kilobytes("VmRSS") if resettable else _highest(), time.process_time()
     result = job.run()
-    peak = _kilobytes("VmHWM")
+    seconds = time.process_time() - start
+    peak = _kilobytes("VmHWM") if resettable else _highest()
     del result
-    return (peak - before) / 1024
+    return Peak((peak - before) / 1024, seconds)
 
 
-def _measure_by_rusage(run: object) -> float:
-    assert callable(run)
-    unit = 1024 if sys.platform != "darwin" else 1024**2
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
+def _highest() -> float:
+    """Kilobytes at the peak since the process started."""
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest / 1024 if sys.platform == "darwin" else highest
 
 
-def in_own_process(alternative: str, problem: str, quantity: str) -> float | None:
+def in_own_process(alternative: str, problem: str, quantity: str) -> Peak | None:
     """Run `measure` in a fresh interpreter; `None` where it fails."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--memory-of", problem, quantity, alternative]
     # Every tensor of some size gets pages of its own, which are returned when it is freed.
@@ -73,7 +82,7 @@ def in_own_process(alternative: str, problem: str, quantity: str) -> float | Non
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         return None
-    return float(json.loads(done.stdout.splitlines()[-1])["megabytes"])
+    return Peak(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def import_seconds(package: str = "bpk", repeats: int = 5) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,11 @@ class Pack(Alternative):
     Networks whose forward pass calls functions go through the package's converter, unless `convert` is off.
     """
 
-    def __init__(self, root: str, name: str, convert: bool = True) -> None:
+    def __init__(self, root: str, name: str, convert: bool = True, **limits: int) -> None:
         self.root = root
         self.name = name
         self.convert = convert
+        self.limits = limits
 
     def reason(self, problem: Problem, quantity: Quantity) -> str | None:
         if not self.convert and not problem.functions:
@@ -70,7 +72,7 @@ class Pack(Alternative):
         return f"no extension {', '.join(absent)}" if absent else None
 
     def prepare(self, setup: Setup, quantity: Quantity) -> Job:
-        return PackJob(setup, quantity, self.root, self.convert and setup.functions)
+        return PackJob(setup, quantity, self.root, self.convert and setup.functions, self.limits)
 
 
 class PackJob(Job):
@@ -79,11 +81,18 @@ class PackJob(Job):
     As in a training loop, the fields stay on the parameters until the next run overwrites them.
     """
 
-    def __init__(self, setup: Setup, quantity: Quantity, root: str, convert: bool = False) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        quantity: Quantity,
+        root: str,
+        convert: bool = False,
+        limits: dict[str, int] | None = None,
+    ) -> None:
         super().__init__(setup, quantity)
         package = importlib.import_module(root)
         classes = importlib.import_module(f"{root}.extensions") if quantity.extensions else None
-        self.context = package.backpack
+        self.context = partial(package.backpack, **(limits or {}))
         self.extensions = [getattr(classes, name)() for name in quantity.extensions]
         self.fields = [QUANTITIES[name].field for name in quantity.extensions]
         self.model = package.extend(setup.model, use_converter=True) if convert else package.extend(setup.model)
@@ -160,3 +169,6 @@ class OpacusJob(PlainJob):
 BPK = Pack("bpk", "bpk")
 BPK_PLAIN = Pack("bpk", "bpk plain", convert=False)
 BACKPACK = Pack("backpack", "backpack")
+MEBIBYTES = (16, 64, 256)
+LIMITED = {mb: Pack("bpk", f"bpk {mb} MiB", memory=mb << 20) for mb in MEBIBYTES}
+"""`bpk` with a limit on the memory of columns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,8 @@ class Problem:
     (a loop over samples and classes) would take minutes. `tolerance` bounds the error relative to the norm: in float32,
     one sample at a time and all at once round differently, and a near tie in a max-pooling window, or an input of a
     ReLU near zero, then goes to the other side (2e-3 was seen; in deep networks with small feature maps, 2e-2). `slow`
-    names alternatives that would take minutes for a single run.
+    names alternatives that would take minutes for a single run. `flat` targets are `[N T]`. Where any reference would
+    take hours, `check` names a small network of the same kind whose results are compared in place of this one's.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Problem:
     functions: bool = False
     tolerance: float = 1e-2
     slow: tuple[str, ...] = ()
+    flat: bool = False
+    check: str | None = None
 
     def setup(self, batch: int | None = None, seed: int = 0) -> Setup:
         """Draw parameters and `batch` samples; the same seed gives the same problem everywhere."""
@@ -81,12 +85,14 @@ class Problem:
         else:
             inputs = torch.randint(self.vocabulary, (n, *self.shape))
         targets = torch.randint(self.classes, (n, *self.steps))
+        if self.flat:
+            targets = targets.flatten()
         evaluate(model, inputs)
         return Setup(model, nn.CrossEntropyLoss(), inputs, targets, self.functions)
 
     def check_setup(self) -> Setup:
         """The batch on which results are compared with the reference."""
-        return self.setup(self.check_batch)
+        return self.setup(self.check_batch) if self.check is None else KNOWN[self.check].setup()
 
 
 def evaluate(model: nn.Module, inputs: Tensor) -> None:
@@ -135,7 +141,7 @@ PROBLEMS = {
         Problem("wrn16_4", "Wide ResNet 16-4, CIFAR-10 shapes, evaluation mode", architectures.wrn_16_4, (3, 32, 32),
                 10, 8, USUAL, functions=True, tolerance=4e-2),
         Problem("resnet18", "ResNet-18, 3 x 64 x 64, evaluation mode", architectures.resnet18, (3, 64, 64), 10, 8,
-                USUAL, functions=True, tolerance=4e-2),
+                (*USUAL, "DiagHessian"), functions=True, tolerance=4e-2),
         Problem("transformer", "Transformer encoder (2 layers), T=32", architectures.Transformer, (32, 32), 10, 16,
                 USUAL, functions=True),
         Problem("gru", "GRU classifier, T=25", architectures.GRUClassifier, (25, 32), 10, 16,
@@ -157,6 +163,48 @@ TEST_PROBLEMS = {
                 (*BRANCHED, "HMP", "GGNMP"), functions=True),
         Problem("tiny_transformer", "A small transformer", architectures.tiny_transformer, (4, 3), 3, 3, BRANCHED,
                 functions=True),
+        Problem("tiny_lm", "A small language model", architectures.tiny_language_model, (4,), 5, 3, BRANCHED,
+                vocabulary=5, steps=(4,), functions=True),
+        Problem("tiny_lm_tied", "A small language model, tied", architectures.tiny_tied_language_model, (4,), 5, 3,
+                tuple(q for q in BRANCHED if q != "KFAC"), vocabulary=5, steps=(4,), functions=True),
+        Problem("tiny_unet", "A small segmentation network", architectures.tiny_unet, (2, 4, 4), 2, 2,
+                ("BatchGrad", "DiagGGNExact"), steps=(4, 4), functions=True),
         Problem("tiny_gru", "A small GRU classifier", architectures.tiny_gru, (5, 3), 3, 3, BRANCHED, functions=True),
     )
 }  # fmt: skip
+
+HEAD = ("BatchGrad", "DiagGGNMC", "KFAC")
+
+
+def language_model(name: str, tied: bool, flat: bool, width: int = 64) -> Problem:
+    """A language model's head of 10,000 words with T=128."""
+    build = partial(architectures.LanguageModel, width=width, tied=tied, flat=flat)
+    title = f"Language model, 10,000 words, D={width}, T=128{', tied' * tied}{', loss on [N T, V]' * flat}"
+    small = "tiny_lm_tied" if tied else "tiny_lm"
+    return Problem(name, title, build, (128,), 10_000, 8, HEAD, vocabulary=10_000, steps=(128,), functions=True,
+                   flat=flat, check=small)  # fmt: skip
+
+
+LARGE = {
+    p.name: p
+    for p in (
+        language_model("lm", False, False),
+        language_model("lm_tied", True, False),
+        language_model("lm_flat", False, True),
+        language_model("lm_tied_flat", True, True),
+        language_model("lm_256", False, False, 256),
+        Problem("charrnn_50", "Character RNN (2-layer LSTM), T=50", architectures.CharRNN, (50,), 83, 4,
+                ("DiagGGNExact",), vocabulary=83, steps=(50,), functions=True, check="tiny_charrnn"),
+        Problem("charrnn_50_n16", "Character RNN (2-layer LSTM), T=50", architectures.CharRNN, (50,), 83, 16,
+                ("DiagGGNExact",), vocabulary=83, steps=(50,), functions=True, check="tiny_charrnn"),
+        Problem("unet", "U-Net, 3 x 32 x 32, 4 classes", architectures.UNet, (3, 32, 32), 4, 2, ("DiagGGNExact",),
+                steps=(32, 32), functions=True, check="tiny_unet"),
+        Problem("encoder", "Convolutional network whose forward is functions", architectures.Encoder, (3, 16, 16), 10,
+                32, FIRST_ORDER + ("DiagGGNMC", "DiagGGNExact", "KFAC"), functions=True),
+        Problem("encoder_modules", "The same network made of modules", partial(architectures.Encoder, True),
+                (3, 16, 16), 10, 32, FIRST_ORDER + ("DiagGGNMC", "DiagGGNExact", "KFAC")),
+    )
+}  # fmt: skip
+"""Networks that are measured on request only."""
+
+KNOWN = {**PROBLEMS, **TEST_PROBLEMS, **LARGE}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.problems import PROBLEMS, TEST_PROBLEMS
+from benchmarks.problems import KNOWN
 from benchmarks.quantities import IMPORT_SECONDS
 from benchmarks.row import Cell, Row
 
@@ -71,7 +71,7 @@ def text(table: list[list[str]]) -> str:
 def title(problem: str, rows: list[Row]) -> str:
     """A problem, its batch size, and what one plain forward and backward takes."""
     plain = [row.cells["plain"].seconds for row in rows if row.cells["plain"].seconds]
-    known = {**PROBLEMS, **TEST_PROBLEMS}[problem]
+    known = KNOWN[problem]
     milliseconds = f", plain {1000 * min(p for p in plain if p):.1f} ms" if plain else ""
     return f"{known.title}, N={known.batch}{milliseconds}"
 

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.alternative import Alternative, Job, Loop, Plain, Write
 from benchmarks.functional import TorchFunc
 from benchmarks.memory import in_own_process
-from benchmarks.peers import BACKPACK, BPK, BPK_PLAIN, Opacus
+from benchmarks.peers import BACKPACK, BPK, BPK_PLAIN, LIMITED, Opacus
 from benchmarks.problems import Problem
 from benchmarks.quantities import MEGABYTES, QUANTITIES, RELATIVE, WRITE_FACTOR, Form, target
 from benchmarks.reference import Reference, check
@@ -19,7 +19,7 @@ PLAIN = Plain()
 WRITE = Write()
 OWN: tuple[Alternative, ...] = (BPK, BPK_PLAIN, TorchFunc(), Loop(), WRITE)
 PEERS: tuple[Alternative, ...] = (BACKPACK, Opacus())
-ALTERNATIVES: dict[str, Alternative] = {a.name: a for a in (PLAIN, *OWN, *PEERS)}
+ALTERNATIVES: dict[str, Alternative] = {a.name: a for a in (PLAIN, *OWN, *PEERS, *LIMITED.values())}
 
 
 @dataclass
@@ -82,7 +82,8 @@ def measure_row(
         cell = row.cells[name]
         cell.ratio, cell.seconds, cell.rounds = one.ratio, one.median, len(one.seconds)
         if memory:
-            cell.megabytes = in_own_process(name, problem.name, quantity_name)
+            peak = in_own_process(name, problem.name, quantity_name)
+            cell.megabytes = None if peak is None else peak.megabytes
     row.verdict = judge(row)
     return row
 

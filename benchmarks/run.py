@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks import layers, report
 from benchmarks.memory import import_seconds, measure
-from benchmarks.problems import PROBLEMS, TEST_PROBLEMS
+from benchmarks.problems import KNOWN, PROBLEMS
 from benchmarks.quantities import QUANTITIES
 from benchmarks.reference import Reference
 from benchmarks.row import ALTERNATIVES, OWN, PEERS, Row, measure_row
@@ -25,7 +26,7 @@ from benchmarks.row import ALTERNATIVES, OWN, PEERS, Row, measure_row
 def parser() -> argparse.ArgumentParser:
     """The options."""
     p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    p.add_argument("--problem", action="append", choices=[*PROBLEMS, *TEST_PROBLEMS], help="default: all networks")
+    p.add_argument("--problem", action="append", choices=list(KNOWN), help="default: all networks")
     p.add_argument("--quantity", action="append", choices=list(QUANTITIES), help="default: all of the problem")
     p.add_argument("--alternative", action="append", choices=list(ALTERNATIVES), help="default: all")
     p.add_argument(
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if args.memory_of:
         problem, quantity, alternative = args.memory_of
-        print(json.dumps({"megabytes": measure(ALTERNATIVES[alternative], problem, quantity)}))
+        print(json.dumps(asdict(measure(ALTERNATIVES[alternative], problem, quantity))))
         return 0
     if args.layers is not None or (args.show and layers.read_json(args.show) is not None):
         found = layers.read_json(args.show) if args.show else run_layers(args)
@@ -76,10 +77,9 @@ def run(args: argparse.Namespace) -> tuple[list[Row], float | None]:
     rounds, budget = (5, 6.0) if args.quick else (args.rounds or 25, args.budget or 120.0)
     candidates = OWN if args.no_peers else (*OWN, *PEERS)
     alternatives = [a for a in candidates if not args.alternative or a.name in args.alternative]
-    known = {**PROBLEMS, **TEST_PROBLEMS}
     rows: list[Row] = []
     for name in args.problem or PROBLEMS:
-        problem = known[name]
+        problem = KNOWN[name]
         reference = Reference(problem)
         for quantity in problem.quantities:
             if args.quantity and quantity not in args.quantity:

@@ -33,6 +33,7 @@ from bpk.jacobians.rule import Rule
 from bpk.objective import Objective, objective_of, remember
 from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
+from bpk.positions import ByPosition
 from bpk.records import OPEN_USES, Record
 from bpk.rounds import columns_at_a_time, go_round, matched, pull_through
 from bpk.statistics import Use
@@ -71,6 +72,10 @@ class Backward:
         self.hooked: set[int] = set()
         self.largest = 1
         self.attribution = Attribution()
+        for key, sweep in self.sweeps.items():
+            mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
+            if all(e.sums_rows and not e.has_module_extensions for e in mine):
+                self.sweeps[key] = ByPosition(sweep.samples, self.parameters.held)
         for sweep in self.sweeps.values():
             sweep.attribution = self.attribution
         self.placed: set[int] = set()
@@ -314,6 +319,7 @@ class Backward:
                 arrived = sweep.visit(step)
                 for name, state in states.items() if sweep is not self.objective else ():
                     self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
+                    self.parameters.keep_positions(state, key, Use(view, rule, name, arrived))
             elif sweep.second_order and sources:
                 announce(step.joint(loss).rule.flat, self.extensions)
                 for _ in sweep.rounds(step, loss, step.at_most):

@@ -13,6 +13,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.graph import parameter_edges
 from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use, Uses
+from bpk.sweeps import Columns
 
 
 class ParameterState:
@@ -65,11 +66,23 @@ class Parameters:
             state.uses[key] = Uses(state.param, batch_size, rows, samples)
         state.uses[key].uses.append(use)
 
+    def keep_positions(self, state: ParameterState, key: Hashable, use: Use) -> None:
+        """Keep what extensions make of columns that stand for all positions: a position counts as a sample."""
+        apart = use.arrived.apart if isinstance(use.arrived, Columns) else {}
+        for block, (axes, mat) in apart.items():
+            columns = Columns()
+            columns.add(block, mat.flatten(1, 1 + axes))
+            each = Uses(state.param, 0, False, False)
+            each.uses.append(Use(use.call.by_position(axes), use.rule, use.name, columns))
+            for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
+                if listens == key:
+                    state.before[index] = self.combined(state, index, extension.value(each))
+
     def settle(self, state: ParameterState, key: Hashable) -> None:
         """Some columns have reached all uses of a parameter: keep what extensions make of them, and let go of them."""
         uses = state.uses.pop(key)
         for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
-            if listens == key:
+            if listens == key and not uses.nothing_left:
                 state.before[index] = self.combined(state, index, extension.value(uses))
 
     def combined(self, state: ParameterState, index: int, value: Any) -> Any:
@@ -110,6 +123,8 @@ class Parameters:
         """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
         for index, (extension, key) in enumerate(zip(self.extensions, self.listens, strict=True)):
             if index in state.done or key not in state.uses:
+                if final and index in state.before:  # all columns went ahead
+                    self.save(state.param, extension.savefield, state.before.pop(index))
                 continue
             if extension.needs_gradient and state.awaited_gradients > 0 and not final:
                 continue

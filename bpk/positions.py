@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bpk.attribution import slots
 from bpk.graph import Source
-from bpk.jacobians.call import Call
 from bpk.jacobians.loss import Loss
 from bpk.parameters import is_trained
 from bpk.records import OPEN_USES, Record
@@ -56,27 +55,23 @@ class ByPosition(SquareRoot):
 
     def visit(self, step: Step) -> Columns:
         waiting: Columns = self.waiting.get(id(step.record), Columns())
-        apart, waiting.apart = waiting.apart, {}
-        mats = {key: matched(waiting.blocks.pop(key), step.full) for key in apart}
-        columns = super().visit(step) if waiting.blocks or not apart else self.waiting.pop(id(step.record))
-        for key, mat in mats.items():
+        columns = super().visit(step) if waiting.blocks or not waiting.apart else self.waiting.pop(id(step.record))
+        columns.apart = {key: (axes, matched(mat, step.full)) for key, (axes, mat) in waiting.apart.items()}
+        for key, (axes, mat) in columns.apart.items():
             for index, source in step.sources.items():
                 sent = step.rule.jac_t_mat_prod(step.call, mat, index)
-                where = positions_of(sent.shape[1:], range(1, 1 + apart[key]), mat.device)
+                where = positions_of(sent.shape[1:], range(1, 1 + axes), mat.device)
                 for _ in self.pass_on(step, source, key, sent, where):
                     if step.go_round is not None:
                         step.go_round()
-            columns.blocks[key], columns.signs[key], columns.apart[key] = mat, None, apart[key]
         return columns
 
-    def pass_on(
-        self, step: Step, source: Source, key: Hashable, mat: Tensor, where: Tensor
-    ) -> Iterator[None]:
+    def pass_on(self, step: Step, source: Source, key: Hashable, mat: Tensor, where: Tensor) -> Iterator[None]:
         """Send columns of all positions; if these do not stay apart, write them out, with a yield between groups."""
         axes = self.stays_apart(source, where)
         if axes is not None:
-            self.send(source, key, mat, None)
-            self.waiting[id(source.targets[0][0])].apart[key] = axes
+            ((record, part),) = source.pull(mat)
+            self.waiting.setdefault(id(record), Columns()).apart[key] = axes, part
             return
         samples = self.attribution.rows(source.consumer)
         limit = step.at_most or 1 << 62
@@ -135,9 +130,3 @@ def written_out(mat: Tensor, where: Tensor, samples: Tensor | None, limit: int) 
     for chosen in torch.arange(len(mat) * count, device=mat.device).split(limit):
         here = (number[None] == (chosen % count).reshape(-1, *[1] * where.dim())).to(mat.dtype)
         yield mat[chosen // count] * here
-
-
-def as_samples(call: Call, axes: int) -> Call:
-    """A call whose positions are samples: the axes behind the batch axis join it."""
-    inputs = [x.flatten(0, axes) for x in call.inputs]
-    return Call(call.options, inputs, call.params, call.output.flatten(0, axes))

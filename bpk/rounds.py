@@ -64,12 +64,17 @@ def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> N
         view = call if sweep.samples is None else call.subset(sweep.samples)
         rows, n = backward.attribution.rows(record), backward.attribution.batch_size(record)
         step = Step(record, record.rule, call, view, call.output, sources[id(record)], (), backward.largest, rows, n)
+        step.at_most, step.go_round = (
+            columns_at_a_time(backward, key, step),
+            partial(go_round, backward, key, sweep, root),
+        )
         arrived = sweep.carry(step)
         call.pull = call.saved = None
         for name, p in record.params.items():
             if is_trained(p):
                 state = backward.parameters.state_of(p, record.module)
                 backward.parameters.collect(state, key, Use(view, record.rule, name, arrived, rows), n)
+                backward.parameters.keep_positions(state, key, Use(view, record.rule, name, arrived))
                 if not open_uses[id(p)] and id(p) not in backward.parameters.held:
                     backward.parameters.settle(state, key)
     backward.collect_direct(key, sweep)

@@ -63,9 +63,9 @@ class Uses:
 
     @property
     def nothing_left(self) -> bool:
-        """Whether all columns have gone ahead (see `rounds.py`)."""
-        arrived = [use.arrived for use in self.uses]
-        return all(isinstance(one, Columns) and not one.blocks and not one.own for one in arrived)
+        """Whether all columns have gone ahead (see `rounds.py`), or are known by position."""
+        found = [(use.arrived, use.name) for use in self.uses]
+        return all(isinstance(one, Columns) and not one.blocks and not one.own.get(name) for one, name in found)
 
     @property
     def keys(self) -> list[Hashable]:

@@ -34,15 +34,16 @@ class Columns:
 
     `signs` of a block (`[V, N]`, or `None` for all ones) belong to its birthplace; blocks of one birthplace
     that arrive over several branches are added. `own` holds what a residual contributes to a parameter itself,
-    `[V, N, *p]` by parameter name and birthplace. Blocks in `unshared` are in memory that nobody else looks at. A block
-    in `apart` stands for columns that keep to one position each (see `positions.py`), along so many axes.
+    `[V, N, *p]` by parameter name and birthplace. Blocks in `unshared` are in memory that nobody else looks at. Those
+    in `apart` stand for columns that keep to one position each, along so many axes behind the batch axis
+    (`positions.py`).
     """
 
     blocks: dict[Hashable, Tensor] = field(default_factory=dict)
     own: dict[str, dict[Hashable, Tensor]] = field(default_factory=dict)
     signs: dict[Hashable, Tensor | None] = field(default_factory=dict)
     unshared: set[Hashable] = field(default_factory=set)
-    apart: dict[Hashable, int] = field(default_factory=dict)
+    apart: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
 
     def add(self, key: Hashable, mat: Tensor, signs: Tensor | None = None) -> None:
         """Add a block, or its share from another branch."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bpk.jacobians import gemm
 from bpk.jacobians.call import Call, Wrt
-from bpk.jacobians.multilinear import LinearInEach
+from bpk.jacobians.linear_in_each import LinearInEach
 
 
 class Affine(LinearInEach):

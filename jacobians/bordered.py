@@ -39,6 +39,22 @@ def one_shape(call: Call, wrt: Wrt) -> torch.Size:
     return call.shape_of(wrt)[1:] if isinstance(wrt, int) else call.shape_of(wrt)
 
 
+def rows_by_sample(rule: Rule, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
+    """The residual times the unit vectors of `wrt`, for one sample after the other: `{b: [D, N, *b]}`."""
+    size = one_shape(call, wrt).numel()
+    eye, zero = torch.eye(size).to(call.output), call.output.new_zeros(())
+    mats: dict[Wrt, Tensor] = {}
+    for b in wrts:
+        shape = (size, 1, *one_shape(call, b)) if isinstance(b, int) else (size, *one_shape(call, b))
+        mats[b] = eye.reshape(shape) if b == wrt else zero.expand(shape)
+    rows: dict[Wrt, list[Tensor]] = {b: [] for b in wrts}
+    for n in range(call.batch_size):
+        product = rule.residual_mat_prod(call.subset([n]), grad_out[n : n + 1], mats)
+        for b in wrts:
+            rows[b].append(product[b][:, 0] if isinstance(b, int) else product[b])
+    return {b: torch.stack(parts, 1) for b, parts in rows.items()}
+
+
 class Bordered:
     """The rows of the residual that belong to `part`, one of its corners: `{wrt: [D, N, *wrt]}`."""
 
@@ -61,6 +77,7 @@ class Bordered:
         halves |= {w: halves[w] / 2 for w in self.part}
         size = torch.stack([norms(x.detach()) for x in halves.values()]).norm(dim=0)  # |w_j|: [D, N]
         alive = (size != 0).any(1)
+        alive[:1] = True  # at least one, so that something travels
         if is_differentiated() or bool(alive.all()):
             alive = torch.ones_like(alive)
         else:

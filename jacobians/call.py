@@ -110,6 +110,11 @@ class Call:
         """The shape of an input (`[N, *in]`) or of a parameter (`[*p]`)."""
         return self.inputs[wrt].shape if isinstance(wrt, int) else self.params[wrt].shape
 
+    def by_position(self, axes: int) -> Call:
+        """The same call with every position as a sample: so many axes behind the batch axis join it."""
+        inputs = [x.flatten(0, axes) for x in self.inputs]
+        return Call(self.options, inputs, self.params, self.output.flatten(0, axes))
+
     def subset(self, samples: Sequence[int]) -> Call:
         """The same call restricted to some samples of the batch."""
         index = torch.as_tensor(list(samples), device=self.output.device)

@@ -266,19 +266,9 @@ class Rule(ABC):
 
     def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
         """The rows of every sample's residual that belong to the `D` entries of `wrt`: `{b: [D, N, *b]}` for `wrts`."""
-        shape = call.shape_of(wrt)[1:] if isinstance(wrt, int) else call.shape_of(wrt)
-        size = shape.numel()
-        eye, zero = torch.eye(size).to(call.output), call.output.new_zeros(())
-        mats: dict[Wrt, Tensor] = {}
-        for b in wrts:
-            one = (1, *call.shape_of(b)[1:]) if isinstance(b, int) else call.shape_of(b)
-            mats[b] = eye.reshape(size, *one) if b == wrt else zero.expand(size, *one)
-        rows: dict[Wrt, list[Tensor]] = {b: [] for b in wrts}
-        for n in range(call.batch_size):
-            product = self.residual_mat_prod(call.subset([n]), grad_out[n : n + 1], mats)
-            for b in wrts:
-                rows[b].append(product[b][:, 0] if isinstance(b, int) else product[b])
-        return {b: torch.stack(parts, 1) for b, parts in rows.items()}
+        from bpk.jacobians.bordered import rows_by_sample
+
+        return rows_by_sample(self, call, grad_out, wrt, wrts)
 
     # ---- shortcuts: correct defaults in terms of the products ------------------------------------
     def has_cheap_squares(self, call: Call, param: str) -> bool:

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from bpk.jacobians import gemm
 from bpk.jacobians.affine import Affine
 from bpk.jacobians.call import Call
+from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.rule import case
+
+NO_BATCH = "its input has no batch axis"
 
 
 class FeaturesLast(Affine):
@@ -21,7 +24,13 @@ class FeaturesLast(Affine):
     def acts_on(self, call: Call) -> int | None:
         return 1
 
+    def obstacle(self, call: Call) -> str | None:
+        return NO_BATCH if call.output.dim() < 2 else super().obstacle(call)
+
     def as_columns(self, call: Call, mat: Tensor) -> Tensor:
+        if call.output.dim() < 2:
+            what = f"{self.name} has no individual gradients."
+            raise UnsupportedLayer(explain(what, NO_BATCH + ".", "add one: x.unsqueeze(0)."))
         positions = mat.shape[2:-1].numel()
         return mat.reshape(*mat.shape[:2], positions, mat.shape[-1]).transpose(2, 3)[:, :, None]
 

@@ -16,8 +16,9 @@ from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.errors import RuleError
 from bpk.jacobians.generated import layer
+from bpk.jacobians.linear_in_each import LinearInEach
 from bpk.jacobians.linear_map import LinearMap, layer_itself
-from bpk.jacobians.multilinear import LinearInEach, Multilinear
+from bpk.jacobians.multilinear import Multilinear
 from bpk.jacobians.rule import Rule, case
 
 T = torch.Tensor

@@ -100,10 +100,15 @@ class InstanceNormRule(PerChannel):
     def is_linear(self, call: Call) -> bool:
         return not (call.options.training or not call.options.track_running_stats)
 
-    def mixing(self, call: Call) -> str | None:
-        if call.inputs[0].dim() == call.options._get_no_batch_dim():
-            return "its input has no batch axis"
-        return None
+    def obstacle(self, call: Call) -> str | None:
+        without = call.inputs[0].dim() == call.options._get_no_batch_dim()
+        return "its input has no batch axis" if without else super().obstacle(call)
+
+    def shared_axes(self, call: Call) -> tuple[int, ...]:
+        if reason := self.obstacle(call):
+            what = f"{self.name} has no individual gradients."
+            raise UnsupportedLayer(explain(what, reason + ".", "add one: x.unsqueeze(0)."))
+        return super().shared_axes(call)
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         own = options.training or not options.track_running_stats

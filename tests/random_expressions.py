@@ -7,7 +7,7 @@ ACTIVATIONS = (
     "ReLU()", "ReLU6()", "Hardtanh(-0.8,0.9)", "Hardsigmoid()", "LeakyReLU(0.1)", "Hardshrink(0.2)",
     "Softshrink(0.1)", "Threshold(0.1,-0.2)", "PReLU()", "ELU(0.7)", "CELU()", "SELU()", "Hardswish()",
     "Softplus(2.0)", "GELU()", "GELU('tanh')", "Sigmoid()", "LogSigmoid()", "SiLU()", "Mish()", "Softsign()",
-    "Tanh()", "Tanhshrink()", "RReLU().eval()", "Softmax(-1)", "LogSoftmax(-1)", "Softmin(-1)", "Identity()",
+    "Tanh()", "Tanhshrink()", "RReLU().eval()", "RReLU()", "Softmax(-1)", "LogSoftmax(-1)", "Softmin(-1)", "Identity()",
 )
 """Layers of `torch.nn` that leave the shape alone."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bpk.jacobians.call import Call
 from bpk.rules import REGISTRY
 from tests.random_expressions import ACTIVATIONS, IN_PLACE
-from tests.random_program import EXAMPLES, LAYERS, RULES, Move, Writer, move
+from tests.random_program import EXAMPLES, LAYERS, RULES, Move, Writer, move, settled
 
 
 @move(3.0, positionwise=True)
@@ -27,10 +27,15 @@ def linear(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     w.line(f"x = {w.layer(f'{kind}({w.sizes[-1]}, {out}, bias={r.random() < 0.7})')}(x)")
 
 
+IMAGES = ((2, 3), (1, 4), (2, 4), (4, 2), (1, 3, 3), (2, 2, 2), (4, 2, 2), (1, 4, 4), (1, 2, 2, 2), (2, 2, 2, 2))
+"""Shapes `[C, *positions]`, for layers that need them."""
+
+
 @move(1.5)
 def conv(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
+    if not 2 <= len(w.sizes) <= 4 or w.sizes[-1] == 1:
+        w.bring(r.choice(IMAGES))
     d = len(w.sizes) - 1
-    w.need(d in (1, 2))
     channels, groups = w.sizes[0], 1
     if channels % 2 == 0 and r.random() < 0.4:
         groups = 2
@@ -61,11 +66,12 @@ def norm(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     kinds.append(f"nn.LayerNorm({list(w.sizes)}, bias={r.random() < 0.5})")
     groups = 2 if channels % 2 == 0 and w.x[0].numel() > 2 else 1
     kinds.append(f"nn.GroupNorm({groups}, {channels}, affine={affine})")
-    if d in (1, 2) and w.sizes[-1] > 1:
-        kinds.append(f"nn.InstanceNorm{d}d({channels}, affine={affine})")
+    if d in (1, 2, 3) and w.sizes[-1] > 1:
+        kinds += [f"nn.InstanceNorm{d}d({channels}, affine={affine})"] * (d + 1)
         kinds.append("nn.LocalResponseNorm(2, alpha=0.5)")
-    if d in (0, 1, 2) and (d < 2 or w.sizes[-1] > 1):
+    if d < 2 or w.sizes[-1] > 1:
         kinds += [f"nn.BatchNorm{max(d, 1)}d({channels}, affine={affine})"] * 3
+        kinds.append(f"nn.SyncBatchNorm({channels}, affine={affine})")
     source = r.choice(kinds)
     w.need(spread(w))
     name = w.layer(source)
@@ -91,7 +97,7 @@ UNSUITED = nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention | nn.CosineSimila
 
 @move(2.0)
 def from_registry(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
-    k = r.choice(LAYERS)
+    k = settled(r, LAYERS)
     example = EXAMPLES[k]
     w.need(example.target is None and not isinstance(example.build(), UNSUITED))
     shapes = [s[1:] for s in example.shapes]
@@ -103,149 +109,89 @@ def from_registry(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     for i in range(1, len(shapes)):
         values.append(w.keep(["x.sin()", "x.flip(1)", "x * 0.5 + 1"][i % 3]))
     for v, shape in zip(values, shapes, strict=True):
-        have, want = tuple(w.space[v].shape[1:]), list(shape)
-        if have != tuple(want):
-            total = 1
-            for s in want:
-                total *= s
-            flat = w.space[v][0].numel()
-            times = -(-total // flat)
-            w.line(f"{v} = {v}.flatten(1)")
-            if times > 1:
-                w.line(f"{v} = {v}.repeat(1, {times})")
-            if times * flat != total:
-                w.line(f"{v} = {v}[:, :{total}]")
-            if len(want) > 1:
-                w.line(f"{v} = {v}.reshape(-1, {', '.join(map(str, want))})")
+        w.bring(shape, v)
         if example.domain is not None:
             w.line(f"{v} = F.softplus({v}).clamp(0.1, 0.9)")
     rows = len(w.x)
     w.line(f"x = {name}({', '.join(values)})")
     if isinstance(w.space["x"], tuple | list):
+        w.tag("layer with several results")
         w.line(f"x = x[{r.randrange(len(w.space['x']))}]")
     w.need(len(w.x) == rows)
 
 
-@move(1.2)
+@move(1.4)
 def pooling(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
+    if not 2 <= len(w.sizes) <= 4 or w.sizes[-1] == 1:
+        w.bring(r.choice(IMAGES))
     d = len(w.sizes) - 1
-    w.need(d in (1, 2) and w.sizes[-1] > 1)
     out = r.choice([1, 2, 3])
-    source = r.choice(
-        [
-            f"AvgPool{d}d(2, stride=1)",
-            f"AvgPool{d}d(2, ceil_mode=True, padding=1, count_include_pad=False)",
-            f"MaxPool{d}d(2, stride=1)",
-            f"MaxPool{d}d(2, padding=1, ceil_mode=True)",
-            f"AdaptiveAvgPool{d}d({out})",
-            f"AdaptiveMaxPool{d}d({out})",
-            f"LPPool{d}d(2, 2)",
-        ]
-    )
-    w.line(f"x = {w.layer('nn.' + source)}(x)")
+    sources = [
+        f"AvgPool{d}d(2, stride=1)",
+        f"AvgPool{d}d(2, ceil_mode=True, padding=1, count_include_pad=False)",
+        f"MaxPool{d}d(2, stride=1)",
+        f"MaxPool{d}d(2, padding=1, ceil_mode=True)",
+        f"AdaptiveAvgPool{d}d({out})",
+        f"AdaptiveMaxPool{d}d({out})",
+        f"LPPool{d}d(2, 2)",
+    ]
+    if d > 1:
+        sources += [f"FractionalMaxPool{d}d(2, output_ratio=0.6)", f"FractionalMaxPool{d}d(1, output_size={out})"]
+    w.line(f"x = {w.layer('nn.' + r.choice(sources))}(x)")
 
 
-@move(1.0)
+@move(0.4)
+def unpooling(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
+    """The largest entries, and back to where they were."""
+    if not 2 <= len(w.sizes) <= 4 or w.sizes[-1] == 1:
+        w.bring(r.choice(IMAGES))
+    d = len(w.sizes) - 1
+    w.need(min(w.sizes[1:]) > 1)
+    w.tag("pooling that returns indices")
+    size = list(w.x.shape)
+    pool, back = w.layer(f"nn.MaxPool{d}d(2, return_indices=True)"), w.layer(f"nn.MaxUnpool{d}d(2)")
+    w.line(f"y, at = {pool}(x)")
+    w.line(f"x = {back}({r.choice(['y', 'y.tanh()'])}, at, output_size={size}) + 0.3 * x")
+
+
+@move(1.4)
 def resize(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
+    if len(w.sizes) == 1 and r.random() < 0.7:
+        w.bring(r.choice(IMAGES))
     d = len(w.sizes) - 1
     sources = ["nn.Flatten()", "nn.Flatten(-2)"]
-    if d in (1, 2):
-        kind = r.choice(["Constant", "Reflection", "Replication", "Circular", "Zero"])
-        value = ", 0.7" if kind == "Constant" else ""
-        sources.append(f"nn.{kind}Pad{d}d({r.choice([1, (1, 0) * d])}{value})")
+    if d in (1, 2, 3):
+        sources = []
+        for kind in ("Constant", "Reflection", "Replication", "Circular", "Zero"):
+            value = ", 0.7" if kind == "Constant" else ""
+            sources.append(f"nn.{kind}Pad{d}d({r.choice([1, (1, 0) * d, (1,) + (0,) * (2 * d - 1)])}{value})")
         sources.append("nn.Upsample(scale_factor=2, mode='nearest')")
-        sources.append(
-            f"nn.Upsample(size=3, mode='{'linear' if d == 1 else 'bilinear'}', align_corners={r.random() < 0.5})"
-        )
+        mode = ("linear", "bilinear", "trilinear")[d - 1]
+        sources.append(f"nn.Upsample(size={r.choice([2, 3])}, mode='{mode}', align_corners={r.random() < 0.5})")
     if d == 2:
-        sources += ["nn.PixelShuffle(2)", "nn.PixelUnshuffle(2)", "nn.ChannelShuffle(2)", "nn.Unfold(2)"]
+        sources += ["nn.PixelShuffle(2)", "nn.PixelUnshuffle(2)", "nn.Unfold(2)", "nn.Softmax2d()"]
+        sources += ["nn.UpsamplingNearest2d(scale_factor=2)", "nn.UpsamplingBilinear2d(size=(2, 3))"]
+        sources.append("nn.Upsample(size=3, mode='bicubic')")
+    if d == 1 and w.sizes[0] % 4 == 0 and w.sizes[1] == 2:
+        sources += ["nn.Fold((2, 3), 2)"] * 4
+    if d >= 1 and w.sizes[0] % 2 == 0:
+        sources += ["nn.ChannelShuffle(2)"] * 2
     if w.sizes[0] % 2 == 0:
-        sources.append(f"nn.Unflatten(1, (2, {w.sizes[0] // 2}))")
+        sources += [f"nn.Unflatten(1, (2, {w.sizes[0] // 2}))", "nn.GLU(1)"]
     w.line(f"x = {w.layer(r.choice(sources))}(x)")
 
 
-@move(0.7, positionwise=True)
-def dropout(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
-    mode = r.choice([".train()", ".train()", ".eval()"])
-    source = r.choice(["nn.Dropout(0.3)", "nn.AlphaDropout(0.3)"])
-    name = w.layer(source)
-    w.attribute(f"{name}{mode}")
-    w.line(f"x = {name}(x)")
-
-
-@move(1.2)
-def recurrent(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
-    w.need(len(w.sizes) == 2 and w.sizes[0] <= 3 and w.sizes[1] <= 4)
-    kind, size, layers, both = (
-        r.choice(["RNN", "LSTM", "GRU"]),
-        r.choice([1, 2]),
-        r.choice([1, 1, 2]),
-        r.random() < 0.25,
-    )
-    first, given = r.random() < 0.6, r.random() < 0.4
-    extra = ", proj_size=1" if kind == "LSTM" and size == 2 and r.random() < 0.3 else ""
-    extra += f", bias={r.random() < 0.8}"
-    name = w.layer(
-        f"nn.{kind}({w.sizes[1]}, {size}, num_layers={layers}, bidirectional={both}, batch_first={first}{extra})"
-    )
-    state = ""
-    if given and "proj" not in extra:
-        rows = layers * (1 + both)
-        start = w.layer(f"nn.Linear({w.sizes[1]}, {rows * size})")
-        h = w.keep(f"torch.tanh({start}(x[:, 0])).reshape(-1, {rows}, {size}).transpose(0, 1)")
-        state = f", ({h}.contiguous(), {h} * 0.5)" if kind == "LSTM" else f", {h}.contiguous()"
-    if not first:
-        w.line("x = x.transpose(0, 1)")
-    w.line(f"y, h = {name}(x{state})")
-    read = r.choice(["y", "y", "h", "both"])
-    if kind == "LSTM":
-        w.line("h, c = h")
-    if read == "both":
-        last = "y.mean(1)" if first else "y.mean(0)"
-        more = ", c.transpose(0, 1).flatten(1)" if kind == "LSTM" else ""
-        w.line(f"x = torch.cat([{last}, h.transpose(0, 1).flatten(1){more}], 1)")
-    elif read == "h":
-        what = r.choice("hc") if kind == "LSTM" else "h"
-        w.line(f"x = {what}.transpose(0, 1).flatten(1)")
-    else:
-        w.line("x = y" if first else "x = y.transpose(0, 1)")
-
-
-@move(0.7)
-def cell_loop(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
-    w.need(len(w.sizes) == 2 and w.sizes[0] <= 3 and w.sizes[1] <= 4)
-    kind = r.choice(["RNN", "LSTM", "GRU"])
-    name = w.layer(f"nn.{kind}Cell({w.sizes[1]}, 2)")
-    w.line("h = None")
-    for t in range(w.sizes[0]):
-        w.line(f"h = {name}(x[:, {t}]" + (", h)" if t else ")"))
-    w.line("x = torch.cat(h, 1)" if kind == "LSTM" else "x = h")
-
-
 @move(1.0)
-def attention(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
-    w.need(len(w.sizes) == 2 and w.sizes[1] in (2, 4) and w.sizes[0] <= 4)
-    steps, size = w.sizes
-    first, bias = r.random() < 0.6, r.random() < 0.7
-    w.kronecker = w.kronecker and first
-    if r.random() < 0.3:
-        kind = (
-            f"nn.TransformerEncoderLayer({size}, 2, 3, dropout=0.0, batch_first={first}, norm_first={r.random() < 0.5})"
-        )
-        name = w.layer(kind)
-        w.line(f"x = {name}(x)" if first else f"x = {name}(x.transpose(0, 1)).transpose(0, 1)")
-        return
-    name = w.layer(f"nn.MultiheadAttention({size}, {r.choice([1, 2])}, bias={bias}, batch_first={first})")
-    other = r.choice(["x", "x", "x.flip(1)", "torch.cat([x, x.sin()], 1)"])
-    k = other if first else w.keep(f"{other}.transpose(0, 1)")
-    q = "x" if first else w.keep("x.transpose(0, 1)")
-    k = q if other == "x" else k
-    mask = ""
-    if other == "x" and r.random() < 0.4:
-        mask = f", attn_mask=torch.ones({steps}, {steps}, dtype=torch.bool).triu(1)"
-    w.line(f"x, _ = {name}({q}, {k}, {k}, need_weights={r.random() < 0.5}{mask})")
-    if not first:
-        w.line("x = x.transpose(0, 1)")
+def dropout(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
+    mode = r.choice([".train()", ".train()", ".train()", ".eval()"])
+    d = len(w.sizes) - 1
+    sources = ["nn.Dropout(0.3)", "nn.AlphaDropout(0.3)"]
+    if d in (1, 2, 3):
+        sources = [f"nn.Dropout{d}d(0.3)"] * 2 + ["nn.FeatureAlphaDropout(0.3)", "nn.Dropout(0.4)"]
+    name = w.layer(r.choice(sources))
+    w.attribute(f"{name}{mode}")
+    w.tag("dropout in training mode" if mode == ".train()" else "dropout in evaluation mode")
+    w.line(f"x = {name}(x)")
 
 
 @move(0.5)
@@ -264,19 +210,48 @@ def sequential(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
     last, hidden = w.sizes[-1], r.randint(1, 3)
     acts = [f"nn.{r.choice(ACTIVATIONS)}" for _ in range(2)]
     stack = f"nn.Sequential(nn.Linear({last}, {hidden}), {acts[0]}, nn.Linear({hidden}, {last}), {acts[1]})"
-    wrap = r.choice(["{}", "Residual({})", "Gated({})", f"Biased({{}}, {last})", "nn.Sequential({}, nn.Identity())"])
+    wrap = r.choice(
+        ["{}", "Residual({})", "Gated({})", f"Biased({{}}, {last})", f"Scaled(Residual({{}}), {last})",
+         "nn.Sequential({}, nn.Identity())", "nn.Sequential(nn.Sequential(nn.Identity(), {}))"]
+    )  # fmt: skip
+    w.tag("nested containers")
     w.line(f"x = {w.layer(wrap.format(stack))}(x)")
 
 
-@move(0.3)
-def embedding(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
-    """Tokens to vectors; sometimes with positions, which all samples share."""
-    w.need(not w.x.is_floating_point())
-    size, steps = r.choice([2, 3, 4]), w.sizes[0]
-    source = r.choice(
-        [f"nn.Embedding(5, {size})", f"nn.Embedding(5, {size}, padding_idx=1)", f"nn.EmbeddingBag(5, {size})"]
-    )
-    w.line(f"x = {w.layer(source)}(x)")
-    if "Bag" not in source and r.random() < 0.4:
-        w.kronecker = False
-        w.line(f"x = x + {w.layer(f'nn.Embedding({steps}, {size})')}(torch.arange({steps}))")
+@move(1.0)
+def container(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
+    """Containers with lists and dictionaries of layers and parameters, and with several results."""
+    last = w.sizes[-1]
+    kind = r.choice(["Mixture", "ByName", "Listed", "Pair", "gated mixture"])
+    w.tag(f"container: {kind}")
+    one = f"nn.Linear({last}, 2)"
+    if kind == "Pair":
+        name = w.layer(f"Pair({one}, {one})")
+        w.line(f"found = {name}(data=x)")
+        w.line("x = found['both'][0] * found['both'][1].sigmoid()" if r.random() < 0.7 else "x = found['both'][1]")
+    elif kind == "Mixture":
+        w.need(w.x.dim() == 2)
+        w.line(f"x = {w.layer(f'Mixture([{one}, nn.Sequential({one}, nn.Tanh())], {one})')}(x)")
+    elif kind == "gated mixture":
+        gate, a, b = w.layer(f"nn.Linear({last}, 1)"), w.layer(one), w.layer(one)
+        w.line(f"g = {gate}(x).sigmoid()")
+        w.line(f"x = g * {a}(x) + (1 - g) * {b}(x)")
+    else:
+        w.line(f"x = {w.layer(f'{kind}({last})')}(x)")
+
+
+@move(0.8)
+def without_rule(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None:
+    """Layers of which nothing is known, and functions with a backward pass of their own."""
+    last = w.sizes[-1]
+    kind = r.choice(["Wave()", f"Swirl({last})", f"OtherLinear({last}, 2)", f"Attend({last})", "Cubed()", "Cube.apply"])
+    w.tag(f"without a rule: {kind.split('(')[0]}")
+    if kind.startswith("OtherLinear"):
+        w.kronecker = False  # the reference takes it for a linear layer
+    if kind == "Cube.apply":
+        w.line("x = Cube.apply(x)")
+    elif kind.startswith("Attend"):
+        w.line(f"x, y = {w.layer(kind)}(x, x.sin())")
+        w.line(r.choice(["x = x + y", "x = x", "x = torch.cat([x, y], 1)"]))
+    else:
+        w.line(f"x = {w.layer(kind)}(x)")

@@ -3,7 +3,16 @@
     python -m tests.random_networks --count 1000 --seed 0
 
 prints, for every network that fails, its seed and the smallest part of it that still fails, as the source of a module;
-and at the end what was refused, and why.
+and at the end what the networks were made of, what was refused, and why.
+
+| file | holds |
+|---|---|
+| `random_program.py` | a tree of seeded moves, and the writer of programs |
+| `random_moves.py`, `random_layers.py`, `random_sequences.py` | the moves: functions, layers, layers over sequences |
+| `random_structures.py`, `random_parameters.py` | the moves: branches and batch axes, direct and shared parameters |
+| `random_expressions.py`, `random_modules.py` | what they write: functions, and modules beside those of `torch.nn` |
+| `random_losses.py`, `random_problem.py` | losses, and how a network is run |
+| `random_check.py` | the comparison |
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -21,10 +31,12 @@ from tests.random_problem import Network, Problem, build, draw
 from tests.random_program import Unfit
 
 
-def run(network: Network) -> tuple[Problem, Outcome] | None:
-    """Build and examine a network (`None`: it is none)."""
+def run(network: Network, without: Sequence[str] = ()) -> tuple[Problem, Outcome] | None:
+    """Build and examine a network (`None`: it is none, or has a feature that is left out)."""
     try:
         problem = build(network)
+        if problem.features().intersection(without):
+            return None
         return problem, examine(problem)
     except Unfit:
         return None
@@ -53,45 +65,59 @@ def summary(text: str) -> str:
     return f"{text.split('|')[0].strip()}: {why[:150]}"
 
 
+def is_refused(reason: str, outcome: Outcome) -> bool:
+    """Whether something is refused for this reason."""
+    return any(summary(text) == reason for text in outcome.refused)
+
+
+def fails(key: str, outcome: Outcome) -> bool:
+    """Whether a network fails in this way."""
+    return outcome.key == key
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examine many networks, print those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--show", action="store_true", help="print the network and stop")
+    parser.add_argument("--show", action="store_true", help="print every network")
+    parser.add_argument("--without", action="append", default=[], help="leave out networks with this feature")
     parser.add_argument("--refusals", action="store_true", help="show one small network for each reason")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
+    features: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     failed: dict[str, list[int]] = {}
     start = time.time()
     for seed in range(given.seed, given.seed + given.count):
         if given.show:
-            print(build(draw(seed)))
-        found = run(draw(seed))
+            print(build(draw(seed)), flush=True)
+        found = run(draw(seed), given.without)
         if found is None:
             counts["no network"] += 1
             continue
         problem, outcome = found
         counts["networks"] += 1
         counts["comparisons"] += outcome.compared
-        counts["converted"] += problem.network.convert
         counts["with refusals"] += bool(outcome.refused)
+        counts["first order only"] += outcome.first_order_only
+        features.update(problem.features())
         for reason in {summary(text) for text in outcome.refused}:
             reasons[reason] += 1
             if given.refusals and reasons[reason] == 1:
-                small, end = shrink(problem.network, lambda o, k=reason: any(summary(t) == k for t in o.refused))
-                print(f"\n=== refused: {reason}\n{small}\n" + "\n".join(end.refused), flush=True)
+                small, end = shrink(problem.network, partial(is_refused, reason))
+                print(f"\n=== refused: {reason}\n{small}\n{end.refused[0]}", flush=True)
         if outcome.failures:
             key = outcome.key
             failed.setdefault(key, []).append(seed)
             print(f"\n=== seed {seed} fails: {key}", flush=True)
             if not given.no_shrink and len(failed[key]) <= 3:
-                problem, outcome = shrink(problem.network, lambda o, k=key: o.key == k)
+                problem, outcome = shrink(problem.network, partial(fails, key))
             print(problem, *outcome.failures[:3], sep="\n", flush=True)
-    print(f"\n{dict(counts)} in {time.time() - start:.0f} s")
+    print("\nfeatures: " + ", ".join(f"{name} {count}" for name, count in sorted(features.items())))
+    print(f"{dict(counts)} in {time.time() - start:.0f} s")
     for reason, count in reasons.most_common():
         print(f"  refused {count:4d} x {reason}")
     for key, seeds in failed.items():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests import random_moves
-from tests.random_program import EXAMPLES, LOSSES, TRAINED, Move, Unfit, Writer, shorter, write
+from tests.random_losses import LOSSES, Term, add_terms
+from tests.random_program import TRAINED, Move, Unfit, Writer, settled, shorter, write
 
-INPUTS = ((2,), (3,), (4,), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (1, 3, 3), (2, 2, 3), (2, 3, 2))
-MOST = 12
-"""Entries of a prediction per sample."""
+INPUTS = ((2,), (3,), (4,), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (1, 3, 3), (2, 2, 3), (2, 3, 2), (2, 4), (4, 2))
+INPUTS = (*INPUTS, (1, 4, 4), (1, 2, 2, 3), (2, 2, 2, 2))
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,58 @@ class Network:
     samples: int = 2
     shape: tuple[int, ...] = (3,)
     tokens: bool = False
-    second: bool = False
+    second: str = ""
+    """A second input: none, a `"small"` one that joins at the end, or one `"like"` the first."""
     loss: int | str = "flat"
     factor: float = 1.0
     also: bool = False
     """Whether a second loss is added."""
     head_frozen: bool = True
+    evaluate: bool = False
+    """Whether the whole model is in evaluation mode."""
     convert: bool = False
-    apart: bool = False
-    """Whether extensions run one by one."""
+    groups: str = "together"
+    """How extensions run: `"together"`, one by one (`"apart"`), or in random groups (`"mixed"`)."""
+    single: bool = False
+    """Whether `bpk` computes in float32."""
+    chunk: int | None = None
+    """How many columns travel at a time."""
+    twice: bool = False
+    """Whether a second backward pass follows, through the same graph."""
     subsampling: tuple[int, ...] | None = None
 
     def simpler(self) -> Iterator[Network]:
         """Networks with something left out."""
         for moves in shorter(self.moves):
             yield replace(self, moves=moves)
-        plain = {"convert": False, "also": False, "factor": 1.0, "second": False, "head_frozen": True, "samples": 2}
-        for name, value in plain.items():
+        plain = Network(self.seed, ())
+        for name in (
+            "convert", "also", "factor", "second", "head_frozen", "samples", "evaluate", "single", "chunk", "twice",
+        ):  # fmt: skip
+            value = getattr(plain, name)
             if getattr(self, name) != value:
                 yield replace(self, **{name: value})
-        if not self.apart:
-            yield replace(self, apart=True)
+        if self.groups != "apart":
+            yield replace(self, groups="apart")
+
+    def features(self) -> Iterator[str]:
+        """How it is run, for counting."""
+        yield from (name for name, on in self._settings().items() if on)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "one sample": self.samples == 1,
+            "tokens": self.tokens,
+            "second input": self.second,
+            "scaled loss": self.factor != 1,
+            "evaluation mode": self.evaluate,
+            "converter": self.convert,
+            f"extensions {self.groups}": True,
+            "float32": self.single,
+            "chunk_size": self.chunk,
+            "second backward pass": self.twice,
+            "subsampling": self.subsampling,
+        }
 
 
 def draw(seed: int) -> Network:
@@ -56,21 +88,29 @@ def draw(seed: int) -> Network:
     moves = random_moves.draw(r, r.randint(2, 8))
     if tokens:
         moves = (Move("embedding", r.randrange(2**40)), *moves)
-    samples = r.choice([2, 3, 3, 4])
-    loss: int | str = r.choice(["flat", "positions"]) if r.random() < 0.3 else r.choice(LOSSES)
+    samples = r.choice([1, 2, 2, 3, 3, 3, 4, 4])
+    second = r.choice(["", "", "", "", "small", "like"])
+    if second == "like":
+        moves = (random_moves.nested("twins", r), *moves)
+    kinds = ("flat", "flat", "positions", "positions", "other") * 2 + ("several",)
+    loss: int | str = r.choice(kinds) if r.random() < 0.4 else settled(r, LOSSES)
     return Network(
         seed,
         moves,
         samples=samples,
         shape=(r.choice([2, 3, 4]),) if tokens else r.choice(INPUTS),
         tokens=tokens,
-        second=r.random() < 0.1,
+        second=second,
         loss=loss,
         factor=r.choice([1.0, 1.0, 2.0, 0.3]),
         also=r.random() < 0.15,
         head_frozen=r.random() < 0.5,
+        evaluate=r.random() < 0.15,
         convert=r.random() < 0.35,
-        apart=r.random() < 0.15,
+        groups=r.choice(["together", "together", "together", "apart", "mixed"]),
+        single=r.random() < 0.1,
+        chunk=r.choice([1, 2, 5]) if r.random() < 0.15 else None,
+        twice=r.random() < 0.1,
         subsampling=tuple(r.sample(range(samples), r.randint(1, samples))) if r.random() < 0.3 else None,
     )
 
@@ -82,31 +122,54 @@ class Problem:
     network: Network
     writer: Writer
     model: nn.Module
-    losses: list[tuple[nn.Module, tuple[Tensor, ...], float]]
+    terms: list[Term]
 
-    def loss_of(self, losses: Sequence[nn.Module] | None = None) -> Callable[[Tensor], Tensor]:
-        """The loss as a function of the prediction."""
-        modules = [m for m, _, _ in self.losses] if losses is None else losses
+    def joined(self) -> nn.Module:
+        """The model with one tensor `[N, D]` in the place of several results."""
+        return self.writer.build(joined=True)
 
-        def loss(pred: Tensor) -> Tensor:
-            parts = [
-                f * m(pred, *t) if f != 1 else m(pred, *t) for m, (_, t, f) in zip(modules, self.losses, strict=True)
-            ]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
+    def results(self, output: Any, joined: bool) -> list[Tensor]:
+        """The results of the model, or of the model with joined results, in order."""
+        if isinstance(output, Mapping):
+            return [output[name] for name in self.writer.outputs]
+        if isinstance(output, tuple | list):
+            return list(output)
+        if len(self.writer.outputs) == 1:
+            return [output.transpose(0, 1) if joined and self.writer.time_first else output]
+        shapes = [self.writer.space[name].shape for name in self.writer.outputs]
+        parts = output.split([s.numel() // len(output) for s in shapes], 1)
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def loss_of(self, modules: Sequence[nn.Module] | None = None) -> Callable[[Any], Tensor]:
+        """The loss as a function of what the model returns (of what `joined` returns, unless `modules` are given)."""
+        used = [term.module for term in self.terms] if modules is None else modules
+
+        def loss(output: Any) -> Tensor:
+            results = self.results(output, modules is None)
+            like = results[0]
+            total: Tensor | None = None
+            for module, term in zip(used, self.terms, strict=True):
+                given = [results[k] for k in term.predictions]
+                value = module(*given, *(t.to(like) if t.is_floating_point() else t for t in term.targets))
+                value = term.factor * value if term.factor != 1 else value
+                total = value if total is None else total + value
+            assert total is not None
             return total
 
         return loss
 
+    def features(self) -> set[str]:
+        """What the network has in it: layers and losses of `torch.nn` by class, structure, and how it is run."""
+        modules = [*self.model.modules(), *(term.module for term in self.terms)]
+        classes = {f"nn.{type(m).__name__}" for m in modules if type(m).__module__.startswith("torch.nn.modules")}
+        return classes | set(self.writer.tags) | set(self.network.features())
+
     def __str__(self) -> str:
         n = self.network
         shapes = [tuple(x.shape) for x in self.writer.inputs]
-        how = [name for name, on in (("convert", n.convert), ("apart", n.apart), ("tokens", n.tokens)) if on]
-        head = f"seed {n.seed}: inputs {shapes} {' '.join(how)} subsampling={n.subsampling}"
-        loss = " + ".join(f"{f} * {m} on {[tuple(t.shape) for t in ts]}" for m, ts, f in self.losses)
+        head = f"seed {n.seed}: inputs {shapes}; {', '.join(n.features())}; subsampling={n.subsampling}"
         moves = ", ".join(map(str, n.moves))
-        return f"{head}\nmoves: {moves}\n{self.writer.source()}loss: {loss}\n"
+        return f"{head}\nmoves: {moves}\n{self.writer.source()}loss: {' + '.join(map(str, self.terms))}\n"
 
 
 def build(network: Network) -> Problem:
@@ -119,68 +182,33 @@ def build(network: Network) -> Problem:
     torch.manual_seed(network.seed)
     n = network.samples
     first = torch.randint(5, (n, *network.shape)) if network.tokens else torch.randn(n, *network.shape).double()
-    inputs = [first] + [torch.randn(n, 2).double()] * network.second
+    inputs = [first]
+    if network.second:
+        inputs.append(torch.randn(n, *(network.shape if network.second == "like" else (2,))).double())
     writer, moves = write(network.seed, inputs, network.moves)
     network = replace(network, moves=moves)
     if not writer.x.is_floating_point() or not list(writer.model.children()):  # a module without children is a layer
         raise Unfit
-    if network.second:
+    if len(writer.x) != n:
+        raise Unfit
+    if network.second == "small":
         name = writer.layer("nn.Linear(2, 2)")
         writer.line(f"x = torch.cat([x.flatten(1), torch.tanh({name}(in1))], 1)")
-    losses = [(*add_loss(network, writer, r), network.factor)]
-    if network.also:
-        target = torch.randn(writer.x.shape).double()
-        losses.append((nn.MSELoss(reduction=r.choice(["mean", "sum"])), (target,), 0.7))
+
+    def head(x: str, size: int, out: int) -> None:
+        name = writer.layer(f"nn.Linear({size}, {out})")
+        if network.head_frozen:
+            writer.attribute(f"{name}.requires_grad_(False)")
+        writer.line(f"x = {name}({x})")
+
+    terms = add_terms(network.loss, writer, r, head, network.also)
+    terms[0] = replace(terms[0], factor=network.factor)
+    if writer.time_first and len(writer.outputs) > 1:
+        raise Unfit
+    if network.evaluate:
+        writer.attribute("self.eval()")
     limit(writer, r)
-    model = writer.build()
-    return Problem(network, writer, model, losses)
-
-
-def add_loss(network: Network, writer: Writer, r: random.Random) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Bring `x` into the shape of a prediction; a loss for it and what else it takes."""
-    n = network.samples
-    reduction = r.choice(["mean", "sum"])
-    if isinstance(network.loss, str) and writer.x.dim() == 3 and writer.sizes[0] <= MOST // 3:
-        head(network, writer, "x", writer.sizes[-1], 3)
-        steps = writer.sizes[0]
-        target = torch.randint(3, (n, steps))
-        if r.random() < 0.3:
-            target[0, 0] = -100
-        weight = torch.tensor([0.5, 1.0, 2.0]).double() if r.random() < 0.3 else None
-        loss_fn = nn.CrossEntropyLoss(reduction=reduction, weight=weight)
-        if network.loss == "positions":
-            writer.line("x = x.transpose(1, 2)")
-            return loss_fn, (target,)
-        writer.kronecker = False
-        if network.second or r.random() < 0.5:
-            writer.line("x = x.reshape(-1, 3)")
-            return loss_fn, (target.flatten(),)
-        writer.line("x = x.flatten(0, 1)")
-        return loss_fn, (target.flatten(),)
-    if isinstance(network.loss, str):
-        if writer.x[0].numel() > MOST or r.random() < 0.5:
-            head(network, writer, "x.flatten(1)", writer.x[0].numel(), 3)
-        return nn.MSELoss(reduction=reduction), (torch.randn(writer.x.shape).double(),)
-    example = EXAMPLES[network.loss]
-    pred, *targets = example.inputs(batch=n)
-    total = pred[0].numel()
-    if writer.sizes != tuple(pred.shape[1:]) or r.random() < 0.5:
-        head(network, writer, "x.flatten(1)", writer.x[0].numel(), total)
-        if pred.dim() == 1:
-            writer.line("x = x.squeeze(1)")
-        elif pred.dim() > 2:
-            writer.line(f"x = x.reshape(-1, {', '.join(map(str, pred.shape[1:]))})")
-    if example.domain is not None:
-        writer.line("x = torch.sigmoid(x) * 0.9 + 0.05")
-    return example.build().double(), tuple(targets)
-
-
-def head(network: Network, writer: Writer, x: str, size: int, out: int) -> None:
-    """A last linear layer."""
-    name = writer.layer(f"nn.Linear({size}, {out})")
-    if network.head_frozen:
-        writer.attribute(f"{name}.requires_grad_(False)")
-    writer.line(f"x = {name}({x})")
+    return Problem(network, writer, writer.build(), terms)
 
 
 def limit(writer: Writer, r: random.Random) -> None:

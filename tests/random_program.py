@@ -7,8 +7,10 @@ is always a valid network again, and a failing one can be reduced by leaving out
 
 from __future__ import annotations
 
+import math
 import random
 import textwrap
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Example, Rule
 from bpk.rules import REGISTRY
+from tests.random_modules import MODULES
 
 LARGEST = 32
 """Entries of `x` per sample."""
@@ -27,8 +31,15 @@ TRAINED = 60
 """Trained entries of a network; parameters beyond them are frozen."""
 EXAMPLES: tuple[Example, ...] = tuple(e for rule in REGISTRY for e in rule.examples)
 RULES: tuple[Rule, ...] = tuple(rule for rule in REGISTRY for _ in rule.examples)
-LOSSES = tuple(k for k, rule in enumerate(RULES) if isinstance(rule, Loss))
+LOSSES = tuple(k for k, rule in enumerate(RULES) if isinstance(rule, Loss) and EXAMPLES[k].layer is not nn.CTCLoss)
+"""Examples of losses, but for the one whose batch axis is not the first one."""
 LAYERS = tuple(k for k, rule in enumerate(RULES) if not isinstance(rule, Loss))
+
+
+def settled(r: random.Random, numbers: Sequence[int]) -> int:
+    """Draw one of the examples, so that another one that is added changes few of these choices."""
+    key = r.random()
+    return min(numbers, key=lambda k: zlib.crc32(f"{key} {RULES[k].name} {EXAMPLES[k]}".encode()))
 
 
 class Unfit(Exception):
@@ -61,54 +72,8 @@ def shorter(moves: Sequence[Move]) -> Iterator[tuple[Move, ...]]:
             yield (*moves[:k], *instead, *moves[k + 1 :])
 
 
-class Residual(nn.Module):
-    """`x + inner(x)`."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-class Gated(nn.Module):
-    """`x * sigmoid(inner(x))`."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.inner(x))
-
-
-class Biased(nn.Module):
-    """`inner(x) + bias`, with a parameter of its own beside a child."""
-
-    def __init__(self, inner: nn.Module, features: int) -> None:
-        super().__init__()
-        self.inner = inner
-        self.bias = nn.Parameter(torch.randn(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.bias
-
-
-class MyLinear(nn.Linear):
-    """A subclass that changes nothing."""
-
-
-NAMES: dict[str, Any] = {
-    "torch": torch,
-    "nn": nn,
-    "F": F,
-    "EXAMPLES": EXAMPLES,
-    "Residual": Residual,
-    "Gated": Gated,
-    "Biased": Biased,
-    "MyLinear": MyLinear,
-}
+NAMES: dict[str, Any] = {"checkpoint": checkpoint, "torch": torch, "nn": nn, "F": F, "EXAMPLES": EXAMPLES, **MODULES}
+"""What programs may use."""
 
 
 class Writer:
@@ -122,11 +87,20 @@ class Writer:
         self.space: dict[str, Any] = {**NAMES, "self": self.model}
         self.arguments = [f"in{k}" for k in range(len(inputs))]
         self.space.update((name, x.clone()) for name, x in zip(self.arguments, inputs, strict=True))
+        self.outputs = ["x"]
+        """What the model returns: one tensor, or several."""
+        self.as_dict = False
+        self.time_first = False
+        """Whether the batch axis of the (only) result is axis 1."""
+        self.tags: list[str] = []
+        """Names of structural features, for counting."""
         self.setup: list[str] = []
         self.body: list[str] = []
         self.counter = 0
         self.kronecker = True
         """Whether the reference knows the Kronecker factors (rows are samples)."""
+        self.hessian = True
+        """Whether the reference knows the Hessian."""
         self.line("x = in0")
 
     # ---- what moves write --------------------------------------------------------------------------
@@ -152,11 +126,29 @@ class Writer:
         self.model.double()
         self.setup.append(f"{text}  # {' '.join(comment.split())}" if comment else text)
 
+    def tag(self, *names: str) -> None:
+        """Note features of the network."""
+        self.tags += names
+
     def keep(self, value: str = "x") -> str:
         """Save a value under a new name."""
         name = self.new("s")
         self.line(f"{name} = {value}")
         return name
+
+    def bring(self, sizes: Sequence[int], name: str = "x") -> None:
+        """Bring a tensor into the shape `[N, *sizes]`, by repeating or cutting its entries."""
+        have, total = self.space[name], math.prod(sizes)
+        if tuple(have.shape[1:]) == tuple(sizes):
+            return
+        times = -(-total // have[0].numel())
+        self.line(f"{name} = {name}.flatten(1)")
+        if times > 1:
+            self.line(f"{name} = {name}.repeat(1, {times})")
+        if times * have[0].numel() != total:
+            self.line(f"{name} = {name}[:, :{total}]")
+        if len(sizes) > 1:
+            self.line(f"{name} = {name}.reshape(-1, {', '.join(map(str, sizes))})")
 
     @property
     def x(self) -> Tensor:
@@ -184,17 +176,25 @@ class Writer:
             torch.autograd.grad(x.square().sum(), params, retain_graph=True, allow_unused=True)
 
     # ---- the result --------------------------------------------------------------------------------
-    def source(self) -> str:
-        """The class."""
+    def source(self, joined: bool = False) -> str:
+        """The class; `joined` makes one tensor `[N, ...]` of the results, for the reference."""
+        returned = ", ".join(self.outputs)
+        if joined and len(self.outputs) > 1:
+            n = len(self.inputs[0])
+            returned = f"torch.cat([{', '.join(f'{name}.reshape({n}, -1)' for name in self.outputs)}], 1)"
+        elif joined and self.time_first:
+            returned = "x.transpose(0, 1)"
+        elif self.as_dict and len(self.outputs) > 1:
+            returned = f"{{{', '.join(f'{name!r}: {name}' for name in self.outputs)}}}"
         setup = textwrap.indent("\n".join(["super().__init__()", *self.setup]), " " * 8)
-        body = textwrap.indent("\n".join([*self.body, "return x"]), " " * 8)
+        body = textwrap.indent("\n".join([*self.body, f"return {returned}"]), " " * 8)
         head = f"    def forward(self, {', '.join(self.arguments)}):"
         return f"class Net(nn.Module):\n    def __init__(self):\n{setup}\n\n{head}\n{body}\n"
 
-    def build(self) -> nn.Module:
-        """A fresh model."""
+    def build(self, joined: bool = False) -> nn.Module:
+        """A fresh model; all that are built have the same parameters."""
         space = dict(NAMES, __name__="random_network")
-        exec(self.source(), space)
+        exec(self.source(joined), space)
         torch.manual_seed(self.seed)
         model: nn.Module = space["Net"]().double()
         return model
@@ -204,23 +204,33 @@ Action = Callable[[Writer, random.Random, tuple[Move, ...]], None]
 MOVES: dict[str, Action] = {}
 WEIGHTS: dict[str, float] = {}
 """How often a move is drawn."""
+POSITIONWISE: list[str] = []
+"""Moves that leave all axes but the last one alone: the batch axis may be anywhere before it."""
+NESTED: dict[str, list[str]] = {}
+"""Moves with moves inside, and which ones."""
 
 
-def move(weight: float = 1.0, positionwise: bool = False) -> Callable[[Action], Action]:
-    """Register a move."""
+def move(
+    weight: float = 1.0, positionwise: bool = False, nested: list[str] | None = None
+) -> Callable[[Action], Action]:
+    """Register a move; `nested` says which moves may be inside of it."""
 
     def register(action: Action) -> Action:
-        MOVES[action.__name__] = action
-        WEIGHTS[action.__name__] = weight
+        name = action.__name__
+        MOVES[name] = action
+        WEIGHTS[name] = weight
+        ANY.append(name)
         if positionwise:
-            POSITIONWISE.append(action.__name__)
+            POSITIONWISE.append(name)
+        if nested is not None:
+            NESTED[name] = nested
         return action
 
     return register
 
 
-POSITIONWISE: list[str] = []
-"""Moves that leave all axes but the last one alone: the batch axis may be anywhere before it."""
+ANY: list[str] = []
+"""All moves."""
 
 
 def write(seed: int, inputs: Sequence[Tensor], moves: Sequence[Move]) -> tuple[Writer, tuple[Move, ...]]:

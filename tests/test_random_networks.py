@@ -15,16 +15,23 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.errors import UnsupportedLayer
+from bpk.rules import REGISTRY
 from tests.compare import Assembled, agrees, check, rand
+from tests.random_features import STRUCTURE, features_of
 from tests.random_networks import run
 from tests.random_problem import build, draw
 from tests.random_program import Unfit
 from tests.reference import Reference
 
-COUNT = 100
+# fmt: off
+SEEDS = (14, 16, 27, 28, 39, 92, 108, 145, 156, 173, 185, 193, 200, 208, 226, 227, 263, 273, 303,
+         322, 341, 379, 383, 391, 401, 420, 421, 423, 434, 449, 482, 493, 505, 508,
+         540, 553, 562, 587, 826, 847)
+# fmt: on
+"""Networks that together have every structural feature, and most layers (`python -m tests.random_features`)."""
 
 
-@pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_network(seed: int) -> None:
     found = run(draw(seed))
     if found is None:
@@ -35,10 +42,19 @@ def test_random_network(seed: int) -> None:
         assert "Why:" in text and "Do:" in text, text
 
 
+def test_networks_have_every_feature() -> None:
+    """If not, because moves or examples were added, `python -m tests.random_features` finds other seeds."""
+    features = features_of(SEEDS)
+    found = frozenset().union(*features.values())
+    assert not STRUCTURE - found
+    names = {f"nn.{cls.__name__}" for rule in REGISTRY for cls in rule.modules if cls.__module__.startswith("torch.nn")}
+    assert len(names & found) > 0.75 * len(names)
+
+
 def test_networks_are_reproducible() -> None:
     def sources() -> list[str]:
         found = []
-        for seed in range(20):
+        for seed in range(10):
             try:
                 found.append(str(build(draw(seed))))
             except Unfit:

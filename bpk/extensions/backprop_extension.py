@@ -41,6 +41,8 @@ class BackpropExtension:
     """Whether per-sample squares `[N, *p]` are materialised anyway."""
     combines = False
     """Whether values from some of the columns, and from the others, give the whole (see `combine`)."""
+    sums_rows = False
+    """Whether the value adds up rows, exact ones of a square root, so that each may count as a sample of its own."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
 

@@ -39,6 +39,8 @@ class DiagGGNExact(DiagGGN):
     torch.Size([3, 4])
     """
 
+    sums_rows = True
+
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
         super().__init__("diag_ggn_exact", None, subsampling)
 
