@@ -74,6 +74,7 @@ class StretchResidual:
             if self.is_zero:
                 return []
             self.require_samples()
+            self.require_values_only()
             if self.rows is not None:
                 return [born_of(*self.by_sample())]
             if not self.source.trained:
@@ -119,6 +120,18 @@ class StretchResidual:
                     f"{self.shapes[0][0]}.",
                     "its second derivative is not known sample by sample.",
                     "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
+                )
+            )
+
+    def require_values_only(self) -> None:
+        """Columns are found by eigenvalues of what autograd gives, and have no graph of their own."""
+        if torch.is_grad_enabled():
+            where = f"'{self.source.consumer.path}' ({type(self.source.consumer.module).__name__})"
+            raise UnsupportedLayer(
+                explain(
+                    f"Fields cannot be differentiated behind the nonlinear function before {where}.",
+                    "its second derivative is taken apart numerically, and create_graph=True asks for its derivative.",
+                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
                 )
             )
 

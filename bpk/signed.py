@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from bpk.parameters import is_trained
 from bpk.records import Record
 from bpk.residual import StretchResidual
 from bpk.sweeps import Columns, SquareRoot, Step, add_direct, apart
+
+Send = Callable[[Hashable, Mapping[Wrt, Tensor], Tensor | None], None]
+"""Hands on some columns under a key, with their signs."""
 
 
 class SignedHessian(SquareRoot):
@@ -49,9 +53,10 @@ class SignedHessian(SquareRoot):
             columns, signs = split_rows(columns, signs, step.samples_of_rows, step.batch_size)
         scaled: dict[Wrt, Tensor] = {k: self.rows(mat, 1) * step.grad.abs().sqrt() for k, mat in columns.items()}
         signs = self.rows(signs, 1) * step.grad.sign()
-        self.emit(step, "loss", known(scaled, signs))
+        self.emit(step, "loss", known(scaled, signs), partial(self.send_to_inputs, step, None))
         for index, source in step.sources.items():
-            self.bend(step, index, source)
+            for name, born in self.bent(step, index):
+                self.emit(step, name, born, partial(self.send_from_stretch, source))
 
     def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
         """One round; columns that are too many go ahead."""
@@ -70,17 +75,18 @@ class SignedHessian(SquareRoot):
     def visit(self, step: Step) -> Columns:
         joint: tuple[Wrt, ...] = (*step.sources, *step.reused)
         curved = bool(joint) and step.rule.residual(step.call, joint) is not Residual.ZERO
-        born = self.born(step, joint) if curved else None
-        if born is not None:
-            self.make_room(step, born.count)
-        columns = super().visit(step)
-        for index, source in step.sources.items():
-            self.bend(step, index, source)
+        own = self.born(step, joint) if curved else None
+        bent = [(name, born, source) for k, source in step.sources.items() for name, born in self.bent(step, k)]
+        # make room first: what has arrived must not go ahead while its share of reused parameters is not collected
+        self.make_room(step, sum(born.count for _, born, _ in bent) + (own.count if own is not None else 0))
+        columns, bound = super().visit(step), bool(step.reused)
         for name, param in step.record.params.items():
             if is_trained(param) and name not in step.reused:
                 self.add_curvature(step, name, columns)
-        if born is not None:
-            self.emit(step, "residual", born, columns)
+        for group, born, source in bent:
+            self.emit(step, group, born, partial(self.send_from_stretch, source), bound)
+        if own is not None:
+            self.emit(step, "residual", own, partial(self.send_to_inputs, step, columns), bound)
         return columns
 
     def born(self, step: Step, wrts: tuple[Wrt, ...]) -> Born:
@@ -100,24 +106,27 @@ class SignedHessian(SquareRoot):
             step.go_round()
             self.under_way, self.ahead = 0, True
 
-    def emit(self, step: Step, name: str, born: Born, columns: Columns | None = None) -> None:
-        """Send columns that begin at this call to what feeds it; parameters keep their share in `columns`."""
-        own = [name for name in step.reused if columns is not None]
-        limit = born.count if step.at_most is None or own else step.at_most  # a share must not be left behind
-        size = max(1, min(limit, step.piece))
-        for k, (mats, signs) in enumerate(born.chunks(size)):
-            if not own:
+    def emit(self, step: Step, name: Hashable, born: Born, send: Send, bound: bool = False) -> None:
+        """Send columns that begin here, in parts; if they are not `bound`, those under way may go ahead."""
+        limit = born.count if step.at_most is None or bound else step.at_most
+        for k, (mats, signs) in enumerate(born.chunks(max(1, min(limit, step.piece)))):
+            if not bound:
                 self.make_room(step, len(signs))
-            key, signed = (name, id(step.record), k), signs if bool((signs != 1).any()) else None
-            for index, source in step.sources.items():
-                self.send(source, key, mats[index], signed)
+            send((name, id(step.record), k), mats, signs if bool((signs != 1).any()) else None)
             self.under_way += len(signs)
-            for name_of in own:
-                assert columns is not None
-                mine = mats[name_of]
-                if step.samples_of_rows is not None:
-                    mine = to_samples(mine, step.samples_of_rows, step.batch_size)
-                columns.add_own(name_of, key, mine, signed)
+
+    def send_to_inputs(
+        self, step: Step, columns: Columns | None, key: Hashable, mats: Mapping[Wrt, Tensor], signs: Tensor | None
+    ) -> None:
+        """Columns at the inputs of a call; parameters that calls further up use as well keep theirs in `columns`."""
+        for index, source in step.sources.items():
+            self.send(source, key, mats[index], signs)
+        for name in step.reused if columns is not None else ():
+            assert columns is not None
+            share = mats[name]
+            if step.samples_of_rows is not None:
+                share = to_samples(share, step.samples_of_rows, step.batch_size)
+            columns.add_own(name, key, share, signs)
 
     def add_curvature(self, step: Step, name: str, columns: Columns) -> None:
         """The residual of a parameter that the layer is not linear in, and that nothing further up uses."""
@@ -130,23 +139,24 @@ class SignedHessian(SquareRoot):
             own = to_samples(born[name], step.samples_of_rows, step.batch_size)
         columns.add_own(name, ("residual", id(step.record), name), own, signs)
 
-    def bend(self, step: Step, index: int, source: Source) -> None:
-        """Add the residual of the plain autograd that lies between this call's input and its producers."""
+    def bent(self, step: Step, index: int) -> list[tuple[Hashable, Born]]:
+        """The columns of the residual of the plain autograd that lies between this call's input and its producers."""
+        source = step.sources[index]
         if source.stretch is None:
-            return
+            return []
         share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
-        residual = StretchResidual(source, share, self.rows_of_samples(source))
-        for k, born in enumerate(residual.groups()):
-            limit = born.count if step.at_most is None else step.at_most
-            for j, (parts, signs) in enumerate(born.chunks(max(1, min(limit, step.piece)))):
-                self.make_room(step, len(signs))
-                key, signed = ("stretch", id(step.record), index, k, j), self.rows(signs, 1)
-                for n, (record, _) in enumerate(source.targets):
-                    mat = self.rows(parts[n], 1)
-                    self.waiting.setdefault(id(record), Columns()).add(key, mat, signed)
-                for n, param in enumerate(source.trained, len(source.targets)):
-                    add_direct(self, param, source, key, self.rows(parts[n], 1), signed)
-                self.under_way += len(signs)
+        groups = StretchResidual(source, share, self.rows_of_samples(source)).groups()
+        return [(("stretch", index, k), born) for k, born in enumerate(groups)]
+
+    def send_from_stretch(
+        self, source: Source, key: Hashable, mats: Mapping[Wrt, Tensor], signs: Tensor | None
+    ) -> None:
+        """Columns at the beginnings of a stretch: at calls, then at parameters."""
+        signs = signs if signs is None else self.rows(signs, 1)
+        for n, (record, _) in enumerate(source.targets):
+            self.waiting.setdefault(id(record), Columns()).add(key, self.rows(mats[n], 1), signs)
+        for n, param in enumerate(source.trained, len(source.targets)):
+            add_direct(self, param, source, key, self.rows(mats[n], 1), signs)
 
     def rows_of_samples(self, source: Source) -> list[list[Tensor]] | None:
         """By side of a stretch, the rows of every sample (`None`: rows are the samples)."""

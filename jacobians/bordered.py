@@ -84,16 +84,16 @@ class Bordered:
             size, halves = size[alive], {w: x[alive] for w, x in halves.items()}
         dtype = halves[self.part[0]].dtype
         scale = torch.where(size == 0, 1.0, size).sqrt()[..., None] * 2**-0.5  # c / sqrt(2): [K, N, 1]
-        turns = torch.stack([scale, -scale]).reciprocal().to(dtype) / 2  # 1 / (sqrt(2) c) and its negative
+        turns = torch.stack([scale, -scale], 1).reciprocal().to(dtype) / 2  # 1 / (sqrt(2) c) and its negative
         unit = torch.eye(self.length).to(scale)[alive, None] * scale  # [K, N, D]
         units = dict(zip(self.part, unit.split([self.shapes[w].numel() for w in self.part], 2), strict=True))
         columns: dict[Wrt, Tensor] = {}
         for w in self.wrts:
-            both = halves[w] * turns  # [2, K, N, wrt]
-            both = both + units[w].to(dtype) if w in units else both
-            columns[w] = both.reshape(-1, *size.shape[1:], *self.shapes[w])
+            both = halves[w][:, None] * turns  # [K, 2, N, wrt]: side by side, so that sums of squares cancel at once
+            both = both + units[w][:, None].to(dtype) if w in units else both
+            columns[w] = both.reshape(2 * len(size), *size.shape[1:], *self.shapes[w])
         ones = torch.ones_like(size, dtype=dtype)
-        return columns, torch.cat([ones, -ones])
+        return columns, torch.stack([ones, -ones], 1).flatten(0, 1)
 
     @property
     def length(self) -> int:
