@@ -1,6 +1,7 @@
 # make demo      trains a small network on real digits and shows all 18 quantities
 # make examples  runs every script in examples/, each of which checks itself against autograd
 # make test      runs the tests
+# make docs      builds the documentation site in out/site
 # make bench     measures every quantity as a ratio to plain forward+backward
 # Each sets up .venv by itself (Python >= 3.10); a second call finds it ready.
 
@@ -10,11 +11,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo examples test lint doctest bench clean
+.PHONY: help demo examples test lint doctest docs docs-serve docs-examples bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 demo: $(VENV)/.has-demo
 	$(PY) examples/demo.py $(ARGS)
@@ -24,7 +25,7 @@ examples: $(VENV)/.has-demo
 		if [ $$script != examples/demo.py ]; then printf '\n== %s\n' $$script; $(PY) $$script || exit 1; fi; \
 	done
 
-test: $(VENV)/.has-demo $(VENV)/.has-test
+test: $(VENV)/.has-demo $(VENV)/.has-test $(VENV)/.has-docs
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.has-dev
@@ -36,6 +37,20 @@ lint: $(VENV)/.has-dev
 # bpk/rules and bpk/jacobians lead to their folders, so this visits every file once, by its installed name
 doctest: $(VENV)/.has-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q --doctest-modules bpk
+
+# without network: nothing is fetched when the site is built or read
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.has-docs
+	OMP_NUM_THREADS=1 $(PY) -m mkdocs build --quiet --strict $(ARGS)
+	$(PY) -m tools.site.links out/site
+
+docs-serve: export NO_MKDOCS_2_WARNING = 1
+docs-serve: $(VENV)/.has-docs
+	$(PY) -m mkdocs serve $(ARGS)
+
+# runs the examples whose stored output belongs to an older source
+docs-examples: $(VENV)/.has-demo $(VENV)/.has-docs
+	OMP_NUM_THREADS=1 $(PY) -m tools.site.examples $(ARGS)
 
 bench: $(VENV)/.has-bench
 	$(PY) -m benchmarks $(ARGS)

@@ -55,8 +55,27 @@ class Attribution:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def rows(self, record: Record) -> Tensor | None:
-        """The sample `[R]` of each row (`None`: rows are the samples)."""
-        return self.samples.get(id(record))
+        """The sample `[R]` of each row (`None`: rows are the samples); rows that feed no loss count as the first's."""
+        samples = self.samples.get(id(record))
+        return None if samples is None else samples.clamp(min=0)
+
+    def add(self, record: Record, samples: Tensor | None, n: int) -> None:
+        """What one loss says about the rows of a call (`None`: they are the `n` samples in order); all must agree.
+
+        Raises:
+            UnsupportedLayer: If another loss says something else.
+        """
+        known = self.samples.get(id(record))
+        if samples is not None and known is not None and len(samples) == len(known):
+            if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):
+                raise disagree(record)
+            samples = torch.where(samples < 0, known, samples)
+        elif id(record) in self.sizes and (samples is None) != (known is None):
+            raise disagree(record)
+        if self.sizes.setdefault(id(record), n) != n:
+            raise disagree(record)
+        if samples is not None:
+            self.samples[id(record)] = samples
 
     def batch_size(self, record: Record) -> int:
         """`N`."""
@@ -242,7 +261,7 @@ def batch_axis(mat: Tensor, n: int, tolerance: float) -> tuple[int, Tensor]:
 def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
     """The sample `[R]` of every row from gradients `[1 + K, R, ...]`, or `None` if a row feeds several samples.
 
-    Rows that feed nothing count as the sample of their number, or as the first one.
+    Rows that feed nothing count as the sample of their number, or as none (-1).
     """
     flat = mat.reshape(*mat.shape[:2], -1).double().nan_to_num(0.0)
     plain, masked = flat[0], flat[1:]
@@ -253,7 +272,7 @@ def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
         return None
     place = 2 ** torch.arange(len(digit), device=mat.device)
     number = (digit.long() * place[:, None]).sum(0).clamp(0, n - 1)
-    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.zeros_like(number)
+    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.full_like(number, -1)
     return torch.where(size > 0, number, alone)
 
 
@@ -304,6 +323,18 @@ def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None
     """Add up what reaches each producer."""
     for record, part in source.pull(mat) if source is not None and source.targets else ():
         arrived[id(record)] = arrived[id(record)] + part if id(record) in arrived else part
+
+
+def disagree(record: Record) -> UnsupportedLayer:
+    """The refusal where two losses of one pass see samples differently."""
+    return UnsupportedLayer(
+        explain(
+            f"Two losses see the samples at '{record.path}' ({type(record.module).__name__}) differently.",
+            "they have different numbers of samples, or different orders, so that contributions cannot be added up.",
+            "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "
+            "backward pass for each.",
+        )
+    )
 
 
 def mixed(what: str) -> UnsupportedLayer:

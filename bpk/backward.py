@@ -195,8 +195,8 @@ class Backward:
             self.watch(root, above)
         if placement.rows:
             require_whole_batch(self.extensions, root)
-            self.attribution.samples.update(placement.rows)
-            self.attribution.sizes.update({id(record): placement.n for record in (*above, root)})
+        for record in (*above, root):
+            self.attribution.add(record, placement.rows.get(id(record)), placement.n)
         for record in (*above, root):
             for source in self.sources_of(record).values():
                 self.parameters.held.update(id(p) for p in source.trained)

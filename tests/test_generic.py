@@ -1,4 +1,4 @@
-"""What has no rule goes the generic way, with the right numbers: layers, computed weights, parameters without samples."""
+"""What has no rule goes the generic way, with the right numbers: layers, computed weights, tables without samples."""
 
 from __future__ import annotations
 
@@ -251,6 +251,42 @@ def test_a_penalty_inside_the_model_is_refused() -> None:
     model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))), nn.CrossEntropyLoss()
     bpk.extend(loss_fn)
     hidden = model[0](torch.randn(5, 4))
-    with pytest.raises(NotImplementedError, match=r"'0' \(Linear\) is not that of the extended losses"):
-        with bpk.backpack(E.DiagGGNExact()):
-            (loss_fn(model[2](model[1](hidden)), torch.tensor([0, 1, 2, 0, 1])) + hidden.square().mean()).backward()
+    loss = loss_fn(model[2](model[1](hidden)), torch.tensor([0, 1, 2, 0, 1])) + hidden.square().mean()
+    message = r"'0' \(Linear\) is not that of the extended losses"
+    with pytest.raises(NotImplementedError, match=message), bpk.backpack(E.DiagGGNExact()):
+        loss.backward()
+
+
+def test_losses_that_see_samples_differently_are_refused() -> None:
+    """The state of an LSTM is `[layers, N, H]`: a loss on it, as it is, takes layers for samples."""
+    layer, first, second = bpk.extend(nn.LSTM(3, 2, batch_first=True)), nn.MSELoss(), nn.MSELoss()
+    bpk.extend(first), bpk.extend(second)
+    out, (state, _) = layer(torch.randn(4, 2, 3))
+    loss = first(out, torch.zeros_like(out)) + second(state, torch.zeros_like(state))
+    with pytest.raises(NotImplementedError, match="Two losses see the samples"), bpk.backpack(E.DiagGGNExact()):
+        loss.backward()
+
+
+def test_a_loss_that_reads_some_rows_only() -> None:
+    """What one loss says about rows that another one does not read is kept."""
+
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 3), nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.last(torch.sigmoid(self.first(torch.tanh(x)).reshape(-1, 1))).unflatten(
+                0, (-1, 3)
+            )  # rows [N 3, 1]
+            return x[:, :2].flatten(1), x.flatten(1)
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.MSELoss(), nn.MSELoss()
+
+        def forward(self, cut: Tensor, whole: Tensor) -> Tensor:
+            return self.first(cut, torch.ones_like(cut)) + self.second(whole, torch.zeros_like(whole))
+
+    assert bpk.verify(Cut(), Sum(), torch.randn(4, 4), None, E.DiagHessian(), E.BatchGrad(), E.DiagGGNExact())

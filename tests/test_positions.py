@@ -16,7 +16,7 @@ VOCABULARY, N, T = 7, 3, 5
 
 
 class Words(nn.Module):
-    """Predictions `[N, T, V]`, handed to the loss in one of three forms; `mixed` has a recurrent layer in the middle."""
+    """Predictions `[N, T, V]`, handed to the loss in one of three forms; `mixed` has a recurrent layer."""
 
     def __init__(self, form: str, mixed: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_diagonals(form: str, mixed: bool, chunk: int | None, trail: list[tuple[
         torch.testing.assert_close(p.diag_ggn_exact, expected[name], rtol=1e-9, atol=1e-14)
     apart = {path for path, axes in trail if axes == 1}
     assert {"CrossEntropyLoss", "head", "act", "wide"} <= apart
-    assert ("norm" in apart) is False  # what feeds it is a table, or mixes positions
+    assert ("norm" in apart) is not mixed  # a table keeps positions apart, a recurrent layer does not
 
 
 def test_reused_parameters_are_written_out(trail: list[tuple[str, int | None]]) -> None:

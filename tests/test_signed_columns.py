@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk.extensions import DiagHessian
-from bpk.jacobians.bordered import corner
+from bpk.jacobians.bordered import corner, rows_by_sample
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.multilinear import Multilinear
 from bpk.jacobians.rule import Rule
@@ -128,11 +129,24 @@ def test_rows_that_are_zero_are_left_out() -> None:
     grad = torch.zeros_like(call.output)
     assert len(factored(rule, call, grad, True)[0]) == 2
     call.params.pop("bias")
-    grad[:, 1, 0] = 1.0  # one entry of the output: two entries of the weight matter
+    grad[1, 1, 0] = grad[2, 3, 2] = 1.0  # two entries of the output: two times two entries of the weight matter
     flat, signs = factored(rule, call, grad, True)
-    assert len(flat) == 4
+    assert len(flat) == 8
     got = torch.einsum("kn,kni,knj->nij", signs, flat, flat)
-    torch.testing.assert_close(got[1], dense(rule, call, grad, 1))
+    torch.testing.assert_close(got, torch.stack([dense(rule, call, grad, n) for n in range(N)]))
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_rows(name: str) -> None:
+    """Rows of every input and parameter, of all samples at once and one after the other."""
+    make, shapes, _, _ = CASES[name]
+    rule, call = call_of(make(), shapes)
+    grad = torch.randn_like(call.output)
+    wrts: tuple[Wrt, ...] = (*range(len(shapes)), *call.params)
+    expected = torch.stack([dense(rule, call, grad, n) for n in range(N)], 1)
+    for products in (rule.residual_rows, partial(rows_by_sample, rule)):
+        torch.testing.assert_close(torch.cat([joined(call, products(call, grad, w, wrts)) for w in wrts]), expected)
 
 
 @CLOSED

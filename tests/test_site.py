@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ if MISSING:
 
 from tools.site import (  # noqa: E402
     benchmarks,
+    command_line,
     docstrings,
     drawing,
     examples,
@@ -38,6 +40,7 @@ from tools.site import (  # noqa: E402
     markdown,
     matrix,
     quantities,
+    reference,
     rules,
 )
 
@@ -183,6 +186,19 @@ def test_shapes_on_rule_pages_are_those_of_the_layer() -> None:
     assert tuple(made.weight.shape) == shapes[1]
 
 
+def test_every_public_name_has_a_place_in_the_reference() -> None:
+    assert sorted((*reference.FIRST, *reference.LAST, *reference.ELSEWHERE)) == sorted(bpk.__all__)
+    assert "::: bpk.jacobians.Autodiff" in reference.pages()["reference/rules.md"]
+
+
+def test_hyperparameters_say_where_they_come_from() -> None:
+    sections = rules.pages()["rules/activation.md"].split("\n## ")
+    by_layer = {text.partition(" {#")[0]: text for text in sections}
+    assert "`negative_slope` (the layer's attribute `negative_slope`)" in by_layer["LeakyReLU"]
+    assert "`max_val = 6`" in by_layer["ReLU6"] and "Hyperparameters" not in by_layer["Tanh"]
+    assert by_layer["GELU"].count("<math") == 6, "two expressions, each with two derivatives"
+
+
 def test_every_quantity_has_a_page() -> None:
     pages = quantities.pages()
     for name in bpk.extensions.__all__:
@@ -190,6 +206,11 @@ def test_every_quantity_has_a_page() -> None:
         assert "**Source**: " in page and len(page.partition("**Source**: ")[2].splitlines()[0]) > 5
         printed = page.partition("## Of a small network")[2].partition("```text")[2].partition("```")[0]
         assert len(printed.strip().splitlines()) == 4, printed
+    assert "(../examples/hutchinson_trace.md)" in pages["quantities/hmp.md"]
+    mistakes = pages["quantities/index.md"].partition("## What a mistake gets")[2]
+    assert mistakes.count("  Do:  ") == 4 == mistakes.count("  Why: ")
+    assert "16 times the parameters" in pages["quantities/batchgrad.md"]
+    assert "48 times the parameters" in pages["quantities/sqrtggnexact.md"]
     assert "[16, 3, 144]" in pages["quantities/batchgrad.md"]
     assert (
         "BatchNorm1d" in pages["quantities/diagggnexact.md"] and "model.eval()" in pages["quantities/diagggnexact.md"]
@@ -260,4 +281,18 @@ def test_the_site_builds_and_holds_together(tmp_path: Path) -> None:
         assert 'name="viewport"' in text, name
         if not name.startswith("reference/"):
             assert "<code>" in text or "<td" in text or "<table" in text, f"{name} shows nothing that was run"
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    places = {entry["location"] for entry in index}
+    assert {f"{rules.page_of(rule)[:-3]}/#{rules.anchor_of(rule)}" for rule in REGISTRY} <= places
+    assert not any(place.endswith("#source") for place in places), "the search is full of source code"
     assert Cells(texts["matrix/index.html"].partition('<div class="matrix">')[2].partition('id="functions"')[0]).found
+
+
+def test_commands_are_run_where_their_files_are() -> None:
+    before = (Path.cwd(), list(sys.path), dict(os.environ))
+    page = command_line.page()
+    assert re.search(r"Elementwise\(Swish\): \d+ checks", page)
+    assert "WRONG  wrong.py:" in page and "12 ok" in page and "/tmp" not in page
+    assert (Path.cwd(), list(sys.path), dict(os.environ)) == before
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        command_line.printed("check", "wrong.py")

@@ -1,0 +1,159 @@
+"""Examples as pages: docstring, printed output, code.
+
+    python -m tools.site.examples [--all] [NAME ...]    (make docs-examples)
+
+runs the scripts whose stored output does not belong to the present source, and stores what they print in
+`docs/examples/NAME.txt`. Its first line holds a hash of the script and of the helpers that it imports, so that a test
+sees where a script has changed since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.site.markdown import code_block, details, table
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "examples"
+STORED = ROOT / "docs" / "examples"
+MARK = "source "
+PICTURES = {"demo": ("../demo.png", "Gradient noise and curvature of a small network on handwritten digits")}
+"""Pictures that scripts draw, with what they show."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script of `examples/` and what it printed."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Without `.py`."""
+        return self.path.stem
+
+    @property
+    def source(self) -> str:
+        """The code."""
+        return self.path.read_text()
+
+    @property
+    def docstring(self) -> str:
+        """What it shows, in the script's own words."""
+        return ast.get_docstring(ast.parse(self.source)) or ""
+
+    @property
+    def title(self) -> str:
+        """The docstring's first sentence."""
+        return self.docstring.partition("\n")[0]
+
+    @property
+    def helpers(self) -> list[Path]:
+        """Modules of `examples/` that the script imports, directly or not."""
+        found: dict[Path, None] = {}
+        waiting = [self.path]
+        while waiting:
+            for path in imported(waiting.pop()):
+                if path not in found:
+                    found[path] = None
+                    waiting.append(path)
+        return sorted(found)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the script and of its helpers."""
+        joined = "\0".join(path.read_text() for path in (self.path, *self.helpers))
+        return hashlib.sha256(joined.encode()).hexdigest()[:16]
+
+    @property
+    def stored(self) -> Path:
+        """Where its output is kept."""
+        return STORED / f"{self.name}.txt"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the stored output belongs to the present source."""
+        return self.stored.exists() and self.stored.read_text().partition("\n")[0] == MARK + self.digest
+
+    @property
+    def output(self) -> str:
+        """The stored output."""
+        return self.stored.read_text().partition("\n")[2]
+
+    def run(self) -> None:
+        """Run the script, and store what it prints; raise where it fails."""
+        done = subprocess.run(
+            [sys.executable, f"examples/{self.path.name}"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8", "NO_COLOR": "1", "COLUMNS": "110"},
+            check=False,
+        )
+        if done.returncode or done.stderr.startswith("skipped:"):
+            raise SystemExit(f"{self.path.name} failed:\n{done.stdout}{done.stderr}")
+        lines = [line.rstrip() for line in done.stdout.splitlines()]
+        STORED.mkdir(exist_ok=True)
+        self.stored.write_text("\n".join([MARK + self.digest, *lines, ""]))
+
+    def page(self) -> str:
+        """The page in Markdown."""
+        parts = [f"# {self.name.replace('_', ' ').capitalize()}", self.docstring]
+        if self.name in PICTURES:
+            where, what = PICTURES[self.name]
+            parts.append(f"![{what}]({where})")
+        parts += ["## What it prints", code_block(self.output, "text")]
+        parts += ["## Code {data-search-exclude}", f"`examples/{self.path.name}`", code_block(self.source, "python")]
+        parts += [details(f"Helper: examples/{h.name}", code_block(h.read_text(), "python")) for h in self.helpers]
+        return "\n\n".join(parts) + "\n"
+
+
+def imported(path: Path) -> list[Path]:
+    """The modules of the same folder that a file imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+    return [path.parent / f"{name}.py" for name in names if (path.parent / f"{name}.py").exists()]
+
+
+def scripts() -> list[Script]:
+    """All examples, by name."""
+    return [Script(path) for path in sorted(SCRIPTS.glob("[a-z]*.py"))]
+
+
+def pages() -> dict[str, str]:
+    """The pages of all examples that have been run, and their table."""
+    known = [script for script in scripts() if script.stored.exists()]
+    rows = [[f"[{s.name}]({s.name}.md)", s.title] for s in known]
+    intro = "Each script checks itself against plain autograd. `make examples` runs them all."
+    index = f"# Examples\n\n{intro}\n\n{table(['script', 'what it shows'], rows)}\n"
+    return {"examples/index.md": index} | {f"examples/{s.name}.md": s.page() for s in known}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the named scripts, or all whose output is out of date."""
+    parser = argparse.ArgumentParser(prog="python -m tools.site.examples", description="Run examples for the site.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="scripts to run (default: those out of date)")
+    parser.add_argument("--all", action="store_true", help="run all")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.names) - {s.name for s in scripts()}:
+        parser.error(f"no such example: {', '.join(sorted(unknown))}")
+    for script in scripts():
+        if script.name in given.names or given.all or not (given.names or script.is_current):
+            print(f"examples/{script.path.name} ...", flush=True)
+            script.run()
+
+
+if __name__ == "__main__":
+    main()

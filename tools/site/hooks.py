@@ -1,0 +1,33 @@
+"""What mkdocs calls while it builds the site: generated pages become files, and get their place in the navigation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from tools.site.generated import generated, linked, navigation
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Add the generated pages to the sections of `nav` that bear their names."""
+    generated.cache_clear()  # the pages are made anew while the site is served
+    pages = navigation(generated())
+    nav: list[Any] = config.nav or []
+    for entry in nav:
+        (title, content), *_ = entry.items()
+        if isinstance(content, list) and title in pages:
+            content.extend(path for path in pages[title] if path not in content)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the generated pages."""
+    for path, text in generated().items():
+        files.append(File.generated(config, path, content=text))
+
+
+def on_page_markdown(markdown: str, page: Page, **others: Any) -> str:
+    """Links to files of the repository lead to the pages that show them."""
+    return linked(markdown, page.file.src_uri)

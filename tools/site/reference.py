@@ -1,0 +1,52 @@
+"""The API reference: which names of which modules, in which order; the texts are their docstrings."""
+
+from __future__ import annotations
+
+from bpk import jacobians
+
+FIRST = ("extend", "backpack", "disable", "support", "support_matrix", "verify", "register", "unregister", "check_rule")
+"""The functions of `bpk`, in the order in which they are needed."""
+LAST = ("memory_cleanup", "install_as_backpack")
+ELSEWHERE = ("Autodiff", "CTX", "Rule", "context", "extensions")
+"""Names of `bpk` that other pages describe."""
+
+PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bpk": ("The package `bpk`.", tuple(f"bpk.{name}" for name in (*FIRST, *LAST))),
+    "extensions": (
+        "What extensions have in common. Each is described on a page of its own: [quantities](../quantities/index.md).",
+        (
+            "bpk.extensions.backprop_extension",
+            "bpk.extensions.module_extension",
+            "bpk.extensions.firstorder.base",
+            "bpk.extensions.secondorder.base",
+        ),
+    ),
+    "rules": (
+        "Families of rules, for layers of your own: [guide](../custom_layer.md).",
+        tuple(f"bpk.jacobians.{name}" for name in jacobians.__all__),
+    ),
+    "context": ("What lies behind `bpk.backpack`: the current context.", ("bpk.context",)),
+    "support": ("The answers of `bpk.support` and `bpk.support_matrix`.", ("bpk.support_table", "bpk.support.Support")),
+    "custom_module": (
+        "Modules for graphs written by hand.",
+        ("bpk.custom_module.branching", "bpk.custom_module.permute", "bpk.custom_module.slicing"),
+    ),
+    "hessianfree": (
+        "Products with the full Hessian, GGN and Jacobians, by plain autograd.",
+        ("bpk.hessianfree.hvp", "bpk.hessianfree.ggnvp", "bpk.hessianfree.rop", "bpk.hessianfree.lop"),
+    ),
+    "utils": (
+        "Helpers.",
+        ("bpk.utils.kroneckers", "bpk.utils.subsampling", "bpk.utils.convert_parameters", "bpk.utils.examples"),
+    ),
+}
+
+
+def pages() -> dict[str, str]:
+    """One page for each group of names."""
+    return {f"reference/{name}.md": page(name, *content) for name, content in PAGES.items()}
+
+
+def page(name: str, intro: str, members: tuple[str, ...]) -> str:
+    """Directives that mkdocstrings replaces by docstrings."""
+    return "\n\n".join([f"# {name}", intro, *(f"::: {member}" for member in members)]) + "\n"
