@@ -32,6 +32,9 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 0.05
 """The same where a layer computes in a shorter format."""
 
+AT_ONCE = 1 << 18
+"""How many numbers are compared at a time: the first rows that fail save the others."""
+
 
 class Shared(Exception):
     """A call whose rows feed several samples: it may have no batch axis."""
@@ -263,13 +266,16 @@ def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
 
     Rows that feed nothing count as the sample of their number, or as none (-1).
     """
-    flat = mat.reshape(*mat.shape[:2], -1).double().nan_to_num(0.0)
-    plain, masked = flat[0], flat[1:]
-    size = plain.square().sum(1)
-    digit = ((masked * plain).sum(2) / torch.where(size > 0, size, 1.0)).round().clamp(0, 1)  # [K, R]
-    off = (masked - digit[..., None] * plain).square().sum(2) > tolerance**2 * size
-    if off.any():
-        return None
+    flat, parts = mat.reshape(*mat.shape[:2], -1), []
+    for piece in flat.split(max(1, AT_ONCE // max(1, flat.shape[0] * flat.shape[2])), 1):
+        real = torch.view_as_real(piece).flatten(2) if piece.is_complex() else piece
+        plain, *masked = real.double().nan_to_num(0.0)
+        length, products = plain.square().sum(1), torch.stack(masked)
+        one = ((products * plain).sum(2) / torch.where(length > 0, length, 1.0)).round().clamp(0, 1)  # [K, R]
+        if ((products - one[..., None] * plain).square().sum(2) > tolerance**2 * length).any():
+            return None
+        parts.append((length, one))
+    size, digit = torch.cat([length for length, _ in parts]), torch.cat([one for _, one in parts], 1)
     place = 2 ** torch.arange(len(digit), device=mat.device)
     number = (digit.long() * place[:, None]).sum(0).clamp(0, n - 1)
     alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.full_like(number, -1)
