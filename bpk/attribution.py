@@ -8,24 +8,19 @@ either the first one or zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from bpk.context import CTX
-from bpk.graph import ACCUMULATE, Source, gradient_edge
-from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.graph import Source, consumers_first, gradient_edge
+from bpk.hypotheses import hypotheses, is_given_data, is_given_parameters, mixed, numberings
+from bpk.jacobians.errors import UnsupportedLayer
 from bpk.records import Edge, Record
 
 SourcesOf = Mapping[int, dict[int, Source]]
 
-
-MOVES = ("Alias", "Clone", "Expand", "Permute", "Repeat", "Select", "Slice", "Squeeze", "T", "Transpose", "UnsafeView")
-VIEWS = {f"{name}Backward0" for name in (*MOVES, "Unsqueeze", "View")}
-"""Nodes of the graph that hand on values unchanged."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Of gradients that are equal or zero, by the precision of the layers."""
@@ -41,53 +36,16 @@ class Shared(Exception):
 
 
 class NotInFront(Exception):
-    """A layer is to be left to autograd: its rule needs the batch axis in front, and it is elsewhere or missing."""
+    """Layers are to be left to autograd: their rules need the batch axis in front, and it is elsewhere or missing.
 
-    def __init__(self, record: Record, missing: int = 0, certain: bool = False) -> None:
-        super().__init__(record.path)
-        self.record = record
-        self.missing = missing  # how many layers have no batch axis under this hypothesis
-        self.certain = certain  # whether others, which are given data, have one
+    `missing` says how many have none under a hypothesis, `certain` whether others, which are given data, have one.
+    """
 
-
-@dataclass
-class Attribution:
-    """By `id` of a record: the sample of each row, where rows are not the samples in order, and how many there are."""
-
-    samples: dict[int, Tensor] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
-
-    def rows(self, record: Record) -> Tensor | None:
-        """The sample `[R]` of each row (`None`: rows are the samples); rows that feed no loss count as the first's."""
-        samples = self.samples.get(id(record))
-        return None if samples is None else samples.clamp(min=0)
-
-    def add(self, record: Record, samples: Tensor | None, n: int) -> None:
-        """What one loss says about the rows of a call (`None`: they are the `n` samples in order); all must agree.
-
-        Raises:
-            UnsupportedLayer: If another loss says something else.
-        """
-        known = self.samples.get(id(record))
-        if samples is not None and known is not None and len(samples) == len(known):
-            if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):
-                raise disagree(record)
-            samples = torch.where(samples < 0, known, samples)
-        elif id(record) in self.sizes and (samples is None) != (known is None):
-            raise disagree(record)
-        if self.sizes.setdefault(id(record), n) != n:
-            raise disagree(record)
-        if samples is not None:
-            self.samples[id(record)] = samples
-
-    def batch_size(self, record: Record) -> int:
-        """`N`."""
-        return self.sizes.get(id(record), record.batch_size)
-
-    def by_sample(self, record: Record, rows: Tensor) -> Tensor:
-        """Rows `[V, R, ...]` of a call as rows `[V, N, ...]` of samples."""
-        samples = self.rows(record)
-        return rows if samples is None else to_samples(rows, samples, self.batch_size(record))
+    def __init__(self, records: list[Record], missing: int = 0, certain: bool = False) -> None:
+        super().__init__(", ".join(record.path for record in records))
+        self.records = records
+        self.missing = missing
+        self.certain = certain
 
 
 def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]]:
@@ -128,62 +86,6 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
-def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
-    """What `N` may be, whether the batch axis may be moved, and whether it comes first among the rows of the root.
-
-    The simplest hypotheses come first. With one row in front of everything, moving the batch axis is not simpler than
-    merging it. That all rows are those of one sample agrees with any graph: it comes last if a layer knows better.
-    """
-    sizes = numbers_of_samples(root, above)
-    last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
-    sizes = [n for n in sizes if n not in last]
-    whole = [n for n in sizes if n == root.batch_size]
-    ordered = [(n, movable, True) for movable in (False, True) for n in whole if not movable or 1 not in sizes[1:]]
-    for movable in (False, True):
-        found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
-        ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
-    return ordered + [(n, True, True) for n in last]
-
-
-def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
-    """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it."""
-    records = list(above)
-    known = {record.batch_size for record in records if record.knows_batch}
-    counted = [r for r in records if r.params and r.batch_size < root.batch_size and not is_given_parameters(r)]
-    rows = {r.batch_size for r in counted} | {root.batch_size} | known
-    found = sorted((n for n in rows if n and all(k % n == 0 for k in known)), reverse=True)
-    if not found:
-        raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
-    return found
-
-
-def is_given_data(record: Record) -> bool:
-    """Whether a call's inputs depend on no parameter."""
-    return bool(record.inputs) and all(node is None for node, _ in record.edges)
-
-
-def is_given_parameters(record: Record) -> bool:
-    """Whether a call's inputs are parameters, or views of them: it has no samples."""
-    return bool(record.edges) and all(is_parameter(node) for node, _ in record.edges)
-
-
-def is_parameter(node: Node | None) -> bool:
-    """Whether a node of the graph hands out a parameter, or a view of one."""
-    while node is not None and node.name() in VIEWS:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == ACCUMULATE
-
-
-def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
-    """Hypotheses about which sample `0 .. n - 1` each row is of: samples first, or last and between other axes."""
-    if n == 0 or rows % n:
-        return
-    number, share = torch.arange(rows), rows // n
-    behind = sorted((d for d in range(1, share) if share % d == 0), reverse=True)
-    for inner in [share] if in_front else behind:
-        yield (number // inner) % n
-
-
 def follow(
     root: Record, above: list[Record], sources: SourcesOf, numbers: Tensor, n: int, movable: bool
 ) -> dict[int, Tensor]:
@@ -209,7 +111,7 @@ def follow(
         first = next(iter(shared.values()))[0]
         if (doubtful and not movable and not certain) or not any(r.params for r in others):
             raise mixed(f"one row of '{(doubtful or [first])[0].path}' feeds several of the {n} samples")
-        raise NotInFront(first, len(shared), certain)
+        raise NotInFront([record for record, _ in shared.values()], len(shared), certain)
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
@@ -234,7 +136,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     axis, rows = batch_axis(mat, n, tolerance)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
     if movable and axis and len(record.used) > 1 and not record.params:
-        raise NotInFront(record)  # its results come side by side, without axes of their own
+        raise NotInFront([record])  # its results come side by side, without axes of their own
     if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
         shared = record.batch_size != n or not record.inputs[0].is_floating_point()
         if (movable or axis == 0) and shared and not record.knows_batch:
@@ -246,7 +148,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         return rows
     if record.params:
         raise mixed(f"its batch axis is axis {axis}, and one {what}")
-    raise NotInFront(record)
+    raise NotInFront([record])
 
 
 def batch_axis(mat: Tensor, n: int, tolerance: float) -> tuple[int, Tensor]:
@@ -331,66 +233,6 @@ def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None
         arrived[id(record)] = arrived[id(record)] + part if id(record) in arrived else part
 
 
-def disagree(record: Record) -> UnsupportedLayer:
-    """The refusal where two losses of one pass see samples differently."""
-    return UnsupportedLayer(
-        explain(
-            f"Two losses see the samples at '{record.path}' ({type(record.module).__name__}) differently.",
-            "they have different numbers of samples, or different orders, so that contributions cannot be added up.",
-            "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "
-            "backward pass for each.",
-        )
-    )
-
-
-def mixed(what: str) -> UnsupportedLayer:
-    """The refusal of graphs in which samples cannot be told apart by rows."""
-    return UnsupportedLayer(
-        explain(
-            f"Rows are not samples: {what}.",
-            "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told "
-            "apart.",
-            "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
-            "losses take [N, C, T].",
-        )
-    )
-
-
-def consumers_first(root: Record, above: list[Record], sources: SourcesOf) -> list[Record]:
-    """The records behind a root, each after all that it feeds."""
-    feeds = {id(r): 0 for r in above}
-    for record in (*above, root):
-        for source in sources[id(record)].values():
-            for producer, _ in source.targets:
-                feeds[id(producer)] += 1
-    order: list[Record] = []
-    waiting = [root]
-    while waiting:
-        record = waiting.pop()
-        order.append(record)
-        for source in sources[id(record)].values():
-            for producer, _ in source.targets:
-                feeds[id(producer)] -= 1
-                if feeds[id(producer)] == 0:
-                    waiting.append(producer)
-    return order[1:]
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     """At least single precision, to tell many samples apart."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def slots(samples: Tensor) -> Tensor:
-    """`[R]`: the how-manieth row of its sample each row is."""
-    order = torch.argsort(samples, stable=True)
-    ranked = samples[order]
-    first = torch.searchsorted(ranked, ranked)
-    result = torch.empty_like(samples)
-    result[order] = torch.arange(len(samples), device=samples.device) - first
-    return result
-
-
-def to_samples(rows: Tensor, samples: Tensor, n: int) -> Tensor:
-    """Sum rows `[V, R, ...]` that belong to one sample: `[V, N, ...]`."""
-    return rows.new_zeros(rows.shape[0], n, *rows.shape[2:]).index_add(1, samples, rows)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from bpk import engine
-from bpk.attribution import Attribution
 from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
 from bpk.jacobians.call import Call
@@ -36,6 +35,7 @@ from bpk.placement import place
 from bpk.positions import ByPosition
 from bpk.records import OPEN_USES, Record
 from bpk.rounds import columns_at_a_time, go_round, matched, pull_through
+from bpk.samples import Attribution
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support, tell
 from bpk.survey import require_layers, require_whole_batch, upstream

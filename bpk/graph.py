@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +136,26 @@ def trace(consumer: Record, index: int) -> Source | None:
                     leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
     names = frozenset(one.name() for one in seen)
     return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), names) if targets or leaves else None
+
+
+def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:
+    """The records behind a root, each after all that it feeds."""
+    feeds = {id(r): 0 for r in above}
+    for record in (*above, root):
+        for source in sources[id(record)].values():
+            for producer, _ in source.targets:
+                feeds[id(producer)] += 1
+    order: list[Record] = []
+    waiting = [root]
+    while waiting:
+        record = waiting.pop()
+        order.append(record)
+        for source in sources[id(record)].values():
+            for producer, _ in source.targets:
+                feeds[id(producer)] -= 1
+                if feeds[id(producer)] == 0:
+                    waiting.append(producer)
+    return order[1:]
 
 
 def parameter_edges(node: Node, inputs: Sequence[Edge], params: dict[str, Tensor]) -> dict[str, tuple[Node, int]]:

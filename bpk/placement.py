@@ -84,8 +84,8 @@ def place(
             n, rows = attribute(root, above, {id(r): feeding(r, sources_of) for r in (*above, root)})
             break
         except NotInFront as found:
-            modules.append(found.record.module)
-            leave([found.record], (*above, root), sources_of, forget)
+            modules += [record.module for record in found.records]
+            leave(found.records, (*above, root), sources_of, forget)
             above = upstream(root, sources_of)
         except UnsupportedLayer as error:
             if second_order or any(r.batch_size != root.batch_size for r in above if r.params):

@@ -13,11 +13,11 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bpk.attribution import slots
 from bpk.graph import Source
 from bpk.jacobians.loss import Loss
 from bpk.parameters import is_trained
 from bpk.records import OPEN_USES, Record
+from bpk.samples import slots
 from bpk.sweeps import Columns, SquareRoot, Step, matched, positive_scale
 
 MOVES = ("Alias", "Clone", "Permute", "ReshapeAlias", "T", "Transpose", "UnsafeView", "Unsqueeze", "View")

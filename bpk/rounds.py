@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk import engine
-from bpk.attribution import consumers_first
 from bpk.context import CTX
-from bpk.graph import gradient_edge
+from bpk.graph import consumers_first, gradient_edge
 from bpk.jacobians.call import Call
 from bpk.parameters import is_trained
 from bpk.records import Record

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.attribution import to_samples
 from bpk.born import Born, diagonal, known
 from bpk.graph import Source
 from bpk.jacobians.call import Wrt
@@ -17,6 +16,7 @@ from bpk.jacobians.rule import Residual
 from bpk.parameters import is_trained
 from bpk.records import Record
 from bpk.residual import StretchResidual
+from bpk.samples import to_samples
 from bpk.sweeps import Columns, SquareRoot, Step, add_direct, apart
 
 Send = Callable[[Hashable, Mapping[Wrt, Tensor], Tensor | None], None]

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bpk.attribution import to_samples
 from bpk.jacobians.call import Call
 from bpk.jacobians.rule import Rule, add_up
+from bpk.samples import to_samples
 from bpk.sweeps import PIECE, Columns
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.attribution import Attribution, slots
 from bpk.graph import Source
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain
@@ -22,6 +21,7 @@ from bpk.jacobians.joint_loss import Joint
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.records import Record
+from bpk.samples import Attribution, slots
 
 PIECE = 1 << 22
 """How many numbers a block of columns holds at most on a processor (16 MiB in float32): larger allocations go back to

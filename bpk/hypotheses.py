@@ -1,0 +1,86 @@
+"""Where the batch axis of a graph may be: hypotheses, the simplest first, for `attribution.py` to test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.graph import ACCUMULATE
+from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.records import Record
+
+MOVES = ("Alias", "Clone", "Expand", "Permute", "Repeat", "Select", "Slice", "Squeeze", "T", "Transpose", "UnsafeView")
+VIEWS = {f"{name}Backward0" for name in (*MOVES, "Unsqueeze", "View")}
+"""Nodes of the graph that hand on values unchanged."""
+
+
+def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
+    """What `N` may be, whether the batch axis may be moved, and whether it comes first among the rows of the root.
+
+    The simplest hypotheses come first. With one row in front of everything, moving the batch axis is not simpler than
+    merging it. That all rows are those of one sample agrees with any graph: it comes last if a layer knows better.
+    """
+    sizes = numbers_of_samples(root, above)
+    last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
+    sizes = [n for n in sizes if n not in last]
+    whole = [n for n in sizes if n == root.batch_size]
+    ordered = [(n, movable, True) for movable in (False, True) for n in whole if not movable or 1 not in sizes[1:]]
+    for movable in (False, True):
+        found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
+        ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
+    return ordered + [(n, True, True) for n in last]
+
+
+def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
+    """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it."""
+    records = list(above)
+    known = {record.batch_size for record in records if record.knows_batch}
+    counted = [r for r in records if r.params and r.batch_size < root.batch_size and not is_given_parameters(r)]
+    rows = {r.batch_size for r in counted} | {root.batch_size} | known
+    found = sorted((n for n in rows if n and all(k % n == 0 for k in known)), reverse=True)
+    if not found:
+        raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
+    return found
+
+
+def is_given_data(record: Record) -> bool:
+    """Whether a call's inputs depend on no parameter."""
+    return bool(record.inputs) and all(node is None for node, _ in record.edges)
+
+
+def is_given_parameters(record: Record) -> bool:
+    """Whether a call's inputs are parameters, or views of them: it has no samples."""
+    return bool(record.edges) and all(is_parameter(node) for node, _ in record.edges)
+
+
+def is_parameter(node: Node | None) -> bool:
+    """Whether a node of the graph hands out a parameter, or a view of one."""
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == ACCUMULATE
+
+
+def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
+    """Hypotheses about which sample `0 .. n - 1` each row is of: samples first, or last and between other axes."""
+    if n == 0 or rows % n:
+        return
+    number, share = torch.arange(rows), rows // n
+    behind = sorted((d for d in range(1, share) if share % d == 0), reverse=True)
+    for inner in [share] if in_front else behind:
+        yield (number // inner) % n
+
+
+def mixed(what: str) -> UnsupportedLayer:
+    """The refusal of graphs in which samples cannot be told apart by rows."""
+    return UnsupportedLayer(
+        explain(
+            f"Rows are not samples: {what}.",
+            "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told "
+            "apart.",
+            "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
+            "losses take [N, C, T].",
+        )
+    )
