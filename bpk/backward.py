@@ -29,7 +29,7 @@ from bpk.jacobians.function_module import Plain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
-from bpk.objective import Objective, objective_of, remember
+from bpk.objective import Objective, is_precise, objective_of, remember
 from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
 from bpk.positions import ByPosition
@@ -210,9 +210,10 @@ class Backward:
 
     def watch(self, root: Record, above: list[Record]) -> None:
         """Compare gradients with those of extended losses: nothing else may be part of the objective."""
-        if len(self.roots) > 1 and self.objective is not None and self.objective.near is not None:
+        precise = all(map(is_precise, (*above, root)))
+        if len(self.roots) > 1 and self.objective is not None and (self.objective.near is not None or not precise):
             self.objective.near = set()  # other losses may reach the same calls
-        elif len(self.roots) == 1 and not torch.is_grad_enabled() and not any(map(self.by_hand, above)):
+        elif precise and len(self.roots) == 1 and not torch.is_grad_enabled() and not any(map(self.by_hand, above)):
             self.objective = objective_of(root, above, {id(r): self.sources_of(r) for r in (*above, root)})
             self.objective.attribution = self.attribution
             self.sweeps[self.objective.key] = self.objective

@@ -70,16 +70,14 @@ class Objective(SquareRoot):
 
 def require_same(sent: Tensor, seen: Tensor, record: Record, largest: float) -> None:
     """Refuse where autograd's gradient is not that of the extended losses, by more than rounding of the `largest`."""
-    if seen.dtype not in PRECISE or sent.dtype not in PRECISE:
-        return
     difference, size = float((sent - seen).norm()), max(float(sent.norm()), float(seen.norm()))
     rounding = torch.finfo(seen.dtype).eps ** 0.5 * largest
     if difference > max(MISMATCH * size, rounding):  # false for NaN
         raise UnsupportedLayer(
             explain(
                 f"The gradient at '{record.path}' ({type(record.module).__name__}) is not that of the extended losses.",
-                "something else is part of the objective (a penalty by plain functions), or a hook changed the "
-                "gradient; its curvature would be missing.",
+                "something else is part of the objective (a penalty by plain functions), and its curvature would be "
+                "missing; or a hook of a layer changed the gradient.",
                 "write the whole objective as one module and extend it, or use first-order extensions.",
             )
         )
@@ -93,6 +91,12 @@ def objective_of(root: Record, above: Sequence[Record], sources: Mapping[int, di
     for consumer in above:
         near -= {id(record) for source in sources[id(consumer)].values() for record, _ in source.targets}
     return Objective(near)
+
+
+def is_precise(record: Record) -> bool:
+    """Whether a call computes in a precision in which two ways to the same gradient agree."""
+    tensors = (*record.inputs, *record.params.values(), record.output)
+    return all(x.dtype in PRECISE for x in tensors if x.is_floating_point())
 
 
 def remember(root: Record, above: Sequence[Record]) -> None:

@@ -37,7 +37,8 @@ class ByPosition(SquareRoot):
 
     def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
         joint = step.joint(loss)
-        alone = len(step.sources) == 1 and self.samples is None and not torch.is_grad_enabled()
+        several = step.samples_of_rows is not None or any(x.dim() > 2 for x in joint.call.inputs)  # positions
+        alone = several and len(step.sources) == 1 and self.samples is None and not torch.is_grad_enabled()
         root = joint.rule.sqrt_hessian_by_position(joint.call) if alone else None
         if root is None:
             yield from super().rounds(step, loss, columns)

@@ -290,3 +290,16 @@ def test_a_loss_that_reads_some_rows_only() -> None:
             return self.first(cut, torch.ones_like(cut)) + self.second(whole, torch.zeros_like(whole))
 
     assert bpk.verify(Cut(), Sum(), torch.randn(4, 4), None, E.DiagHessian(), E.BatchGrad(), E.DiagGGNExact())
+
+
+def test_short_formats_are_not_compared() -> None:
+    """Two ways to one gradient differ by more than a per cent in bfloat16: that is no sign of a penalty."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(12)]
+    model, loss_fn = bpk.extend(nn.Sequential(*blocks, nn.Linear(16, 3))), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(8, 16), torch.randint(3, (8,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    with bpk.backpack(E.DiagGGNExact()):
+        loss.backward()
+    assert all(torch.isfinite(p.diag_ggn_exact).all() for p in model.parameters())
