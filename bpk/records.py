@@ -7,6 +7,7 @@ everything.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
@@ -18,7 +19,7 @@ from torch.autograd.graph import Node
 from bpk import engine
 from bpk.context import CTX
 from bpk.jacobians.binding import Binding
-from bpk.jacobians.call import Call
+from bpk.jacobians.call import Call, Options
 from bpk.jacobians.errors import explain
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule, add_up
@@ -86,6 +87,7 @@ class Record:
         "rule",
         "seen",
         "shifted",
+        "training",
         "used",
         "versions",
     )
@@ -109,6 +111,7 @@ class Record:
         self.places = places
         self.used: list[int] = [] if len(results) > 1 else list(results)
         self.is_view = False
+        self.training = module.training
         self.shifted = 0
         self.drawn: RandomState | None = None
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
@@ -230,16 +233,24 @@ class Record:
         """The call with these tensors as inputs, as the rule sees them."""
         if self.plain:
             number, out = self.used[0], self.results[self.used[0]]
-            return Call(self.module, inputs, self.params, out, used={number: out.shape[1:]})
+            return Call(self.in_mode(self.module), inputs, self.params, out, used={number: out.shape[1:]})
         used = self.used or list(self.results)[:1]
         assert self.rule is not None
         if self.shifted:
             results = {k: self.results[k].movedim(self.shifted, 0) for k in used}
             output, shapes = self.rule.join(Binding(self.module, ()), results, used)
             seen = [x.movedim(self.shifted, 0) for x in inputs]
-            return Call(self.module, seen, self.params, output, used=shapes)
+            return Call(self.in_mode(self.module), seen, self.params, output, used=shapes)
         output, shapes = self.rule.join(self.binding, {**self.results}, used)
-        return Call(self.binding.options, self.binding.seen(inputs), self.params, output, used=shapes)
+        return Call(self.in_mode(self.binding.options), self.binding.seen(inputs), self.params, output, used=shapes)
+
+    def in_mode(self, options: Options) -> Options:
+        """The options of the call as they were: training or evaluation may have been switched since."""
+        if not isinstance(options, nn.Module) or options.training == self.training:
+            return options
+        as_called = copy.copy(options)  # shares parameters and buffers
+        as_called.training = self.training
+        return as_called
 
     def unchanged(self, index: int, rule: Rule) -> Tensor:
         """An input, or in its place the output of a layer that works in place and needs no more than that."""

@@ -233,7 +233,10 @@ class StretchResidual:
         for part in torch.eye(params, dtype=self.grad.dtype, device=self.grad.device).split(self.at_once):
             zeros = [part.new_zeros(len(part), *shape) for shape in self.shapes]
             mixed.append(self.to_blocks(self.product([*zeros, *self.by_parameter(part)])))
-        basis, upper = torch.linalg.qr(torch.cat(mixed).permute(1, 2, 0, 3))  # [N, P, params, r], [N, P, r, B]
+        columns = torch.cat(mixed).permute(1, 2, 0, 3)
+        wide = torch.promote_types(columns.dtype, torch.float32)  # shorter formats have no QR
+        basis, upper = (part.to(columns.dtype) for part in torch.linalg.qr(columns.to(wide)))
+        # [N, P, params, r], [N, P, r, B]
         corner = upper.new_zeros(n, positions, upper.shape[2], upper.shape[2])
         lower = torch.cat([upper, corner], 3)
         dense = torch.cat([torch.cat([self.of_targets(), upper.mT], 3), lower], 2)

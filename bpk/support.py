@@ -58,6 +58,8 @@ WAY_OUT = "call model.eval() first, replace the layer, or use a first-order exte
 
 USE_HESSIAN = "use quantities of the exact Hessian: DiagHessian, BatchDiagHessian or HMP."
 
+OTHER_LOSS = "use a loss that adds up terms of single samples, or a first-order extension."
+
 CHAIN_RULE = (
     "first-order quantities are what the chain rule gives, layer by layer; call model.eval() first for those of "
     "samples."
@@ -85,7 +87,8 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         return Support(Kind.GENERIC, NO_RULE, WRITE_RULE)
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     if reason is not None:
-        return Support(Kind.REFUSED, reason.rstrip(".") + ".", WAY_OUT)
+        do = OTHER_LOSS if isinstance(rule, Loss) else WAY_OUT
+        return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
     if call is not None and isinstance(rule, Loss) and sweep.needs_root:
         reason = rule.no_root(call)
         if reason is not None:

@@ -303,3 +303,36 @@ def test_short_formats_are_not_compared() -> None:
     with bpk.backpack(E.DiagGGNExact()):
         loss.backward()
     assert all(torch.isfinite(p.diag_ggn_exact).all() for p in model.parameters())
+
+
+def test_the_mode_is_that_of_the_call() -> None:
+    """Training or evaluation may be switched between a call and its backward pass."""
+    torch.manual_seed(0)
+    model, loss_fn = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.4)).double(), nn.MSELoss()
+    bpk.extend(model), bpk.extend(loss_fn)
+    x, y = torch.randn(5, 4).double(), torch.randn(5, 3).double()
+    first = loss_fn(model(x), y)
+    model.eval()
+    with pytest.warns(UserWarning, match="mixes samples"), bpk.backpack(E.BatchGrad()):
+        (first + loss_fn(model(x), y)).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+    loss = loss_fn(model(x), y)
+    model.train()
+    with bpk.backpack(E.DiagGGNExact(), E.DiagHessian()):
+        loss.backward()
+    torch.testing.assert_close(model[1].weight.diag_h, model[1].weight.diag_ggn_exact)
+
+
+def test_bfloat16_with_a_parameter_that_functions_use() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    model, loss_fn = bpk.extend(Scaled().bfloat16()), bpk.extend(nn.CrossEntropyLoss())
+    backward(model, loss_fn, torch.randn(5, 4).bfloat16(), torch.tensor([0, 1, 2, 0, 1]), E.DiagHessian())
+    assert model.scale.diag_h.isfinite()

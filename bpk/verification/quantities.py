@@ -119,7 +119,7 @@ class OfSamples(Check):
     def read(self, value: Any, place: Place) -> Read:
         require_shape(value, (len(place.chosen), *(() if self.norms else place.shape)))
         rows = value[list(place.looked)]
-        return [rows if self.norms else rows.flatten(1)[:, place.entries]]
+        return [rows if self.norms else rows.reshape(len(rows), -1)[:, place.entries]]
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         return [self.value(ref, place)]
@@ -140,7 +140,8 @@ class Root(Check):
 
     def read(self, value: Any, place: Place) -> Read:
         require_shape(value, (None, len(place.chosen), *place.shape))
-        rows = value[:, list(place.looked)].flatten(2)[..., place.entries]
+        chosen = value[:, list(place.looked)]
+        rows = chosen.reshape(*chosen.shape[:2], -1)[..., place.entries]
         return [torch.einsum("cni,cnj->nij", rows, rows)]
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
