@@ -191,7 +191,7 @@ class Backward:
         self.placed.update(id(record) for record in (*above, root))
         self.above[id(root)] = above
         self.roots.append(root)
-        if self.second_order and isinstance(root.rule, Loss):
+        if self.second_order and isinstance(root.rule, Loss) and self.context.compares_gradients:
             self.watch(root, above)
         if placement.rows:
             require_whole_batch(self.extensions, root)

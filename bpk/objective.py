@@ -77,8 +77,9 @@ def require_same(sent: Tensor, seen: Tensor, record: Record, largest: float) -> 
             explain(
                 f"The gradient at '{record.path}' ({type(record.module).__name__}) is not that of the extended losses.",
                 "something else is part of the objective (a penalty by plain functions), and its curvature would be "
-                "missing; or a hook of a layer changed the gradient.",
-                "write the whole objective as one module and extend it, or use first-order extensions.",
+                "missing; or a hook changed the gradient, or a layer's rule is wrong.",
+                "write the whole objective as one module and extend it, or use first-order extensions; bpk.check_rule "
+                "checks a rule of your own.",
             )
         )
 
