@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.torchvision_check import CLASSES, ERROR, GIB, SAMPLES, SECONDS, TRAINED, Result
+from benchmarks.torchvision_check import CLASSES, ERROR, GIB, SAMPLES, SECONDS, TRAINED, Result, names
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 
@@ -51,7 +51,10 @@ def page(results: Sequence[Result]) -> str:
     for converter, call in ((True, "bpk.extend(model, use_converter=True)"), (False, "bpk.extend(model)")):
         mine = [r for r in results if r.converter is converter]
         right = sum(not r.faults for r in mine)
+        left = sorted(set(names()) - {r.model for r in mine})
         parts += [f"## `{call}`", f"{right} of {len(mine)} models are right, and within the limits."]
+        if left:
+            parts += ["Not run since the last change of this page: " + ", ".join(f"`{name}`" for name in left) + "."]
         parts += ["\n".join([HEAD, RULE, *(row(r) for r in mine)])]
         parts += [f"- {r.model}: {'; '.join(r.faults)}" for r in mine if r.faults]
     return "\n\n".join(parts) + "\n"
