@@ -181,8 +181,8 @@ def make_loss_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, t
 def rule_networks(rule: Rule) -> Iterator[Network]:
     """One network per example of a rule."""
     for example in rule.examples:
-        if example.layer in (nn.CTCLoss, frozen_linear_loss):
-            continue  # predictions [T, N, C]; parameters in a loss: check_rule covers both
+        if example.layer in (nn.CTCLoss, nn.MultiMarginLoss, frozen_linear_loss):
+            continue  # predictions [T, N, C]; no second derivative in torch; parameters: check_rule covers them
         if is_loss(example):
             chain = len(example.shapes[0]) > 1
             yield Network(label(example), _bind(make_loss_network, example), sequential=chain)

@@ -177,9 +177,13 @@ def refusals(net: Network, extension: BackpropExtension) -> list[str]:
     """The reasons for which `bpk.support` refuses this cell, one per call of the network."""
     model, lossfunc, x, targets = net.build()
     reasons: list[str] = []
+    asking: list[nn.Module] = []
 
     def ask(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         rule = REGISTRY.find(module)
+        if module in asking:  # the answer evaluates it again
+            return
+        asking.append(module)
         if rule is not None or not list(module.children()):
             tensors = [t for t in inputs if isinstance(t, Tensor)]
             first = output if isinstance(output, Tensor) else output[0]
@@ -187,6 +191,7 @@ def refusals(net: Network, extension: BackpropExtension) -> list[str]:
             answer = bpk.support(extension, rule, call)
             if answer.kind is Kind.REFUSED:
                 reasons.append(answer.reason)
+        asking.remove(module)
 
     for module in [*model.modules(), lossfunc]:
         module.register_forward_hook(ask)
