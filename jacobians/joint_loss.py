@@ -21,9 +21,8 @@ class Joint:
 
     >>> from torch import nn
     >>> loss, x, y = nn.CosineEmbeddingLoss(), torch.ones(2, 3), torch.ones(2)
-    >>> from bpk.rules import REGISTRY
-    >>> rule = REGISTRY.find(loss)
-    >>> joint = rule.joint(Call(loss, (x, 2 * x, y), {}, loss(x, 2 * x, y)), (0, 1))
+    >>> from bpk.jacobians.autodiff_loss import AutodiffLoss
+    >>> joint = AutodiffLoss().joint(Call(loss, (x, 2 * x, y), {}, loss(x, 2 * x, y)), (0, 1))
     >>> joint.call.inputs[0].shape
     torch.Size([2, 6])
     >>> [(index, part.shape) for index, part in joint.split(torch.zeros(5, 2, 6)).items()]
