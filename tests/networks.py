@@ -181,7 +181,7 @@ def make_loss_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, t
 def rule_networks(rule: Rule) -> Iterator[Network]:
     """One network per example of a rule."""
     for example in rule.examples:
-        if example.layer in (nn.CTCLoss, nn.MultiMarginLoss, frozen_linear_loss):
+        if example.layer in (nn.CTCLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, frozen_linear_loss):
             continue  # predictions [T, N, C]; no second derivative in torch; parameters: check_rule covers them
         if is_loss(example):
             chain = len(example.shapes[0]) > 1
