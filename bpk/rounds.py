@@ -57,6 +57,8 @@ def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> N
         node = nodes[id(record)]
         if id(record) not in sweep.waiting or record.rule is None or node is None:
             continue
+        if record.released:  # autograd has passed by without a gradient: the columns are zero as well
+            continue
         call = matched(record.output, record.call())[1]
         call.pull, call.saved = pull_through(record, node), partial(engine.saved_tensor, node)
         record.rule.capture(call)
