@@ -18,11 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bpk import engine
 from bpk.context import CTX, backpack
 from bpk.graph import Source, gradient_edge, trace
+from bpk.hooks import Hooks
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
@@ -33,7 +34,7 @@ from bpk.objective import Objective, is_precise, objective_of, remember
 from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
 from bpk.positions import ByPosition
-from bpk.records import OPEN_USES, Record
+from bpk.records import Record
 from bpk.rounds import columns_at_a_time, go_round, matched, pull_through
 from bpk.samples import Attribution
 from bpk.statistics import Use
@@ -64,12 +65,10 @@ class Backward:
                 self.sweeps.setdefault(key, sweep)
         self.second_order = any(e.second_order for e in self.extensions)
         self.sources: dict[int, dict[int, Source]] = {}
-        self.parameters = Parameters(self.extensions, self.listens, self.run_hook)
-        self.visited: dict[int, nn.Module] = {}
-        self.around: dict[int, nn.Module] = {}
+        self.hooks = Hooks(context.extension_hook)
+        self.parameters = Parameters(self.extensions, self.listens, self.hooks.run)
         self.kept: list[Record] = []
-        self.roots: list[Record] = []
-        self.hooked: set[int] = set()
+        self.above: dict[Record, list[Record]] = {}
         self.largest = 1
         self.attribution = Attribution()
         for key, sweep in self.sweeps.items():
@@ -79,7 +78,6 @@ class Backward:
         for sweep in self.sweeps.values():
             sweep.attribution = self.attribution
         self.placed: set[int] = set()
-        self.above: dict[int, list[Record]] = {}
         self.required: set[int] = set()
         self.used: dict[int, Sequence[int]] = {}
         self.objective: Objective | None = None
@@ -105,9 +103,10 @@ class Backward:
         try:
             self.collect_functions()
             self.parameters.finish_all()
-            self.run_last_hooks()
+            self.hooks.run_last()
             if self.objective is not None and self.objective.near is None:
-                remember(self.roots[0], self.above[id(self.roots[0])])
+                first, above = next(iter(self.above.items()))
+                remember(first, above)
         except BaseException:
             self.abort()
             raise
@@ -137,8 +136,9 @@ class Backward:
             record.reopen()
         self.context.backwards.pop(self.task, None)
         self.parameters.clear()
-        self.sweeps, self.sources, self.visited, self.around, self.above = {}, {}, {}, {}, {}
-        self.kept, self.roots = [], []
+        self.sweeps, self.sources, self.above = {}, {}, {}
+        self.hooks = Hooks(None)
+        self.kept = []
 
     # ---- one call --------------------------------------------------------------------------------
     def _visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -164,13 +164,13 @@ class Backward:
             record.close()
             self.kept.append(record)
         if record.rule is PASSAGE:  # its parameters are final when all else is
-            self.around[id(record.module)] = record.module
+            self.hooks.leave_for_last(record.module)
             return
         if isinstance(record.module, Plain):
             return
-        self.visited[id(record.module)] = record.module
+        self.hooks.visit(record.module)
         if not self.parameters.is_waiting(record.module):
-            self.run_hook(record.module)
+            self.hooks.run(record.module)
 
     def survey(self, root: Record) -> None:
         """Check everything behind a loss (or behind the last layer) before computing anything."""
@@ -184,13 +184,13 @@ class Backward:
             self.used[id(record)] = tuple(record.used)
             for sweep in self.sweeps.values() if len(before) < len(record.used) else ():
                 sweep.relay(record, before)
-        self.around.update({id(module): module for module in placement.left})
+        for module in placement.left:
+            self.hooks.leave_for_last(module)
         served = {id(record.module) for record in above if self.by_hand(record)}
         holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
         tell(placement.left, holders, self.second_order)
         self.placed.update(id(record) for record in (*above, root))
-        self.above[id(root)] = above
-        self.roots.append(root)
+        self.above[root] = above
         if self.second_order and isinstance(root.rule, Loss) and self.context.compares_gradients:
             self.watch(root, above)
         if placement.rows:
@@ -211,10 +211,10 @@ class Backward:
     def watch(self, root: Record, above: list[Record]) -> None:
         """Compare gradients with those of extended losses: nothing else may be part of the objective."""
         precise = all(map(is_precise, (*above, root)))
-        if len(self.roots) > 1 and self.objective is not None and (self.objective.near is not None or not precise):
+        if len(self.above) > 1 and self.objective is not None and (self.objective.near is not None or not precise):
             self.objective.near = set()  # other losses may reach the same calls
-        elif precise and len(self.roots) == 1 and not torch.is_grad_enabled() and not any(map(self.by_hand, above)):
-            self.objective = objective_of(root, above, {id(r): self.sources_of(r) for r in (*above, root)})
+        elif precise and len(self.above) == 1 and not torch.is_grad_enabled() and not any(map(self.by_hand, above)):
+            self.objective = objective_of(root, above, self.sources_of)
             self.objective.attribution = self.attribution
             self.sweeps[self.objective.key] = self.objective
 
@@ -301,7 +301,7 @@ class Backward:
         views: dict[tuple[int, ...] | None, Call] = {None: call}
         trained = {n: p for n, p in record.params.items() if is_trained(p)}
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
-        later = {n: OPEN_USES[id(p)] - record.open > 0 or id(p) in self.parameters.held for n, p in trained.items()}
+        later = {name: record.shares(p, self.parameters.held) for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
         samples, batch_size = self.attribution.rows(record), self.attribution.batch_size(record)
         for key, sweep in self.sweeps.items():
@@ -314,13 +314,12 @@ class Backward:
             view = views[sweep.samples]
             step = Step(record, rule, call, view, grad, sources, reused, self.largest, samples, batch_size)
             step.at_most = columns_at_a_time(self, key, step) if sweep.second_order else None
-            if len(self.roots) == 1:
-                step.go_round = partial(go_round, self, key, sweep, self.roots[0])
+            if len(self.above) == 1:
+                step.go_round = partial(go_round, self, key, sweep, next(iter(self.above)))
             if loss is None:
                 arrived = sweep.visit(step)
                 for name, state in states.items() if sweep is not self.objective else ():
                     self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
-                    self.parameters.keep_positions(state, key, Use(view, rule, name, arrived))
             elif sweep.second_order and sources:
                 announce(step.joint(loss).rule.flat, self.extensions)
                 for _ in sweep.rounds(step, loss, step.at_most):
@@ -332,28 +331,7 @@ class Backward:
             if not later[name]:
                 self.parameters.finish(state)
 
-    # ---- hooks and user-written module extensions ---------------------------------------------------
-    def run_hook(self, module: nn.Module) -> None:
-        """Call the user's extension hook, once per module, when all of its parameters are final."""
-        if self.context.extension_hook is not None and id(module) not in self.hooked and id(module) in self.visited:
-            self.hooked.add(id(module))
-            with CTX.aloud():
-                self.context.extension_hook(module)
-
-    def run_last_hooks(self) -> None:
-        """Containers come last, from the inside out, and so do layers that were left to autograd: all is final then."""
-        if self.context.extension_hook is None:
-            return
-        last = dict(self.around)
-        for module in (*self.visited.values(), *self.around.values()):
-            for container in module.__dict__.get("_bpk_containers", ()):
-                holder = container()
-                if holder is not None:
-                    last[id(holder)] = holder
-        for module in sorted(last.values(), key=lambda m: len(list(m.modules()))):
-            if id(module) not in self.visited:
-                self.context.extension_hook(module)
-
+    # ---- user-written module extensions ------------------------------------------------------------
     def apply_module_extensions(self, record: Record, grad: Tensor) -> set[Hashable]:
         """Run module extensions that users wrote for this layer: they take precedence over its rule.
 

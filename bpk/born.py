@@ -21,6 +21,10 @@ class Born:
     count: int
     make: Callable[[int, int], Chunk]
 
+    def all(self) -> Chunk:
+        """All of them at once."""
+        return self.make(0, self.count)
+
     def chunks(self, size: int) -> Iterator[Chunk]:
         """All of them, at most `size` at a time."""
         for start in range(0, self.count, size):

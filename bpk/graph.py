@@ -18,6 +18,25 @@ from bpk.vjp import pull_columns
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
+REARRANGING = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Alias",
+        "Clone",
+        "Permute",
+        "ReshapeAlias",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+    )
+) | {"SqueezeBackward1", "KeepBackward"}
+"""Nodes that only rearrange entries."""
+VIEWS = REARRANGING | {f"{name}Backward0" for name in ("Expand", "Repeat", "Select", "Slice")}
+"""Nodes that hand on values unchanged, maybe some of them, or repeatedly."""
+
 
 @dataclass(frozen=True)
 class Source:

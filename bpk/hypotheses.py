@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.graph import ACCUMULATE
+from bpk.graph import ACCUMULATE, VIEWS
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Record
-
-MOVES = ("Alias", "Clone", "Expand", "Permute", "Repeat", "Select", "Slice", "Squeeze", "T", "Transpose", "UnsafeView")
-VIEWS = {f"{name}Backward0" for name in (*MOVES, "Unsqueeze", "View")}
-"""Nodes of the graph that hand on values unchanged."""
 
 
 def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:

@@ -7,17 +7,18 @@ calls that feed the loss.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from bpk.columns import ColumnSweep
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.records import Record
-from bpk.sweeps import Columns, SquareRoot, Step
+from bpk.sweeps import Columns, Step
 
 KNOWN: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 """By the module of the loss: graphs (by their modules) in which every gradient came from extended losses."""
@@ -27,13 +28,11 @@ MISMATCH = 1e-2
 """From which difference on, relative to the larger of two gradients, something else must have added to one."""
 
 
-class Objective(SquareRoot):
+class Objective(ColumnSweep):
     """The gradient of the extended losses as one column, compared with that of autograd.
 
     `near` are the calls at which to compare (by `id`); `None` stands for all.
     """
-
-    needs_root = False
 
     def __init__(self, near: set[int] | None) -> None:
         super().__init__()
@@ -52,10 +51,6 @@ class Objective(SquareRoot):
     def send(self, source: Source, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
         for record, part in source.pull(mat):
             self.waiting.setdefault(id(record), Columns()).add(key, part, None)
-
-    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
-        self.start(step, loss)
-        return iter(())
 
     def visit(self, step: Step) -> Columns:
         if self.near is not None and id(step.record) not in self.near:
@@ -84,13 +79,13 @@ def require_same(sent: Tensor, seen: Tensor, record: Record, largest: float) -> 
         )
 
 
-def objective_of(root: Record, above: Sequence[Record], sources: Mapping[int, dict[int, Source]]) -> Objective:
+def objective_of(root: Record, above: Sequence[Record], sources_of: Callable[[Record], dict[int, Source]]) -> Objective:
     """The check for a graph: all of it at first, from then on the calls that feed nothing but the loss."""
     if form_of(above) not in KNOWN.get(root.module, ()):
         return Objective(None)
-    near = {id(record) for source in sources[id(root)].values() for record, _ in source.targets}
+    near = {id(record) for source in sources_of(root).values() for record, _ in source.targets}
     for consumer in above:
-        near -= {id(record) for source in sources[id(consumer)].values() for record, _ in source.targets}
+        near -= {id(record) for source in sources_of(consumer).values() for record, _ in source.targets}
     return Objective(near)
 
 

@@ -65,6 +65,7 @@ class Parameters:
             rows, samples = any(e.needs_rows for e in mine), any(e.needs_samples for e in mine)
             state.uses[key] = Uses(state.param, batch_size, rows, samples)
         state.uses[key].uses.append(use)
+        self.keep_positions(state, key, use)
 
     def keep_positions(self, state: ParameterState, key: Hashable, use: Use) -> None:
         """Keep what extensions make of columns that stand for all positions: a position counts as a sample."""

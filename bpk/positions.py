@@ -13,16 +13,12 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bpk.graph import Source
+from bpk.graph import REARRANGING, Source
 from bpk.jacobians.loss import Loss
 from bpk.parameters import is_trained
-from bpk.records import OPEN_USES, Record
 from bpk.samples import slots
-from bpk.sweeps import Columns, SquareRoot, Step, matched, positive_scale
-
-MOVES = ("Alias", "Clone", "Permute", "ReshapeAlias", "T", "Transpose", "UnsafeView", "Unsqueeze", "View")
-BIJECTIONS = {f"{name}Backward0" for name in MOVES} | {"SqueezeBackward0", "SqueezeBackward1", "KeepBackward"}
-"""Nodes of the graph that only rearrange entries."""
+from bpk.square_root import SquareRoot
+from bpk.sweeps import Columns, Step, matched, positive_scale
 
 
 class ByPosition(SquareRoot):
@@ -84,12 +80,12 @@ class ByPosition(SquareRoot):
 
     def stays_apart(self, source: Source, where: Tensor) -> int | None:
         """How many axes behind the batch axis tell positions apart at the call that feeds an input (`None`: mixed)."""
-        if len(source.targets) != 1 or source.trained or not source.functions <= BIJECTIONS:
+        if len(source.targets) != 1 or source.trained or not source.functions <= REARRANGING:
             return None
         ((record, _),) = source.targets
         if record.rule is None or len(record.inputs) != 1 or len(record.used) != 1:
             return None
-        shared = [p for p in record.params.values() if is_trained(p) and self.is_shared(record, p)]
+        shared = [p for p in record.params.values() if is_trained(p) and record.shares(p, self.held)]
         call = record.call()
         looks_at = record.rule.acts_on(call)
         if shared or looks_at is None or len(call.inputs) != 1:
@@ -99,10 +95,6 @@ class ByPosition(SquareRoot):
         free = call.inputs[0].dim() - looks_at - 1
         same = axes is not None and call.inputs[0].shape[: 1 + axes] == call.output.shape[: 1 + axes]
         return axes if axes is not None and same and axes <= free else None
-
-    def is_shared(self, record: Record, param: Tensor) -> bool:
-        """Whether other calls, or functions, use a parameter as well: columns must be added before they are squared."""
-        return OPEN_USES[id(param)] - record.open > 0 or id(param) in self.held
 
 
 def positions_of(shape: Sequence[int], axes: Sequence[int], device: torch.device) -> Tensor:

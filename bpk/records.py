@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import attrgetter
 
 import torch
@@ -267,6 +267,10 @@ class Record:
                 )
             )
         return self.output
+
+    def shares(self, param: Tensor, held: Set[int]) -> bool:
+        """Whether calls that are still to come, or functions (parameters `held`, by `id`), use a parameter as well."""
+        return OPEN_USES[id(param)] - self.open > 0 or id(param) in held
 
     def reopen(self) -> None:
         """Another backward pass may come: this use of the parameters is to be expected again."""

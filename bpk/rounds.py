@@ -48,7 +48,7 @@ def columns_at_a_time(backward: Backward, key: Hashable, step: Step) -> int | No
 
 def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> None:
     """Send what waits behind a loss all the way back, and keep what extensions make of it."""
-    above = backward.above[id(root)]
+    above = backward.above[root]
     sources = {id(record): backward.feeding(record) for record in (*above, root)}
     nodes = {id(r): edge[0] for found in sources.values() for s in found.values() for r, edge in s.targets}
     open_uses = Counter(id(p) for record in above for p in record.params.values())
@@ -75,7 +75,6 @@ def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> N
             if is_trained(p):
                 state = backward.parameters.state_of(p, record.module)
                 backward.parameters.collect(state, key, Use(view, record.rule, name, arrived, rows), n)
-                backward.parameters.keep_positions(state, key, Use(view, record.rule, name, arrived))
                 if not open_uses[id(p)] and id(p) not in backward.parameters.held:
                     backward.parameters.settle(state, key)
     backward.collect_direct(key, sweep)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from bpk.born import Born, diagonal, known
+from bpk.columns import ColumnSweep
 from bpk.graph import Source
 from bpk.jacobians.call import Wrt
 from bpk.jacobians.loss import Loss
@@ -17,13 +18,13 @@ from bpk.parameters import is_trained
 from bpk.records import Record
 from bpk.residual import StretchResidual
 from bpk.samples import to_samples
-from bpk.sweeps import Columns, SquareRoot, Step, add_direct, apart
+from bpk.sweeps import Columns, Step, add_direct, apart
 
 Send = Callable[[Hashable, Mapping[Wrt, Tensor], Tensor | None], None]
 """Hands on some columns under a key, with their signs."""
 
 
-class SignedHessian(SquareRoot):
+class SignedHessian(ColumnSweep):
     """Signed columns `U`, `s` with `H = sum_k s_k U_k U_k^T`: the Hessian of the loss at each output.
 
     The loss contributes its own columns, each nonlinear layer those of its residual (the second derivative
@@ -31,10 +32,8 @@ class SignedHessian(SquareRoot):
     many, those under way go all the way back in a round of their own.
     """
 
-    needs_root = False
-
     def __init__(self, samples: tuple[int, ...] | None = None) -> None:
-        super().__init__(None, samples)
+        super().__init__(samples)
         self.under_way = 0  # columns that may wait somewhere
         self.ahead = False  # whether some have gone ahead
 
@@ -57,11 +56,6 @@ class SignedHessian(SquareRoot):
         for index, source in step.sources.items():
             for name, born in self.bent(step, index):
                 self.emit(step, name, born, partial(self.send_from_stretch, source))
-
-    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
-        """One round; columns that are too many go ahead."""
-        self.start(step, loss)
-        return iter(())
 
     def carry(self, step: Step) -> Columns:
         return super().visit(step)
@@ -123,21 +117,13 @@ class SignedHessian(SquareRoot):
             self.send(source, key, mats[index], signs)
         for name in step.reused if columns is not None else ():
             assert columns is not None
-            share = mats[name]
-            if step.samples_of_rows is not None:
-                share = to_samples(share, step.samples_of_rows, step.batch_size)
-            columns.add_own(name, key, share, signs)
+            keep_share(step, columns, name, key, mats[name], signs)
 
     def add_curvature(self, step: Step, name: str, columns: Columns) -> None:
         """The residual of a parameter that the layer is not linear in, and that nothing further up uses."""
-        if step.rule.residual(step.call, (name,)) is Residual.ZERO:
-            return
-        born, signs = step.rule.signed_columns(step.call, self.rows(step.grad), (name,))
-        own = born[name]
-        if step.samples_of_rows is not None:
-            born, signs = split_rows(born, signs, step.samples_of_rows, step.batch_size)
-            own = to_samples(born[name], step.samples_of_rows, step.batch_size)
-        columns.add_own(name, ("residual", id(step.record), name), own, signs)
+        if step.rule.residual(step.call, (name,)) is not Residual.ZERO:
+            mats, signs = self.born(step, (name,)).all()
+            keep_share(step, columns, name, ("residual", id(step.record), name), mats[name], signs)
 
     def bent(self, step: Step, index: int) -> list[tuple[Hashable, Born]]:
         """The columns of the residual of the plain autograd that lies between this call's input and its producers."""
@@ -166,6 +152,13 @@ class SignedHessian(SquareRoot):
         n = self.attribution.batch_size(source.consumer)
         each = [torch.arange(n) if samples is None else samples for samples in found]
         return [[(samples == k).nonzero()[:, 0] for k in range(n)] for samples in each]
+
+
+def keep_share(step: Step, columns: Columns, name: str, key: Hashable, share: Tensor, signs: Tensor | None) -> None:
+    """Note what columns of a residual hold for a parameter itself."""
+    if step.samples_of_rows is not None:
+        share = to_samples(share, step.samples_of_rows, step.batch_size)
+    columns.add_own(name, key, share, signs)
 
 
 def split_rows(columns: dict[Wrt, Tensor], signs: Tensor, samples: Tensor, n: int) -> tuple[dict[Wrt, Tensor], Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.sweeps import SquareRoot, Sweep
+from bpk.square_root import SquareRoot
+from bpk.sweeps import Sweep
 
 
 class SecondOrderBackpropExtension(BackpropExtension):

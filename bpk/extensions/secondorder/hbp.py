@@ -11,8 +11,9 @@ from bpk.averaged import Averaged
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.square_root import SquareRoot
 from bpk.statistics import Uses
-from bpk.sweeps import SquareRoot, Sweep
+from bpk.sweeps import Sweep
 
 
 class LossHessianStrategy(Enum):

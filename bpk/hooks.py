@@ -1,0 +1,48 @@
+"""The user's extension hook: called once for each module, when all of its parameters are final."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from bpk.context import CTX
+
+
+class Hooks:
+    """When to call `hook` during one backward pass: as soon as a module is done, with containers last."""
+
+    def __init__(self, hook: Callable[[nn.Module], None] | None) -> None:
+        self.hook = hook
+        self.visited: dict[int, nn.Module] = {}
+        self.last: dict[int, nn.Module] = {}
+        self.done: set[int] = set()
+
+    def visit(self, module: nn.Module) -> None:
+        """A layer has been reached."""
+        self.visited[id(module)] = module
+
+    def leave_for_last(self, module: nn.Module) -> None:
+        """The parameters of this module are final when all else is."""
+        self.last[id(module)] = module
+
+    def run(self, module: nn.Module) -> None:
+        """Call the hook for a layer all of whose parameters are final."""
+        if self.hook is not None and id(module) not in self.done and id(module) in self.visited:
+            self.done.add(id(module))
+            with CTX.aloud():
+                self.hook(module)
+
+    def run_last(self) -> None:
+        """Containers come last, from the inside out, and so do layers that were left to autograd: all is final then."""
+        if self.hook is None:
+            return
+        last = dict(self.last)
+        for module in (*self.visited.values(), *self.last.values()):
+            for container in module.__dict__.get("_bpk_containers", ()):
+                holder = container()
+                if holder is not None:
+                    last[id(holder)] = holder
+        for module in sorted(last.values(), key=lambda m: len(list(m.modules()))):
+            if id(module) not in self.visited:
+                self.hook(module)
