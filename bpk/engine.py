@@ -48,15 +48,15 @@ def belongings(node: Node) -> dict[str, Any]:
     return node.metadata  # type: ignore[return-value]  # a property, declared as a method in torch
 
 
-def saved_tensor(node: Node, name: str) -> Tensor | None:
-    """What a node keeps for its backward pass under `name` (see `torch.autograd.graph`), if it does."""
-    kept = getattr(node, f"_saved_{name}", None)
-    return kept if isinstance(kept, Tensor) else None
-
-
 def saved_option(node: Node, name: str) -> Any:
-    """What a node keeps for its backward pass under `name`, if that is no tensor (`None`: nothing)."""
+    """What a node keeps for its backward pass under `name` (see `torch.autograd.graph`; `None`: nothing)."""
     return getattr(node, f"_saved_{name}", None)
+
+
+def saved_tensor(node: Node, name: str) -> Tensor | None:
+    """The same, if it is a tensor."""
+    kept = saved_option(node, name)
+    return kept if isinstance(kept, Tensor) else None
 
 
 def spare_memory(tensor: object) -> Tensor | None:

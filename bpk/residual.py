@@ -18,6 +18,7 @@ from torch import Tensor
 from bpk.blocks import Blocks, alone, blocks_of
 from bpk.born import Born, Chunk, known
 from bpk.graph import Source
+from bpk.jacobians.bordered import compressed
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.factoring import factor
 from bpk.jacobians.probing import draw
@@ -93,10 +94,15 @@ class StretchResidual:
         if not pairs:
             return [self.grad.new_zeros(k, *shape) for shape in self.all_shapes]
         ends, columns = [g for g, _ in pairs], [m for _, m in pairs]
-        pulled = pull_columns(ends, self.source.beginnings(), columns, create_graph=False)
-        full = [b.new_zeros(k, *b.shape) if p is None else p for p, b in zip(pulled, self.gradients, strict=True)]
+        full = self.pull(ends, columns)
         seen = [port.to_rule(f) for port, f in zip(self.source.exits, full, strict=False)]
         return [*seen, *full[len(seen) :]]
+
+    def pull(self, ends: Sequence[Tensor], columns: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Columns from `ends` back to the beginnings from number `first` on, zero where nothing depends on them."""
+        found = pull_columns(ends, self.source.beginnings()[first:], columns, create_graph=False)
+        known = zip(found, self.gradients[first:], strict=True)
+        return [g.new_zeros(len(columns[0]), *g.shape) if mat is None else mat for mat, g in known]
 
     @property
     def all_shapes(self) -> list[torch.Size]:
@@ -191,14 +197,13 @@ class StretchResidual:
         dense = [self.of_sample(end[n], [start[n] for start in starts], most) for n in range(len(end))]
         vectors, signs = factor(torch.stack(dense))
         inner = [size * shape[1:].numel() for size, shape in zip(most, self.shapes, strict=True)]
-        parts = vectors.split([*inner, *[p.numel() for p in self.source.trained]], 2)
-        found = [part.new_zeros(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=False)]
-        for columns, part, start, size in zip(found, parts, starts, most, strict=False):
+        *parts, own = vectors.split([*inner, vectors.shape[2] - sum(inner)], 2)
+        found = [part.new_zeros(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        for columns, part, start, size in zip(found, parts, starts, most, strict=True):
             each = part.reshape(*part.shape[:2], size, *columns.shape[2:])
             for n, at in enumerate(start):
                 columns[:, at] = each[:, n, : len(at)]
-        own = zip(parts[len(starts) :], self.source.trained, strict=True)
-        return [*found, *[part.reshape(*part.shape[:2], *p.shape) for part, p in own]], signs
+        return [*found, *self.by_parameter(own)], signs
 
     def of_sample(self, here: Tensor, at: Sequence[Tensor], most: Sequence[int]) -> Tensor:
         """The matrix `[D, D]` of one sample.
@@ -215,33 +220,24 @@ class StretchResidual:
         unit = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
         if not flat.requires_grad:
             return torch.zeros_like(unit)
-        pulled = pull_columns((flat,), self.source.beginnings(), (unit,), create_graph=False)
-        full = [unit.new_zeros(len(unit), *g.shape) if p is None else p for p, g in zip(pulled, gradients, strict=True)]
+        full = self.pull((flat,), (unit,))
         parts = [port.to_rule(mat) for port, mat in zip(exits, full, strict=False)]
         targets = [filled(mat[:, rows], size, 1) for mat, rows, size in zip(parts, at, most, strict=True)]
         return torch.cat([mat.reshape(len(mat), -1) for mat in (*targets, *full[len(targets) :])], 1)
 
     # ---- with parameters ------------------------------------------------------------------------------
     def with_parameters(self) -> Born:
-        """`[[R_xx, R_xp], [R_px, 0]]`, position by position.
-
-        With `R_px = Q T` (QR), the matrix is `[[R_xx, T^T], [T, 0]]` in the basis of `x` and the columns of `Q`.
-        """
+        """`[[R_xx, R_xp], [R_px, 0]]`, position by position."""
         n, positions, size = self.dense_shape
         params = sum(p.numel() for p in self.source.trained)
         mixed = []
         for part in torch.eye(params, dtype=self.grad.dtype, device=self.grad.device).split(self.at_once):
             zeros = [part.new_zeros(len(part), *shape) for shape in self.shapes]
             mixed.append(self.to_blocks(self.product([*zeros, *self.by_parameter(part)])))
-        columns = torch.cat(mixed).permute(1, 2, 0, 3)
-        wide = torch.promote_types(columns.dtype, torch.float32)  # shorter formats have no QR
-        basis, upper = (part.to(columns.dtype) for part in torch.linalg.qr(columns.to(wide)))
-        # [N, P, params, r], [N, P, r, B]
-        corner = upper.new_zeros(n, positions, upper.shape[2], upper.shape[2])
-        lower = torch.cat([upper, corner], 3)
-        dense = torch.cat([torch.cat([self.of_targets(), upper.mT], 3), lower], 2)
+        border = torch.cat(mixed).permute(1, 2, 3, 0)  # [N, P, B, params]
+        dense, basis = compressed(self.of_targets(), border)
         vectors, signs = factor(dense.flatten(0, 1))
-        vectors = vectors.reshape(-1, n, positions, size + upper.shape[2])
+        vectors = vectors.reshape(-1, n, positions, dense.shape[3])
 
         def rows(here: Tensor) -> list[Tensor]:
             column, position = here // positions, here % positions
@@ -270,19 +266,11 @@ class StretchResidual:
             with torch.enable_grad():
                 flat = torch.cat([g.flatten() for g in own])
             unit = torch.eye(size, dtype=flat.dtype, device=flat.device)
-            dense.append(unit.new_zeros(size, size) if not flat.requires_grad else self.derivative(flat, unit))
+            found = self.pull((flat,), (unit,), len(self.shapes)) if flat.requires_grad else [torch.zeros_like(unit)]
+            dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
         vectors, signs = factor(torch.stack(dense))
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
         return [born_of([*nothing, *self.by_parameter(vectors)], signs)]
-
-    def derivative(self, flat: Tensor, unit: Tensor) -> Tensor:
-        """The matrix of second derivatives in the parameters."""
-        ends = self.source.beginnings()[len(self.shapes) :]
-        pulled = pull_columns((flat,), ends, (unit,), create_graph=False)
-        known = zip(pulled, self.source.trained, strict=True)
-        return torch.cat(
-            [unit.new_zeros(len(unit), p.numel()) if m is None else m.reshape(len(m), -1) for m, p in known], 1
-        )
 
 
 def born_of(parts: Sequence[Tensor], signs: Tensor) -> Born:

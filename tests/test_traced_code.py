@@ -96,6 +96,13 @@ def entries_of_a_tensor(m: Any, x: Tensor) -> Tensor:
     return m.b(torch.stack([torch.tanh(c) for c in m.a(x).unbind(1)], 1))
 
 
+@converts
+def constants_like_the_input(m: Any, x: Tensor) -> Tensor:
+    # three of them, as many as there are samples: they are no samples for that
+    h = F.batch_norm(m.a(x)[:, :3], x.new_zeros(3), x.new_full((3,), 2.0), m.b.bias)
+    return m.b(torch.cat([h, h[:, :1] * x.new_tensor([2.0])], 1))
+
+
 # ---- Python --------------------------------------------------------------------------------------------
 @converts
 def classes_of_values(m: Any, x: Tensor) -> Tensor:
@@ -251,8 +258,24 @@ def test_optional_and_named_arguments() -> None:
     torch.testing.assert_close(converted(x, scale=2, mask=mask), model(x, 2, mask))
     with pytest.raises(TypeError):
         converted(x, 2.0, None)  # the path without a mask is not in the graph: never a wrong number
-    with pytest.raises(TypeError, match="shift"):
+    with pytest.raises(TypeError, match=r"shift=1\.0"):
         converted(x, 2.0, mask, shift=3.0)
+    with pytest.raises(TypeError, match="takes the inputs x, scale, mask"):
+        converted(x, 2.0, mask, mask)
+
+
+def test_any_number_of_inputs() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+
+        def forward(self, *xs: Tensor) -> Tensor:
+            return self.a(sum(xs))
+
+    model = Sum()
+    with pytest.warns(UserWarning, match=r"test_traced_code\.py:\d+, in forward, takes any number of inputs \(\*xs\)"):
+        assert bpk.extend(model, use_converter=True) is model
 
 
 # ---- modes ---------------------------------------------------------------------------------------------

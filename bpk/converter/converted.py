@@ -82,6 +82,21 @@ class Converted(fx.GraphModule, Plain):
         """What the converter changed."""
         return self.meta[REPORT]
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError as error:
+            names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
+            if len(args) + len(kwargs) <= len(names) and kwargs.keys() <= {*names}:
+                raise
+            message = explain(
+                f"A converted model takes the inputs {', '.join(names)}, and got something else: {error}.",
+                "inputs that have a default keep it when a model is converted: "
+                f"{', '.join(self.conversion_report.fixed) or 'there are none here'}.",
+                "leave out what is fixed, or use bpk.extend(model) without the converter, which takes any call.",
+            )
+            raise TypeError(message) from error
+
     def train(self, mode: bool = True) -> Converted:
         """Set the mode; warns where the graph is that of the other one."""
         wanted = "training" if mode else "evaluation"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import sysconfig
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -55,6 +57,14 @@ def user_line(error: BaseException) -> str:
         if not path.startswith(installed):
             users = found
     return users or found
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    """`file:line, in function` where a function is defined, if it has a file."""
+    plain = inspect.unwrap(function)
+    if not inspect.isfunction(plain):
+        return ""
+    return f"{plain.__code__.co_filename}:{plain.__code__.co_firstlineno}, in {plain.__name__},"
 
 
 def package_folder() -> str:

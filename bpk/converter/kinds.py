@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 SIZE_METHODS = {"size", "dim", "numel", "ndimension", "nelement", "stride", "is_floating_point", "is_contiguous"}
 SIZE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "layout"}
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "rrelu", "poisson", "uniform", "exponential_")
+NEW = {"new_full", "new_ones", "new_tensor", "new_zeros"}
 PYTHON = {"_operator", "builtins", "math"}
 
 
@@ -105,6 +106,13 @@ def kinds(graph: fx.Graph, root: nn.Module) -> dict[fx.Node, Kind]:
         elif node.op == "call_module" and not any(kind is Kind.TENSOR for kind in below):
             trained = any(True for _ in modules[str(node.target)].parameters())
             found[node] = Kind.PARAMETER if trained else max([Kind.CONSTANT, *below])
+        elif is_new(node):
+            found[node] = Kind.CONSTANT
         else:
             found[node] = max([Kind.CONSTANT, *below])
     return found
+
+
+def is_new(node: fx.Node) -> bool:
+    """Whether a node makes a tensor of fixed size, and takes no more than dtype and device from another."""
+    return node.op == "call_method" and node.target in NEW and len(node.all_input_nodes) == 1

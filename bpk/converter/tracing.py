@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.rnn import RNNBase
 
-from bpk.converter.failure import ConversionError, not_a_graph
+from bpk.converter.failure import ConversionError, line_of, not_a_graph
 from bpk.converter.kinds import OTHER, Kind, computes_size
 from bpk.converter.state import State, without_changes
 from bpk.converter.values import TYPE, Value, known_instances
@@ -98,7 +98,15 @@ class BackpackTracer(fx.Tracer):
             return super().create_args_for_root(root_fn, is_module, concrete_args)
         given: list[Any] = [self.root]
         for name, parameter in list(inspect.signature(inspect.unwrap(root_fn)).parameters.items())[1:]:
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                raise ConversionError(
+                    self.root,
+                    f"takes any number of inputs (*{name})",
+                    "a graph of calls has as many inputs as the forward pass names.",
+                    "name the inputs, or use extend(model) without the converter.",
+                    line_of(root_fn),
+                )
+            if parameter.kind is parameter.VAR_KEYWORD:
                 self.fixed.append(f"{name} is left out")
             elif parameter.default is not parameter.empty:
                 self.fixed.append(f"{name}={parameter.default!r}")
@@ -118,6 +126,8 @@ class BackpackTracer(fx.Tracer):
         try:
             with known_instances(modules), without_changes():
                 graph = super().trace(root, concrete_args)
+        except ConversionError:
+            raise
         except Exception as error:
             state.take_back(self.constants)
             raise not_a_graph(root, error) from error
