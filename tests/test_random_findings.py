@@ -163,3 +163,16 @@ def test_two_losses_that_read_different_results_of_one_layer() -> None:
         (first(out, y) + second(h.transpose(0, 1), z)).backward()
     torch.testing.assert_close(layer.bias_ih_l0.diag_h, expected.diag())
     torch.testing.assert_close(layer.bias_ih_l0.hmp(torch.eye(8).double()), expected)
+
+
+def test_samples_one_by_one_behind_layers_that_saw_them_together() -> None:
+    """Two rows in front of everything are two samples, although a layer is called with one row at a time."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.first(x)
+        h = torch.cat([m.alone(h[n : n + 1]).tanh() for n in range(len(h))])
+        return m.last(m.norm(h.reshape(-1, 2, 3).transpose(0, 1)).transpose(0, 1).flatten(1))
+
+    layers = {"first": nn.Linear(3, 3), "alone": nn.Linear(3, 6), "norm": nn.LayerNorm(3), "last": nn.Linear(6, 3)}
+    check(Assembled(forward, **layers), rand(2, 3), factors=False)
