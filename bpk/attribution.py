@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from bpk.context import CTX
-from bpk.graph import Source, consumers_first, gradient_edge
+from bpk.graph import Source, connected, consumers_first
 from bpk.hypotheses import hypotheses, is_given_data, is_given_parameters, mixed, numberings
 from bpk.jacobians.errors import UnsupportedLayer
-from bpk.records import Edge, Record
+from bpk.records import Record
 
 SourcesOf = Mapping[int, dict[int, Source]]
 
@@ -192,7 +192,7 @@ def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor
         probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
         spread = weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
         send(source, (probe * spread).to(wide(start.dtype)), arrived)
-    edges = {(id(r), edge[1]): edge for source in sources.values() for s in source.values() for r, edge in s.targets}
+    nodes = {id(r): node for found in sources.values() for s in found.values() for r, (node, _) in s.targets}
     with torch.no_grad():
         for record in consumers_first(root, above, sources):
             mat = arrived.pop(id(record), None)
@@ -201,30 +201,23 @@ def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor
                 yield record, mat
                 if record.shifted != before:
                     mat = mat.movedim(1 + record.shifted, 1)
-                first = next(edge for (owner, _), edge in edges.items() if owner == id(record))
-                pass_on(record, first, mat, sources[id(record)], arrived)
+                pass_on(record, nodes[id(record)], mat, sources[id(record)], arrived)
 
 
-def pass_on(record: Record, edge: Edge, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]) -> None:
+def pass_on(
+    record: Record, node: Node | None, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]
+) -> None:
     """Send the gradients through a call's rule to what feeds it."""
-    if record.rule is None or record.problem:
+    if record.rule is None or record.problem or node is None:
         return
-    leave, enter = record.exit(record.used[0]), record.entrance(0)
-
-    def pull(vector: Tensor) -> Tensor:
-        with CTX.quietly(record):
-            ends, inputs = (gradient_edge(edge),), (gradient_edge(record.edges[0]),)
-            at_output = leave.one_to_graph(vector)
-            return enter.one_to_rule(torch.autograd.grad(ends, inputs, (at_output,), retain_graph=True)[0])
-
     call = record.call()
     if record.rule.obstacle(call) is not None:
         return
-    call.pull = pull
-    record.rule.capture(call)
-    call = call.cast(mat.dtype)
-    for index, source in sources.items():
-        send(source, record.rule.jac_t_mat_prod(call, mat, index), arrived)
+    with connected(record, call, node):
+        record.rule.capture(call)
+        cast = call.cast(mat.dtype)
+        for index, source in sources.items():
+            send(source, record.rule.jac_t_mat_prod(cast, mat, index), arrived)
 
 
 def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None:

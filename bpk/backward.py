@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bpk import engine
 from bpk.context import CTX, backpack
-from bpk.graph import Source, gradient_edge, trace
+from bpk.graph import Source, connected, gradient_edge, trace
 from bpk.hooks import Hooks
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
@@ -35,7 +35,7 @@ from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
 from bpk.positions import ByPosition
 from bpk.records import Record
-from bpk.rounds import columns_at_a_time, go_round, matched, pull_through
+from bpk.rounds import columns_at_a_time, go_round, matched
 from bpk.samples import Attribution
 from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support, tell
@@ -286,45 +286,43 @@ class Backward:
         if rule is None or isinstance(rule, Loss):
             return self.at_input(record, grads, sources)
         grad, call = matched(grad, record.call())
-        call.pull = pull_through(record, engine.current_node())
-        rule.capture(call)
-        return [rule.jac_t_mat_prod(call, grad[None], source.index)[0] for source in sources]
+        with connected(record, call, engine.current_node()):
+            rule.capture(call)
+            return [rule.jac_t_mat_prod(call, grad[None], source.index)[0] for source in sources]
 
     def apply_rule(self, record: Record, rule: Rule, grad: Tensor, written: set[Hashable]) -> None:
         """Let every sweep pass the call, and collect what it brings for the call's parameters."""
         loss = rule if isinstance(rule, Loss) else None
         grad, call = matched(grad, record.call())
-        call.pull = pull_through(record, engine.current_node())
-        if self.second_order or call.drawn is not None:
-            call.saved = partial(engine.saved_tensor, engine.current_node())
-            rule.capture(call)
-        views: dict[tuple[int, ...] | None, Call] = {None: call}
         trained = {n: p for n, p in record.params.items() if is_trained(p)}
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
         later = {name: record.shares(p, self.parameters.held) for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
         samples, batch_size = self.attribution.rows(record), self.attribution.batch_size(record)
-        for key, sweep in self.sweeps.items():
-            if key in written:
-                continue
-            if sweep.samples not in views:
-                assert sweep.samples is not None
-                views[sweep.samples] = call if loss else call.subset(sweep.samples)
-            sources = self.feeding(record) if sweep.second_order else dict[int, Source]()
-            view = views[sweep.samples]
-            step = Step(record, rule, call, view, grad, sources, reused, self.largest, samples, batch_size)
-            step.at_most = columns_at_a_time(self, key, step) if sweep.second_order else None
-            if len(self.above) == 1:
-                step.go_round = partial(go_round, self, key, sweep, next(iter(self.above)))
-            if loss is None:
-                arrived = sweep.visit(step)
-                for name, state in states.items() if sweep is not self.objective else ():
-                    self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
-            elif sweep.second_order and sources:
-                announce(step.joint(loss).rule.flat, self.extensions)
-                for _ in sweep.rounds(step, loss, step.at_most):
-                    go_round(self, key, sweep, record)
-        call.pull = call.saved = None
+        views: dict[tuple[int, ...] | None, Call] = {None: call}
+        with connected(record, call, engine.current_node()):
+            if self.second_order or call.drawn is not None:
+                rule.capture(call)
+            for key, sweep in self.sweeps.items():
+                if key in written:
+                    continue
+                if sweep.samples not in views:
+                    assert sweep.samples is not None
+                    views[sweep.samples] = call if loss else call.subset(sweep.samples)
+                sources = self.feeding(record) if sweep.second_order else dict[int, Source]()
+                view = views[sweep.samples]
+                step = Step(record, rule, call, view, grad, sources, reused, self.largest, samples, batch_size)
+                step.at_most = columns_at_a_time(self, key, step) if sweep.second_order else None
+                if len(self.above) == 1:
+                    step.go_round = partial(go_round, self, key, sweep, next(iter(self.above)))
+                if loss is None:
+                    arrived = sweep.visit(step)
+                    for name, state in states.items() if sweep is not self.objective else ():
+                        self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
+                elif sweep.second_order and sources:
+                    announce(step.joint(loss).rule.flat, self.extensions)
+                    for _ in sweep.rounds(step, loss, step.at_most):
+                        go_round(self, key, sweep, record)
         if states:
             self.parameters.expect_gradients(record, states)
         for name, state in states.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from bpk import engine
 from bpk.context import CTX
+from bpk.jacobians.call import Call
 from bpk.ports import Port
 from bpk.records import OWNER, Edge, Record
 from bpk.recovery import recover
@@ -119,6 +122,28 @@ def gradient_edge(edge: Edge) -> GradientEdge:
     node, nr = edge
     assert node is not None
     return GradientEdge(node, nr)
+
+
+@contextmanager
+def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
+    """Let a rule ask autograd's graph about a call, whose output is at `node`: for products, and for what it saved."""
+    here = (node, next(nr for nr, number in record.places.items() if number == record.used[0]))
+    leave, enter = record.exit(record.used[0]), record.entrance(0)
+
+    def pull(vector: Tensor) -> Tensor:
+        at_output = leave.one_to_graph(vector)
+        with CTX.quietly(record):
+            pulled = torch.autograd.grad(
+                (gradient_edge(here),), (gradient_edge(record.edges[0]),), (at_output,), retain_graph=True
+            )
+        return enter.one_to_rule(pulled[0])
+
+    before = call.pull, call.saved
+    call.pull, call.saved = pull, partial(engine.saved_tensor, node)
+    try:
+        yield
+    finally:  # the call is remembered by its record, which the node owns: nothing could free that circle
+        call.pull, call.saved = before
 
 
 def owner(edge: Edge) -> Record | None:

@@ -6,17 +6,14 @@ A round does not wait for autograd: it visits the calls behind a loss while auto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from bpk import engine
-from bpk.context import CTX
-from bpk.graph import consumers_first, gradient_edge
+from bpk.graph import connected, consumers_first
 from bpk.jacobians.call import Call
 from bpk.parameters import is_trained
 from bpk.records import Record
@@ -60,17 +57,14 @@ def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> N
         if record.released:  # autograd has passed by without a gradient: the columns are zero as well
             continue
         call = matched(record.output, record.call())[1]
-        call.pull, call.saved = pull_through(record, node), partial(engine.saved_tensor, node)
-        record.rule.capture(call)
-        view = call if sweep.samples is None else call.subset(sweep.samples)
-        rows, n = backward.attribution.rows(record), backward.attribution.batch_size(record)
-        step = Step(record, record.rule, call, view, call.output, sources[id(record)], (), backward.largest, rows, n)
-        step.at_most, step.go_round = (
-            columns_at_a_time(backward, key, step),
-            partial(go_round, backward, key, sweep, root),
-        )
-        arrived = sweep.carry(step)
-        call.pull = call.saved = None
+        fed, rows, n = sources[id(record)], backward.attribution.rows(record), backward.attribution.batch_size(record)
+        with connected(record, call, node):
+            record.rule.capture(call)
+            view = call if sweep.samples is None else call.subset(sweep.samples)
+            step = Step(record, record.rule, call, view, call.output, fed, (), backward.largest, rows, n)
+            step.at_most = columns_at_a_time(backward, key, step)
+            step.go_round = partial(go_round, backward, key, sweep, root)
+            arrived = sweep.carry(step)
         for name, p in record.params.items():
             if is_trained(p):
                 state = backward.parameters.state_of(p, record.module)
@@ -81,22 +75,6 @@ def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> N
     for state in backward.parameters.states.values():
         if key in state.uses:
             backward.parameters.settle(state, key)
-
-
-def pull_through(record: Record, node: Node) -> Callable[[Tensor], Tensor]:
-    """The transposed Jacobian of a call, whose output is at `node`, by autograd's own graph."""
-    here, edge = (node, next(iter(record.places))), record.edges[0]
-    leave, enter = record.exit(record.used[0]), record.entrance(0)
-
-    def pull(vector: Tensor) -> Tensor:
-        at_output = leave.one_to_graph(vector)
-        with CTX.quietly(record):
-            pulled = torch.autograd.grad(
-                (gradient_edge(here),), (gradient_edge(edge),), (at_output,), retain_graph=True
-            )
-        return enter.one_to_rule(pulled[0])
-
-    return pull
 
 
 def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:

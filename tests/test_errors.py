@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import bpk
 from bpk import extensions as E
 from bpk.context import CTX
 from bpk.jacobians.errors import UnsupportedLayer
+from bpk.records import OPEN_USES, Record
 from tests.helpers import FIELDS, FIRST_ORDER, SECOND_ORDER, backward, data, extended, mlp, saved
 
 
@@ -439,3 +441,30 @@ def test_product_with_vectors_of_another_precision_is_refused() -> None:
         loss_fn(model(torch.randn(4, 2)), torch.tensor([0, 1, 2, 0])).backward()
     with pytest.raises(ValueError, match="float64"):
         model.weight.hmp(torch.zeros(1, 3, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("extension", [E.DiagGGNExact, E.DiagHessian, E.KFAC, E.KFRA], ids=ids)
+def test_a_refused_pass_is_freed(extension: type) -> None:
+    """The graph owns what was recorded: with the graph, everything goes."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.b(h - h.mean(0))  # samples mix
+
+    def refused() -> None:
+        model, loss_fn = bpk.extend(Centred()), bpk.extend(nn.MSELoss())
+        with pytest.raises(UnsupportedLayer), bpk.backpack(extension()):
+            loss_fn(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(o, Record) for o in gc.get_objects())
+
+    before, uses = alive(), sum(OPEN_USES.values())
+    refused()
+    assert (alive(), sum(OPEN_USES.values())) == (before, uses)
