@@ -71,9 +71,14 @@ class Backward:
         self.above: dict[Record, list[Record]] = {}
         self.largest = 1
         self.attribution = Attribution()
+        self.combining: set[Hashable] = set()  # sweeps whose columns may go one after the other
         for key, sweep in self.sweeps.items():
             mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
-            if all(e.sums_rows and not e.has_module_extensions for e in mine):
+            if any(e.has_module_extensions for e in mine):
+                continue
+            if all(e.combines for e in mine):
+                self.combining.add(key)
+            if all(e.sums_rows for e in mine):
                 self.sweeps[key] = ByPosition(sweep.samples, self.parameters.held)
         for sweep in self.sweeps.values():
             sweep.attribution = self.attribution
@@ -304,7 +309,7 @@ class Backward:
             if self.second_order or call.drawn is not None:
                 rule.capture(call)
             for key, sweep in self.sweeps.items():
-                if key in written:
+                if key in written or not (loss or sweep.looks_at(record)):
                     continue
                 if sweep.samples not in views:
                     assert sweep.samples is not None

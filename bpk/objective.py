@@ -52,14 +52,15 @@ class Objective(ColumnSweep):
         for record, part in source.pull(mat):
             self.waiting.setdefault(id(record), Columns()).add(key, part, None)
 
+    def looks_at(self, record: Record) -> bool:
+        return self.near is None or id(record) in self.near
+
     def visit(self, step: Step) -> Columns:
-        if self.near is not None and id(step.record) not in self.near:
-            return Columns()
         waiting: Columns = self.waiting.setdefault(id(step.record), Columns())
-        mat = waiting.blocks.setdefault("gradient", torch.zeros_like(step.grad)[None])
-        waiting.signs["gradient"] = None
+        if "gradient" not in waiting.blocks:  # nothing came
+            waiting.add("gradient", torch.zeros_like(step.grad)[None])
         self.largest = max(self.largest, float(step.grad.norm()))
-        require_same(mat[0], step.grad, step.record, self.largest)
+        require_same(waiting.blocks["gradient"][0], step.grad, step.record, self.largest)
         return super().visit(step) if self.near is None else Columns()
 
 

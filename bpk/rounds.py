@@ -32,8 +32,7 @@ LIVE = 3
 
 def columns_at_a_time(backward: Backward, key: Hashable, step: Step) -> int | None:
     """How many columns may exist at the same time (`None`: all of them)."""
-    mine = [e for e, listens in zip(backward.extensions, backward.listens, strict=True) if listens == key]
-    if torch.is_grad_enabled() or not all(e.combines and not e.has_module_extensions for e in mine):
+    if key not in backward.combining or torch.is_grad_enabled():
         return None
     if backward.context.chunk_size is not None:
         return backward.context.chunk_size
