@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.attribution import NotInFront, attribute
 from bpk.graph import Source
-from bpk.jacobians.errors import UnsupportedLayer
+from bpk.jacobians.errors import UnsupportedLayer, warn
 from bpk.jacobians.loss import Loss
 from bpk.records import DISSOLVED, Record, leave_to_autograd
 from bpk.survey import upstream
@@ -90,7 +89,7 @@ def place(
         except UnsupportedLayer as error:
             if second_order or any(r.batch_size != root.batch_size for r in above if r.params):
                 raise
-            warnings.warn(f"{error} First-order quantities are those of the chain rule.", UserWarning, stacklevel=2)
+            warn(f"{error} First-order quantities are those of the chain rule.")
             n, rows = root.batch_size, {}
             break
     if not rows:

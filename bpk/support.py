@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.call import Call
-from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.errors import UnsupportedLayer, explain, warn
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.records import Record
@@ -132,7 +131,7 @@ def require_support(extension: BackpropExtension, record: Record, feeds: bool) -
     if extension.fail_mode == FAIL_ERROR or (record.problem and record.rule is not None and has_params):
         raise UnsupportedLayer(message)
     if has_params and extension.fail_mode != FAIL_SILENT:
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warn(message)
 
 
 def tell(layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order: bool) -> None:
@@ -156,8 +155,10 @@ def tell(layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order
     if parts:
         shown = ", ".join(parts[:MANY]) + (f" and {len(parts) - MANY} more" if len(parts) > MANY else "")
         why = "there is no rule for these layers, or plain functions use these parameters."
-        do = "nothing, or to make it faster bpk.register() a rule; bpk.support(model, inputs=...) lists all."
-        warnings.warn(explain(f"These go the generic way, through autograd itself: {shown}.", why, do), stacklevel=2)
+        do = (
+            "nothing is needed, all values are right; a rule makes layers faster (bpk.register). bpk.support lists all."
+        )
+        warn(explain(f"These go the generic way, through autograd itself: {shown}.", why, do))
 
 
 def caution(record: Record, answer: Support) -> None:
@@ -165,7 +166,7 @@ def caution(record: Record, answer: Support) -> None:
     if answer.reason and record.module not in WARNED:
         WARNED.add(record.module)
         what = f"Layer '{record.path}' ({type(record.module).__name__}) mixes samples."
-        warnings.warn(explain(what, answer.reason, answer.do), UserWarning, stacklevel=2)
+        warn(explain(what, answer.reason, answer.do))
 
 
 def refusal(extension: BackpropExtension, record: Record, answer: Support) -> str:
@@ -193,7 +194,7 @@ def rule_file(rule: Rule | None) -> str:
 def announce(warning: str | None, extensions: Iterable[BackpropExtension]) -> None:
     """Tell the user once that quantities will be zero, and what to use instead."""
     if warning and any(e.second_order for e in extensions):
-        warnings.warn(warning, UserWarning, stacklevel=2)
+        warn(warning)
 
 
 def require_batch(record: Record) -> None:

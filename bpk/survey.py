@@ -37,8 +37,9 @@ def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -
         raise RuntimeError(
             explain(
                 f"No extended layer feeds the loss '{loss.path}' ({type(loss.module).__name__}).",
-                "the model was not extended when its forward pass ran, or ran under bpk.disable().",
-                "call bpk.extend(model) before the forward pass, and run it outside of disable().",
+                "the model was not extended when its forward pass ran, or ran under bpk.disable(), or its layers were "
+                "called by layer.forward(x) or by compiled code, which nobody sees.",
+                "call bpk.extend(model) before the forward pass, run it outside of disable(), and write layer(x).",
             )
         )
 

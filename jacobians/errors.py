@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import warnings
+from types import FrameType
+
+import torch
+
+LIBRARIES = tuple(os.path.dirname(os.path.dirname(os.path.abspath(f))) + os.sep for f in (__file__, torch.__file__))
+"""Folders of this package, and of those beside torch."""
+
 
 def explain(what: str, why: str = "", do: str = "", where: str = "") -> str:
     """Lay out an error message: what happened, why, what to do about it, and where.
@@ -16,6 +26,15 @@ def explain(what: str, why: str = "", do: str = "", where: str = "") -> str:
         if text:
             parts.append(f"  {label}{text}")
     return "\n".join(parts)
+
+
+def warn(message: str) -> None:
+    """Warn, and show the user's line that has led here, rather than one in the middle of a backward pass."""
+    frame: FrameType | None = inspect.currentframe()
+    level = 0
+    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith(LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=1 + level if frame is not None else 2)
 
 
 class UnsupportedLayer(NotImplementedError):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 
 from bpk.converter.convert import convert_module_to_backpack
 from bpk.converter.converted import Converted
 from bpk.converter.failure import ConversionError
-from bpk.jacobians.errors import explain
+from bpk.jacobians.errors import explain, warn
 
 
 def convert_if_possible(module: nn.Module, debug: bool = False) -> nn.Module:
@@ -26,5 +24,5 @@ def convert_if_possible(module: nn.Module, debug: bool = False) -> nn.Module:
             "nothing, unless you need the graph: quantities are computed all the same, and what lies between layers "
             "goes through autograd. Write bpk.extend(model) to silence this warning.",
         )
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warn(message)
         return module
