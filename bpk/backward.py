@@ -70,6 +70,7 @@ class Backward:
         self.kept: list[Record] = []
         self.above: dict[Record, list[Record]] = {}
         self.largest = 1
+        self.too_small = False  # the limit of memory, for a single column
         self.attribution = Attribution()
         self.combining: set[Hashable] = set()  # sweeps whose columns may go one after the other
         for key, sweep in self.sweeps.items():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bpk.graph import connected, consumers_first
 from bpk.jacobians.call import Call
+from bpk.jacobians.errors import explain, warn
 from bpk.parameters import is_trained
 from bpk.records import Record
 from bpk.statistics import Use
@@ -37,9 +38,22 @@ def columns_at_a_time(backward: Backward, key: Hashable, step: Step) -> int | No
     if backward.context.chunk_size is not None:
         return backward.context.chunk_size
     on_processor = step.full.output.device.type == "cpu"
-    memory = backward.context.memory or (MEMORY if on_processor else None)
-    column = LIVE * backward.largest * step.full.output.element_size()
-    return None if memory is None else max(1, memory // column)
+    memory, column = backward.context.memory, LIVE * backward.largest * step.full.output.element_size()
+    if memory is None:
+        return max(1, MEMORY // column) if on_processor else None
+    if column > memory and not backward.too_small:
+        backward.too_small = True
+        warn(too_small(memory, column))
+    return max(1, memory // column)
+
+
+def too_small(memory: int, column: int) -> str:
+    """What the user hears where a limit cannot be kept."""
+    return explain(
+        f"backpack(memory={memory}) is less than one column takes at the largest layer: {column} bytes.",
+        "columns have entries for all samples of the batch; they go one at a time now.",
+        "use a smaller batch, or a larger limit.",
+    )
 
 
 def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> None:

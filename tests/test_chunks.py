@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,15 @@ def test_rounds_add_up(make, limits: dict[str, int]) -> None:
     found, expected = fields(make, **limits), fields(make)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_limit_below_one_column_is_told_once() -> None:
+    with pytest.warns(UserWarning, match="less than one column") as told:
+        fields(cnn, memory=100)
+    assert len([w for w in told if "less than one column" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fields(cnn, memory=1 << 20)
 
 
 def test_two_losses_and_subsampling() -> None:
