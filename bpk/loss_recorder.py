@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
 
 from bpk import engine
@@ -33,30 +33,26 @@ def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     skip = CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed()
     if skip or not is_loss(module, output) or not output.requires_grad:
         return None
-    if CTX.disabled or is_sum_of_losses(output.grad_fn, (args, kwargs)):
+    outside = beginnings((args, kwargs))
+    if CTX.disabled or is_sum_of_losses(output.grad_fn, outside):
         return None
-    for node in inside(output.grad_fn, (args, kwargs)):
+    for node in upstream(output.grad_fn, outside.__contains__):
         found = owner(node)
-        if found is not None:
+        if found is not None and node not in outside:
             leave_to_autograd(found, node)
     return record(module, args, kwargs, output)
 
 
-def is_sum_of_losses(node: Node, arguments: Any) -> bool:
+def is_sum_of_losses(node: Node, outside: Collection[Node]) -> bool:
     """Whether every way from the result to the arguments passes a recorded loss, through linear functions only."""
-    outside = beginnings(arguments)
-    waiting, seen = [node], {node}
-    while waiting:
-        here = waiting.pop()
-        found = owner(here)
-        if found is not None and isinstance(found.rule, Loss):
-            continue
-        if here in outside or found is not None or not is_linear(here):
-            return False
-        above = [n for n, _ in here.next_functions if n is not None and n not in seen]
-        seen.update(above)
-        waiting += above
-    return True
+    between = (here for here in upstream(node, is_recorded_loss) if not is_recorded_loss(here))
+    return all(here not in outside and owner(here) is None and is_linear(here) for here in between)
+
+
+def is_recorded_loss(node: Node) -> bool:
+    """Whether a node gave the result of a loss with a rule."""
+    found = owner(node)
+    return found is not None and isinstance(found.rule, Loss)
 
 
 def is_linear(node: Node) -> bool:
@@ -66,21 +62,23 @@ def is_linear(node: Node) -> bool:
     return name in SUMS or (name in PRODUCTS and not several)
 
 
-def inside(node: Node, arguments: Any) -> Iterator[Node]:
-    """The nodes between the result and the arguments."""
-    outside = beginnings(arguments)
-    waiting, seen = [node], {node, *outside}
+def upstream(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
+    """A node and all that autograd's graph has behind it, up to the first ends on each way (included)."""
+    waiting, seen = [node], {node}
     while waiting:
         here = waiting.pop()
         yield here
-        above = [n for n, _ in here.next_functions if n is not None and n not in seen]
-        seen.update(above)
-        waiting += above
+        if is_end(here):
+            continue
+        for above, _ in here.next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                waiting.append(above)
 
 
 def beginnings(arguments: Any) -> set[Node]:
     """The nodes of the tensors among the arguments."""
-    return {x.grad_fn for x in tensors_anywhere(list(arguments)) if isinstance(x, Tensor) and x.grad_fn is not None}
+    return {x.grad_fn for x in tensors_anywhere(arguments) if x.grad_fn is not None}
 
 
 def owner(node: Node) -> Record | None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.probing import precision
 from bpk.jacobians.random_state import RandomState
 
 REASON = "it drops attention weights at random, and which ones is not known after the forward pass."
@@ -69,11 +70,3 @@ def agrees(found: Tensor, without: Tensor, output: Tensor) -> bool:
 def norm(x: Tensor) -> Tensor:
     """Of every sample."""
     return x.flatten(1).norm(dim=1)
-
-
-def precision(x: Tensor) -> torch.dtype:
-    """The coarsest dtype that holds a tensor: under autocast, it has been converted since it was computed."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if torch.equal(x.to(dtype).to(x.dtype).nan_to_num(), x.nan_to_num()):
-            return dtype
-    return x.dtype

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bpk.jacobians import gemm
 from bpk.jacobians.attention import Heads, Tangent, merge_heads, split_heads
-from bpk.jacobians.attention_dropout import REASON, agrees, precision, probed, redrawn, unknown
+from bpk.jacobians.attention_dropout import REASON, agrees, probed, redrawn, unknown
 from bpk.jacobians.attention_parts import (
     APPENDED,
     PROJECTIONS,
@@ -33,6 +33,7 @@ from bpk.jacobians.attention_parts import (
 )
 from bpk.jacobians.attention_weights import LinearInside
 from bpk.jacobians.call import Call, Wrt
+from bpk.jacobians.probing import precision
 from bpk.jacobians.rule import Residual
 
 KEPT = 1 << 22

@@ -12,7 +12,6 @@ from torch.func import jvp, vjp, vmap
 from bpk.jacobians import probing
 from bpk.jacobians.autodiff_graph import Graph, by_sample, is_differentiated
 from bpk.jacobians.call import Call, Wrt
-from bpk.jacobians.factoring import factor as factor
 from bpk.jacobians.rule import Residual, Rule
 
 BLOCK = 1 << 22
@@ -137,8 +136,7 @@ class Autodiff(Rule):
             return matrix * (slopes.T @ slopes / len(slopes))
         if probing.same_for_all(self, call, wrt):
             return self._congruence_of_sample(call.subset([0]), matrix, wrt)
-        shape = call.shape_of(wrt)
-        size = max(len(matrix), shape[1:].numel() if isinstance(wrt, int) else shape.numel())
+        size = max(len(matrix), call.sample_shape(wrt).numel())
         step = max(1, BLOCK // size**2)
         total: Tensor | None = None
         for start in range(0, call.batch_size, step):

@@ -7,10 +7,14 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.rule import Rule
+
+Ends = Sequence[Tensor] | Sequence[GradientEdge]
+"""Where products start, or arrive."""
 
 FEW = 2
 """Up to how many columns autograd is asked one after the other, which saves the costs of batching."""
@@ -40,6 +44,48 @@ def at(inputs: Sequence[Tensor], n: int) -> tuple[Tensor, ...]:
     return tuple(x[n] for x in inputs)
 
 
+def vector_jacobian_products(
+    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool = False
+) -> list[Tensor | None]:
+    """Columns `[V, *end]` times the Jacobian of the graph between `ends` and `beginnings`: `[V, *beginning]` each.
+
+    `None` stands for a beginning that the ends do not depend on. The graph is kept. A function that cannot be batched
+    (an LSTM, a custom `torch.autograd.Function` that leaves torch) is asked for one column after the other.
+
+    Args:
+        ends: Tensors or graph edges to start from.
+        beginnings: Tensors or graph edges to arrive at.
+        columns: One block for each end.
+        create_graph: Whether products may be differentiated.
+    """
+
+    def ask(at_ends: Sequence[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(
+            ends,
+            beginnings,
+            at_ends,
+            is_grads_batched=batched,
+            retain_graph=True,
+            allow_unused=True,
+            create_graph=create_graph,
+        )
+
+    count = len(columns[0])
+    if count > FEW:
+        with suppress(RuntimeError):  # what else was wrong is raised again
+            return list(ask(columns, True))
+    each = [ask([mat[v] for mat in columns], False) for v in range(count)]
+    return [stacked([found[k] for found in each]) for k in range(len(beginnings))]
+
+
+def stacked(products: Sequence[Tensor | None]) -> Tensor | None:
+    """Products of single columns as one block; `None` if all are."""
+    known = next((x for x in products if x is not None), None)
+    if known is None or len(products) == 1:
+        return None if known is None else known[None]
+    return torch.stack([torch.zeros_like(known) if x is None else x for x in products])
+
+
 def products(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], columns: Sequence[Tensor], further: bool = False
 ) -> list[Tensor | None]:
@@ -50,25 +96,7 @@ def products(
     known = [(out, c.to(out.dtype)) for out, c in zip(outputs, columns, strict=True) if out.requires_grad]
     if not known:
         return [None] * len(leaves)
-    ends = [out for out, _ in known]
-
-    def ask(at_ends: list[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(
-            ends,
-            leaves,
-            at_ends,
-            retain_graph=True,
-            create_graph=further,
-            allow_unused=True,
-            is_grads_batched=batched,
-        )
-
-    count = len(columns[0])
-    if count > FEW:
-        with suppress(RuntimeError):  # torch cannot batch the backward pass of some layers
-            return list(ask([c for _, c in known], True))
-    each = zip(*(ask([c[v] for _, c in known], False) for v in range(count)), strict=True)
-    return [None if parts[0] is None else torch.stack([p for p in parts if p is not None]) for parts in each]
+    return vector_jacobian_products([out for out, _ in known], leaves, [c for _, c in known], further)
 
 
 class Graph:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.binding import Binding
+from bpk.jacobians.block_diagonal import along_axes, dense_blocks
 from bpk.jacobians.call import Call, Options
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
-from bpk.jacobians.loss_blocks import Factors, blocks_of, dense_blocks, factorise, separable
+from bpk.jacobians.loss_blocks import Factors, factorise, separable
 from bpk.jacobians.loss_call import SideBySide, bind_any, filled
 from bpk.jacobians.loss_gradient import Linearised
 from bpk.jacobians.random_state import RandomState
@@ -123,8 +124,8 @@ class AutodiffLoss(Loss):
 
     def sum_hessian(self, call: Call) -> Tensor:
         blocks, dense = self._dense(call)
-        places, size = blocks.to(dense.device), blocks.numel()
-        total = dense.new_zeros(size, size).index_put((places[:, :, None], places[:, None, :]), dense.sum(0))
+        size = blocks.numel()
+        total = dense.new_zeros(size, size).index_put((blocks[:, :, None], blocks[:, None, :]), dense.sum(0))
         return total.to(call.inputs[0].dtype)
 
     # ---- what it cannot do --------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class AutodiffLoss(Loss):
 
     def _compute_dense(self, call: Call) -> tuple[Tensor, Tensor]:
         shape, copies = layout(call)
-        blocks = blocks_of(shape, [not apart for apart in self._separable(call)[1:]], copies)
+        blocks = along_axes(shape, [not apart for apart in self._separable(call)[1:]], copies)
         if blocks.shape[1] > LARGEST:
             raise UnsupportedLayer(
                 explain(
@@ -220,7 +221,9 @@ class AutodiffLoss(Loss):
                 )
             )
         exact = self._precise(call)
-        return blocks, dense_blocks(exact.flat_product, blocks, len(exact.point), exact.point.detach())
+        blocks = blocks.to(exact.point.device)
+        dense = dense_blocks(exact.flat_product, blocks, exact.point.detach(), blocks.numel())
+        return blocks, (dense + dense.mT) / 2
 
     def _factors(self, call: Call) -> Factors:
         return call.memo(("factors", torch.is_grad_enabled()), lambda: self._factorise(call))

@@ -5,13 +5,14 @@ Of the entries of both sides, those of one (`corner`) are enumerated: their rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.autodiff_graph import is_differentiated
 from bpk.jacobians.call import Call, Wrt
+from bpk.jacobians.gemm import wide
 from bpk.jacobians.rule import Residual, Rule
 
 
@@ -31,22 +32,20 @@ def corner(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Wrt, ...]:
 
 def entries(call: Call, wrts: Sequence[Wrt]) -> int:
     """How many numbers `wrts` have per sample."""
-    return sum(one_shape(call, w).numel() for w in wrts)
+    return sum(call.sample_shape(w).numel() for w in wrts)
 
 
-def one_shape(call: Call, wrt: Wrt) -> torch.Size:
-    """The shape of a parameter, or of one sample of an input."""
-    return call.shape_of(wrt)[1:] if isinstance(wrt, int) else call.shape_of(wrt)
-
-
-def rows_by_sample(rule: Rule, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
-    """The residual times the unit vectors of `wrt`, for one sample after the other: `{b: [D, N, *b]}`."""
-    size = one_shape(call, wrt).numel()
-    eye, zero = torch.eye(size).to(call.output), call.output.new_zeros(())
+def rows_by_sample(
+    rule: Rule, call: Call, grad_out: Tensor, part: Sequence[Wrt], wrts: Sequence[Wrt]
+) -> dict[Wrt, Tensor]:
+    """The residual times the unit vectors of `part`, for one sample after the other: `{b: [D, N, *b]}` for `wrts`."""
+    sizes = [call.sample_shape(a).numel() for a in part]
+    eye, zero = torch.eye(sum(sizes)).to(call.output), call.output.new_zeros(())
+    units = dict(zip(part, eye.split(sizes, 1), strict=True))
     mats: dict[Wrt, Tensor] = {}
     for b in wrts:
-        shape = (size, 1, *one_shape(call, b)) if isinstance(b, int) else (size, *one_shape(call, b))
-        mats[b] = eye.reshape(shape) if b == wrt else zero.expand(shape)
+        shape = (len(eye), *([1] if isinstance(b, int) else []), *call.sample_shape(b))
+        mats[b] = units[b].reshape(shape) if b in units else zero.expand(shape)
     rows: dict[Wrt, list[Tensor]] = {b: [] for b in wrts}
     for n in range(call.batch_size):
         product = rule.residual_mat_prod(call.subset([n]), grad_out[n : n + 1], mats)
@@ -55,13 +54,40 @@ def rows_by_sample(rule: Rule, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Seq
     return {b: torch.stack(parts, 1) for b, parts in rows.items()}
 
 
+def flattened(columns: Mapping[Wrt, Tensor]) -> Tensor:
+    """Columns `{wrt: [K, N, *wrt]}` side by side: `[K, N, D]`."""
+    return torch.cat([x.reshape(*x.shape[:2], -1) for x in columns.values()], 2)
+
+
+def unflattened(columns: Tensor, shapes: Mapping[Wrt, torch.Size]) -> dict[Wrt, Tensor]:
+    """The way back, given the shape of each `wrt`."""
+    parts = columns.split([shape.numel() for shape in shapes.values()], 2)
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {w: part.reshape(*part.shape[:2], *shape) for (w, shape), part in pairs}
+
+
+def with_border(side: Tensor, border: Tensor) -> Tensor:
+    """`[[A, B], [B^T, 0]]` of `A` `[..., D, D]` and `B` `[..., D, P]`."""
+    zero = border.new_zeros(*border.shape[:-2], border.shape[-1], border.shape[-1])
+    return torch.cat([torch.cat([side, border], -1), torch.cat([border.mT, zero], -1)], -2)
+
+
+def compressed(side: Tensor, border: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix `[..., D + r, D + r]` with the eigenvalues of `[[A, B], [B^T, 0]]` (but for zeros), and `[..., P, r]`.
+
+    With `B^T = Q T` (QR) it is `[[A, T^T], [T, 0]]`, in the basis of the first `D` entries and the columns of `Q`.
+    """
+    basis, upper = (part.to(border.dtype) for part in torch.linalg.qr(wide(border.mT)))  # half precision has no QR
+    return with_border(side, upper.mT), basis
+
+
 class Bordered:
     """The rows of the residual that belong to `part`, one of its corners: `{wrt: [D, N, *wrt]}`."""
 
     def __init__(self, rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt], part: Sequence[Wrt]) -> None:
         found = [rule.residual_rows(call, grad_out, a, wrts) for a in part]
         self.part, self.wrts = tuple(part), tuple(wrts)
-        self.shapes = {w: one_shape(call, w) for w in (*part, *(w for w in wrts if w not in part))}
+        self.shapes = {w: call.sample_shape(w) for w in (*part, *(w for w in wrts if w not in part))}
         self.rows = {w: torch.cat([rows[w] for rows in found]) if found[1:] else found[0][w] for w in self.shapes}
 
     def signed_columns(self) -> tuple[dict[Wrt, Tensor], Tensor]:
@@ -103,26 +129,21 @@ class Bordered:
     def dense(self) -> tuple[Tensor, Tensor | None]:
         """A matrix `[N, D + r, D + r]` with the same eigenvalues (but for zeros), and a basis `[N, P, r]` of its rest.
 
-        With `B^T = Q T` (QR) it is `[[A, T^T], [T, 0]]` in the basis of `part` and the columns of `Q`. Where that
-        does not make it smaller, or where it is to be differentiated, it is the residual itself.
+        Where that does not make it smaller, or where it is to be differentiated, it is the residual itself.
         """
-        whole = torch.cat([x.reshape(*x.shape[:2], -1) for x in self.rows.values()], 2).transpose(0, 1)  # [N, D, D + P]
+        whole = flattened(self.rows).transpose(0, 1)  # [N, D, D + P]
         side, border = whole.split([self.length, whole.shape[2] - self.length], 2)
-        basis = None
         if border.shape[2] > self.length and not is_differentiated():
-            basis, upper = torch.linalg.qr(border.mT)
-            border = upper.mT
-        zero = border.new_zeros(len(border), border.shape[2], border.shape[2])
-        return torch.cat([torch.cat([side, border], 2), torch.cat([border.mT, zero], 2)], 1), basis
+            return compressed(side, border)
+        return with_border(side, border), None
 
     def parts(self, columns: Tensor, basis: Tensor | None) -> dict[Wrt, Tensor]:
         """Columns `[K, N, D + r]` of such a matrix as `[K, N, *wrt]`."""
         if basis is not None:
             own, rest = columns.split([self.length, columns.shape[2] - self.length], 2)
             columns = torch.cat([own, torch.einsum("npr,knr->knp", basis, rest)], 2)
-        flat = columns.split([s.numel() for s in self.shapes.values()], 2)
-        found = dict(zip(self.shapes, flat, strict=True))
-        return {w: found[w].reshape(*found[w].shape[:2], *self.shapes[w]) for w in self.wrts}
+        found = unflattened(columns, self.shapes)
+        return {w: found[w] for w in self.wrts}
 
 
 def norms(x: Tensor) -> Tensor:

@@ -110,6 +110,10 @@ class Call:
         """The shape of an input (`[N, *in]`) or of a parameter (`[*p]`)."""
         return self.inputs[wrt].shape if isinstance(wrt, int) else self.params[wrt].shape
 
+    def sample_shape(self, wrt: Wrt) -> torch.Size:
+        """The shape of one sample of an input (`[*in]`), or of a parameter (`[*p]`)."""
+        return self.inputs[wrt].shape[1:] if isinstance(wrt, int) else self.params[wrt].shape
+
     def by_position(self, axes: int) -> Call:
         """The same call with every position as a sample: so many axes behind the batch axis join it."""
         inputs = [x.flatten(0, axes) for x in self.inputs]

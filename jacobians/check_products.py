@@ -113,7 +113,7 @@ def second_order(case: Case) -> None:
 def residual_columns(case: Case, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> None:
     """Both factorisations: `sum_k s_k u_k (u_k^T v)` is each sample's residual times `v`, with signs -1, 0 or 1."""
     wrts = tuple(mats)
-    sizes = [case.call.shape_of(w)[1 if isinstance(w, int) else 0 :].numel() for w in wrts]
+    sizes = [case.call.sample_shape(w).numel() for w in wrts]
     if sum(sizes) > COLUMNS_LIMIT:
         return
     expected = [case.reference.residual_of_sample(grad_out, mats, n) for n in range(case.call.batch_size)]

@@ -17,7 +17,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in the arguments of a step: an input of the module, one of its parameters, or an earlier result."""
+    """A place in nested arguments. Those of a step number inputs of the module, its parameters, and earlier results."""
 
     index: int
 
@@ -113,7 +113,7 @@ class ParametricFunction(FunctionModule):
 
 
 def fill(template: Any, known: Sequence[Any]) -> Any:
-    """Arguments, with what is known in their slots."""
+    """Nested arguments, with what is known in their slots."""
     if isinstance(template, Slot):
         return known[template.index]
     if isinstance(template, tuple):

@@ -30,7 +30,7 @@ def chunks(total: int, size: int, device: torch.device) -> Iterator[slice]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in the type to accumulate in: float32 instead of a half-precision type."""
+    """`x` in the type to compute in: half precision is too coarse for sums and exponentials, so float32 instead."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.bordered import Bordered, corner, one_shape
+from bpk.jacobians.bordered import Bordered, corner
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.rule import Residual, Rule
 
@@ -55,11 +55,11 @@ class LinearInEach(Rule):
 
     def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
         """`J_b(wrt := e_j)^T g` for the unit vectors `e_j`: those of an input with all samples at once."""
-        shape = one_shape(call, wrt)
+        shape = call.sample_shape(wrt)
         units = torch.eye(shape.numel()).to(call.output).reshape(-1, *shape)
         operands, rows = self.operands(wrts), dict[Wrt, Tensor]()
         for b in wrts:
-            own = one_shape(call, b)
+            own = call.sample_shape(b)
             if b == wrt or b not in operands or wrt not in operands:
                 rows[b] = units.new_zeros(()).expand(len(units), call.batch_size, *own)
             elif isinstance(wrt, int):

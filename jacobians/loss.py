@@ -21,17 +21,13 @@ from torch import Tensor, nn
 
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.call import Call, Options, Wrt
+from bpk.jacobians.gemm import wide
 from bpk.jacobians.loss_call import SideBySide, evaluate, filled
 from bpk.jacobians.rule import Example, Residual
 from bpk.jacobians.symbolic import Derivation, derive
 
 if TYPE_CHECKING:
     from bpk.jacobians.joint_loss import Joint
-
-
-def wide(x: Tensor) -> Tensor:
-    """Half precision is too coarse for exponentials and their differences: compute in float32."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def safe_sqrt(x: Tensor) -> Tensor:

@@ -7,17 +7,15 @@ which shows a difference with probability one. Axes of the prediction are labels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
-"""Multiplies columns `[V, N, D]` with a Hessian."""
-
-PIECE = 1 << 22
-"""How many numbers are multiplied with the Hessian at a time, about."""
+from bpk.jacobians.block_diagonal import Product
+from bpk.jacobians.loss import safe_sqrt
+from bpk.jacobians.probing import draw
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,9 @@ def separable(product: Product, labels: Sequence[Tensor], point: Tensor, floor: 
 
     Samples with NaN are not looked at. Differences below `floor` are rounding.
     """
-    generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(point)
-
-    probe = draw(*point.shape)
-    scales = [draw(int(label.max()) + 1 if label.numel() else 1)[label] for label in labels]
+    probe = draw(point.shape, point, 0)
+    counts = [int(label.max()) + 1 if label.numel() else 1 for label in labels]
+    scales = [draw((count,), point, k)[label] for k, (count, label) in enumerate(zip(counts, labels, strict=True), 1)]
     plain, *scaled = product(torch.stack([probe, *[scale * probe for scale in scales]]))
     answers = []
     for scale, found in zip(scales, scaled, strict=True):
@@ -74,31 +68,6 @@ def separable(product: Product, labels: Sequence[Tensor], point: Tensor, floor: 
         size = expected.norm(dim=1) + found.norm(dim=1)
         answers.append(not bool(((found - expected).norm(dim=1) > tolerance * size + floor).any()))
     return answers
-
-
-def blocks_of(shape: Sequence[int], coupled: Sequence[bool], copies: int) -> Tensor:
-    """Entries `[B, S]` of each block, where some axes of a prediction are coupled and it consists of `copies`."""
-    size = torch.Size(shape).numel()
-    entries = torch.arange(size).reshape(tuple(shape))
-    inner = [axis for axis, together in enumerate(coupled) if together]
-    outer = [axis for axis, together in enumerate(coupled) if not together]
-    count = torch.Size(shape[axis] for axis in outer).numel()
-    own = entries.permute((*outer, *inner)).reshape(count, torch.Size(shape[axis] for axis in inner).numel())
-    return torch.cat([own + size * k for k in range(copies)], 1)
-
-
-def dense_blocks(product: Product, blocks: Tensor, samples: int, like: Tensor) -> Tensor:
-    """All blocks `[N, B, S, S]`, symmetric: one product for each entry of a block, in all blocks at once."""
-    count, size = blocks.shape
-    places = blocks.to(like.device)
-    rows = []
-    for part in torch.arange(size).split(max(1, PIECE // max(1, samples * blocks.numel()))):
-        units = like.new_zeros(len(part), samples, blocks.numel())
-        for k, entry in enumerate(part.tolist()):
-            units[k, :, places[:, entry]] = 1
-        rows.append(product(units)[:, :, places.flatten()].reshape(len(part), samples, count, size))
-    dense = torch.cat(rows).permute(1, 2, 0, 3) if rows else like.new_zeros(samples, count, 0, 0)
-    return (dense + dense.mT) / 2
 
 
 def factorise(dense: Tensor, blocks: Tensor, eps: float, floor: float) -> Factors:
@@ -110,8 +79,6 @@ def factorise(dense: Tensor, blocks: Tensor, eps: float, floor: float) -> Factor
     values = torch.where(values.abs() <= noise, 0.0, values)
     of_sample = size.amax(1, keepdim=True) if values.numel() else size
     below = torch.where(values < -eps * max(32, dense.shape[2]) * of_sample - floor, values, 0.0)
-    zero = values == 0
-    lengths = torch.where(zero, 0.0, torch.where(zero, 1.0, values).abs().sqrt())  # with a derivative also at 0
-    roots = torch.where(healthy, basis * lengths[:, :, None], torch.nan)
+    roots = torch.where(healthy, basis * safe_sqrt(values.abs())[:, :, None], torch.nan)
     negative = float(below.detach().min()) if below.numel() else 0.0
-    return Factors(blocks.to(dense.device), roots, values.sign(), negative)
+    return Factors(blocks, roots, values.sign(), negative)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.binding import Binding
 from bpk.jacobians.call import Options
+from bpk.jacobians.function_module import Slot, fill
 
 Filled = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 """A module, and the positional and named arguments of a call."""
@@ -24,13 +25,6 @@ class Arguments(Protocol):
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of a tensor in nested arguments."""
-
-    number: int
-
-
-@dataclass(frozen=True)
 class Given:
     """The arguments of one call of a loss, with slots in place of tensors (anywhere in tuples, lists, dictionaries)."""
 
@@ -40,7 +34,7 @@ class Given:
 
     def fill(self, inputs: Sequence[Tensor]) -> Filled:
         """Put tensors in their places."""
-        return self.module, replace(self.args, inputs), replace(dict(self.kwargs), inputs)
+        return self.module, fill(self.args, inputs), fill(dict(self.kwargs), inputs)
 
 
 @dataclass(frozen=True)
@@ -100,22 +94,14 @@ def tensors_anywhere(value: Any) -> Iterator[Tensor]:
 
 def with_slots(value: Any, numbers: Iterator[int]) -> Any:
     """Nested arguments with numbered slots in place of tensors."""
-    return _exchange(value, lambda part: Slot(next(numbers)) if isinstance(part, Tensor) else part)
-
-
-def replace(value: Any, inputs: Sequence[Tensor]) -> Any:
-    """Nested arguments with tensors in the slots."""
-    return _exchange(value, lambda part: inputs[part.number] if isinstance(part, Slot) else part)
-
-
-def _exchange(value: Any, change: Any) -> Any:
-    """Change the leaves of nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return Slot(next(numbers))
     if isinstance(value, dict):
-        return {name: _exchange(part, change) for name, part in value.items()}
+        return {name: with_slots(part, numbers) for name, part in value.items()}
     if isinstance(value, (tuple, list)):
-        parts = [_exchange(part, change) for part in value]
+        parts = [with_slots(part, numbers) for part in value]
         return type(value)(parts) if type(value) in (tuple, list) else type(value)(*parts)  # a named tuple
-    return change(value)
+    return value
 
 
 def split(joint: Tensor, shapes: Mapping[int, torch.Size], lead: int) -> dict[int, Tensor]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bpk.jacobians.autodiff_graph import products
 from bpk.jacobians.call import Call
-from bpk.jacobians.loss import wide
+from bpk.jacobians.gemm import wide
+from bpk.jacobians.probing import draw, precision
 from bpk.jacobians.rule import Rule
 
 
@@ -44,15 +46,8 @@ class Linearised:
         """The Hessian times columns `[V, N, *pred]`."""
         if not self.gradient.requires_grad or not len(mat):
             return torch.zeros_like(mat)
-        (found,) = torch.autograd.grad(
-            (self.gradient,),
-            (self.point,),
-            (mat.to(self.gradient.dtype),),
-            is_grads_batched=True,
-            retain_graph=True,
-            create_graph=self.differentiable and torch.is_grad_enabled(),
-            allow_unused=True,
-        )
+        further = self.differentiable and torch.is_grad_enabled()
+        (found,) = products((self.gradient,), (self.point,), (mat,), further)
         return torch.zeros_like(mat) if found is None else found.to(mat.dtype)
 
     def flat_product(self, mat: Tensor) -> Tensor:
@@ -62,14 +57,10 @@ class Linearised:
     @property
     def eps(self) -> float:
         """The relative rounding error of a product: that of the shortest format that the loss computes in."""
-        generator = torch.Generator().manual_seed(1)  # leaves the global generator alone
-        probe = torch.randn(self.point.shape, generator=generator, dtype=torch.float64).to(self.point)
         with torch.no_grad():
-            found = self.product(probe[None])
+            found = self.product(draw((1, *self.point.shape), self.point, 0))
         found = found[found.isfinite() & (found != 0)]
-        short = (torch.bfloat16, torch.float16, torch.float32)
-        fits = [dtype for dtype in short if len(found) and torch.equal(found.to(dtype).to(found.dtype), found)]
-        return torch.finfo(fits[0] if fits else self.point.dtype).eps
+        return torch.finfo(precision(found) if len(found) else self.point.dtype).eps
 
     @property
     def floor(self) -> float:

@@ -146,7 +146,7 @@ def join_columns(
     like, n = call.output, call.batch_size
     columns: dict[Wrt, Tensor] = {}
     for wrt in wrts:
-        shape = call.shape_of(wrt)[1:] if isinstance(wrt, int) else call.shape_of(wrt)
+        shape = call.sample_shape(wrt)
         blocks = [c[wrt] if wrt in c else like.new_zeros(s.shape[0], n, *shape) for c, s in found]
         columns[wrt] = torch.cat(blocks) if blocks else like.new_zeros(0, n, *shape)
     signs = [s for _, s in found]

@@ -36,6 +36,14 @@ def tolerance(like: Tensor) -> float:
     return ROUNDINGS * eps if eps < SHORT else -1.0
 
 
+def precision(x: Tensor) -> torch.dtype:
+    """The coarsest dtype that holds a tensor: under autocast, it has been converted since it was computed."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(x.to(dtype).to(x.dtype).nan_to_num(), x.nan_to_num()):
+            return dtype
+    return x.dtype
+
+
 def residual(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> Residual:
     """The structure of the second derivative: zero, diagonal in the input, or general."""
     from bpk.jacobians.autodiff import residual_mat_prod

@@ -268,7 +268,7 @@ class Rule(ABC):
         """The rows of every sample's residual that belong to the `D` entries of `wrt`: `{b: [D, N, *b]}` for `wrts`."""
         from bpk.jacobians.bordered import rows_by_sample
 
-        return rows_by_sample(self, call, grad_out, wrt, wrts)
+        return rows_by_sample(self, call, grad_out, (wrt,), wrts)
 
     # ---- shortcuts: correct defaults in terms of the products ------------------------------------
     def has_cheap_squares(self, call: Call, param: str) -> bool:

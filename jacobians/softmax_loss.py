@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bpk.jacobians.call import Call
-from bpk.jacobians.loss import Loss, safe_sqrt, wide
+from bpk.jacobians.gemm import wide
+from bpk.jacobians.loss import Loss, safe_sqrt
 
 
 def _grid(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.jacobians.autodiff import Autodiff, factor
+from bpk.jacobians.autodiff import Autodiff
+from bpk.jacobians.autodiff_graph import vector_jacobian_products
+from bpk.jacobians.block_diagonal import along_axes, connected, dense_blocks
 from bpk.jacobians.call import Call
 from bpk.jacobians.check import check_rule
-from bpk.jacobians.factoring import blocks, residual_columns
+from bpk.jacobians.factoring import factor, residual_columns
 from bpk.jacobians.probing import same_for_all, slopes
 from bpk.jacobians.rule import Residual, case
 from tests.compare import rand
@@ -118,10 +123,26 @@ def test_nothing_is_concluded_from_short_numbers() -> None:
 def test_blocks() -> None:
     joined = torch.zeros(6, 6)
     joined[0, 4] = joined[2, 4] = joined[5, 3] = joined[1, 5] = 1.0
-    assert blocks(joined).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert connected(joined).tolist() == [[0, 2, 4], [1, 3, 5]]
     joined[0, 5] = 1.0
-    assert blocks(joined).tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert blocks(torch.diag(torch.ones(3))).tolist() == [[0], [1], [2]]
+    assert connected(joined).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert connected(torch.diag(torch.ones(3))).tolist() == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("width", [1, 1 << 22], ids=["at once", "one by one"])
+def test_what_lies_in_blocks(width: int) -> None:
+    at = along_axes((2, 3), [False, True], 2)
+    assert at.tolist() == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+    matrices = rand(N, 12, 12)  # no symmetry: rows and columns must not be mixed up
+
+    def product(columns: Tensor) -> Tensor:
+        own = torch.zeros_like(matrices)
+        for block in at:
+            own[:, block[:, None], block] = matrices[:, block[:, None], block]
+        return torch.einsum("nij,vnj->vni", own, columns)
+
+    expected = torch.stack([matrices[:, block[:, None], block] for block in at], 1)
+    torch.testing.assert_close(dense_blocks(product, at, matrices, width), expected)
 
 
 @torch.no_grad()
@@ -140,6 +161,33 @@ def test_factor_leaves_out_what_is_zero() -> None:
 def test_products_and_gradients_of_products() -> None:
     report = check_rule(Autodiff(Scaled, params=("weight",)), [case(Scaled, shape=(N, D)), case(Scaled, shape=(1, D))])
     assert report.checks > 100
+
+
+class Gate(torch.autograd.Function):
+    """`x^2`, with a backward pass that asks for values, and gives nothing where nothing arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor | None:
+        return 2 * ctx.saved_tensors[0] * grads[0] if float(grads[0].abs().sum()) else None
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+@pytest.mark.parametrize("square", [torch.square, Gate.apply], ids=["batched", "one by one"])
+def test_vector_jacobian_products(square: Callable[[Tensor], Tensor], count: int) -> None:
+    x, unused = rand(N, D).requires_grad_(), rand(2).requires_grad_()
+    columns = rand(count, N, D)
+    columns[1:2] = 0.0
+    found, nothing = vector_jacobian_products((square(x),), (x, unused), (columns,))
+    assert nothing is None
+    if count:
+        torch.testing.assert_close(found, 2 * x.detach() * columns)
+    else:
+        assert found is None
 
 
 class Remembering(nn.Module):

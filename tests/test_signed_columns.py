@@ -145,8 +145,9 @@ def test_rows(name: str) -> None:
     grad = torch.randn_like(call.output)
     wrts: tuple[Wrt, ...] = (*range(len(shapes)), *call.params)
     expected = torch.stack([dense(rule, call, grad, n) for n in range(N)], 1)
-    for products in (rule.residual_rows, partial(rows_by_sample, rule)):
+    for products in (rule.residual_rows, partial(Rule.residual_rows, rule)):
         torch.testing.assert_close(torch.cat([joined(call, products(call, grad, w, wrts)) for w in wrts]), expected)
+    torch.testing.assert_close(joined(call, rows_by_sample(rule, call, grad, wrts, wrts)), expected)
 
 
 @CLOSED
@@ -160,6 +161,18 @@ def test_samples_that_are_not_finite_leave_others_alone(closed: bool) -> None:
     for n in (0, 2):
         got = torch.einsum("k,ki,kj->ij", signs[:, n], flat[:, n], flat[:, n])
         torch.testing.assert_close(got, dense(rule, call, grad, n))
+
+
+@CLOSED
+@torch.no_grad()
+def test_half_precision(closed: bool) -> None:
+    rule, call = call_of(nn.Linear(3, 4), [(3,)])
+    grad = torch.randn_like(call.output)
+    flat, signs = factored(rule, call.cast(torch.bfloat16), grad.bfloat16(), closed)
+    assert flat.dtype is signs.dtype is torch.bfloat16
+    got = torch.einsum("kn,kni,knj->nij", signs.double(), flat.double(), flat.double())
+    expected = torch.stack([dense(rule, call, grad, n) for n in range(N)])
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.05)
 
 
 # ---- layers that are called several times -------------------------------------------------------------

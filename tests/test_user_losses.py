@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,6 +80,28 @@ class Tempered(nn.Module):
         return out
 
 
+class Exponential(torch.autograd.Function):
+    """`exp(x)` outside of torch: neither it nor its derivatives can be batched."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.exp(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        assert float(grads[0].square().sum()) >= 0.0
+        return grads[0] * Exponential.apply(ctx.saved_tensors[0])
+
+
+class Counts(nn.Module):
+    """A Poisson loss with a function of its own."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = (Exponential.apply(logits) - target[:, None] * logits).sum() / 5
+        return out
+
+
 def network() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -103,7 +127,7 @@ def blocks(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> dic
 
 
 @pytest.mark.parametrize(
-    "loss", [Penalised(), Weighted(), Focal(), LogCosh(), Tempered()], ids=lambda m: type(m).__name__
+    "loss", [Penalised(), Weighted(), Focal(), LogCosh(), Tempered(), Counts()], ids=lambda m: type(m).__name__
 )
 def test_losses_of_users(loss: nn.Module) -> None:
     model, x, target = network()

@@ -1,11 +1,18 @@
-"""Extensions by their names."""
+"""Extensions by their names, as commands take them."""
 
 from __future__ import annotations
+
+import argparse
 
 from bpk import extensions
 from bpk.command_line.errors import UserError, close_to
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.verification.run import every_extension
+
+
+def add_quantities(parser: argparse.ArgumentParser) -> None:
+    """`--quantities`: which extensions to ask for."""
+    parser.add_argument("--quantities", metavar="BatchGrad,KFAC,...", help="names of extensions (default: all)")
 
 
 def named(names: str | None) -> tuple[BackpropExtension, ...]:

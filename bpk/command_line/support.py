@@ -11,7 +11,7 @@ from typing import Any
 import bpk
 from bpk.command_line.errors import UserError, close_to, described
 from bpk.command_line.problem import add_arguments, given
-from bpk.command_line.quantities import named
+from bpk.command_line.quantities import add_quantities, named
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.rules import REGISTRY
 from bpk.support_table import SupportTable
@@ -56,7 +56,7 @@ def add_support_parser(commands: Any) -> argparse.ArgumentParser:
         epilog=SUPPORT_EXAMPLES,
     )
     add_arguments(parser)
-    parser.add_argument("--quantities", metavar="BatchGrad,KFAC,...", help="names of extensions (default: all)")
+    add_quantities(parser)
     parser.add_argument("--format", choices=FORMATS, default="table", help="default: table")
     parser.set_defaults(run=support)
     return parser
