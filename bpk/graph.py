@@ -15,7 +15,7 @@ from bpk import engine
 from bpk.context import CTX
 from bpk.jacobians.call import Call
 from bpk.ports import Port
-from bpk.records import OWNER, Edge, Record
+from bpk.records import Edge, Record, owner_of
 from bpk.recovery import recover
 from bpk.vjp import pull_columns
 
@@ -149,7 +149,7 @@ def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
 def owner(edge: Edge) -> Record | None:
     """The recorded call whose output this edge leads to."""
     node, nr = edge
-    record = engine.belongings(node).get(OWNER) if node is not None else None
+    record = owner_of(node) if node is not None else None
     return record if record is not None and nr in record.places else None
 
 

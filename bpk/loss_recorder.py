@@ -15,7 +15,7 @@ from bpk.jacobians.autodiff_loss import is_loss
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.loss_call import tensors_anywhere
 from bpk.recorder import record
-from bpk.records import OWNER, Record, leave_to_autograd
+from bpk.records import leave_to_autograd, owner_of
 
 SUMS = ("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "Select", "Unbind", "View", "ToCopy")
 """What autograd calls linear functions of losses."""
@@ -37,7 +37,7 @@ def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if CTX.disabled or is_sum_of_losses(output.grad_fn, outside):
         return None
     for node in upstream(output.grad_fn, outside.__contains__):
-        found = owner(node)
+        found = owner_of(node)
         if found is not None and node not in outside:
             leave_to_autograd(found, node)
     return record(module, args, kwargs, output)
@@ -46,12 +46,12 @@ def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def is_sum_of_losses(node: Node, outside: Collection[Node]) -> bool:
     """Whether every way from the result to the arguments passes a recorded loss, through linear functions only."""
     between = (here for here in upstream(node, is_recorded_loss) if not is_recorded_loss(here))
-    return all(here not in outside and owner(here) is None and is_linear(here) for here in between)
+    return all(here not in outside and owner_of(here) is None and is_linear(here) for here in between)
 
 
 def is_recorded_loss(node: Node) -> bool:
     """Whether a node gave the result of a loss with a rule."""
-    found = owner(node)
+    found = owner_of(node)
     return found is not None and isinstance(found.rule, Loss)
 
 
@@ -79,9 +79,3 @@ def upstream(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
 def beginnings(arguments: Any) -> set[Node]:
     """The nodes of the tensors among the arguments."""
     return {x.grad_fn for x in tensors_anywhere(arguments) if x.grad_fn is not None}
-
-
-def owner(node: Node) -> Record | None:
-    """The recorded call whose result this node gave."""
-    found = engine.belongings(node).get(OWNER)
-    return found if isinstance(found, Record) else None

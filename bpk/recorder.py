@@ -18,7 +18,7 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd, parameters_of
+from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd, owner_of, parameters_of
 from bpk.rules import REGISTRY
 
 UNRECORDED = object()
@@ -151,7 +151,7 @@ def alone(results: dict[int, Tensor], inputs: tuple[Tensor, ...], in_place: bool
     ((number, out),) = results.items()
     node = out.grad_fn
     same = not in_place and any(out is x for x in inputs)
-    if same or node is None or OWNER in engine.belongings(node):
+    if same or node is None or owner_of(node) is not None:
         return {number: out.view_as(out)}  # the layer returned its input (nn.Identity, Dropout in evaluation)
     if out._is_view() and not shares_memory(out, inputs):
         return {number: Keep.apply(out)}  # no view of something internal, so that it may be changed in place
@@ -203,7 +203,7 @@ def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
 def dissolve(node: Node | None) -> None:
     """Forget the records of views that lead to a tensor which is about to be changed in place."""
     while node is not None:
-        found = engine.belongings(node).get(OWNER)
+        found = owner_of(node)
         if found is not None and not found.is_view:
             return
         if found is not None:

@@ -304,6 +304,12 @@ class Record:
         self.close()
 
 
+def owner_of(node: Node) -> Record | None:
+    """The recorded call that a graph node belongs to."""
+    record: Record | None = engine.belongings(node).get(OWNER)
+    return record
+
+
 def leave_to_autograd(record: Record, node: Node) -> None:
     """Forget a call: it becomes part of the plain autograd between two recorded calls."""
     record.close()
