@@ -33,10 +33,10 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
 
 
 def has_rows_of_root(root: Record, above: list[Record]) -> bool:
-    """Whether layers are given data of as many rows as the root has, at once or row by row: these may be samples."""
+    """Whether all data has as many rows as the root, or a layer is given it row by row: these may be samples."""
     first = [record for record in above if is_given_data(record)]
     calls = Counter(id(record.module) for record in first if record.batch_size == 1)
-    return root.batch_size in {*calls.values(), *(record.batch_size for record in first)}
+    return root.batch_size in calls.values() or {record.batch_size for record in first} == {root.batch_size}
 
 
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:

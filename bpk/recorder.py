@@ -11,9 +11,10 @@ from torch.autograd.graph import Node
 
 from bpk import engine
 from bpk.context import CTX
+from bpk.graph import parameter_edges
 from bpk.jacobians.autodiff_loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.binding import Binding, tensors_in
-from bpk.jacobians.errors import explain
+from bpk.jacobians.errors import RuleError, explain
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
@@ -98,6 +99,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     places = {x.output_nr: k for k, x in zip(results, together, strict=True)}
     detached = {k: x.detach() for k, x in zip(results, together, strict=True)}
     written = Record(module, rule, binding, inputs, edges, detached, places)
+    if rule is not None and len(module._parameters) > len(written.params):
+        require_names(written, node)
     written.drawn = drawn
     written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
@@ -107,6 +110,25 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     fields["output"] = written.output
     changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
     return substitute(output, changed) if changed else None
+
+
+def require_names(written: Record, node: Node) -> None:
+    """Refuse a rule that leaves out a parameter which the layer uses: it would get no field."""
+    own = written.module._parameters.items()
+    others: dict[str, Tensor] = {
+        name: p for name, p in own if p is not None and p.requires_grad and name not in written.params
+    }
+    for name in parameter_edges(node, written.edges, others) if others else ():
+        kind = type(written.module).__name__
+        raise RuleError(
+            explain(
+                f"The rule of '{written.path}' ({kind}) does not name its parameter '{name}'.",
+                "the parameter takes part in the forward pass, and would get no fields.",
+                f"name it (params=(..., '{name}')) in a family that has Jacobians for parameters, such as "
+                f"bpk.Autodiff({kind}, params=('{name}',)).",
+                written.rule.name if written.rule is not None else "",
+            )
+        )
 
 
 def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -105,6 +105,14 @@ def _check_example(
         else:
             report.skipped[f"torch does not evaluate {example} in {str(dtype).removeprefix('torch.')}"] += 1
         return
+    for name in unnamed(rule, module, inputs) if dtype == torch.float64 else ():
+        report.failures.append(
+            explain(
+                f"{about} uses its parameter '{name}', which the rule does not name.",
+                "it would get no quantity.",
+                f"name it (params=(..., '{name}')), in a family that has Jacobians for parameters.",
+            )
+        )
     live = rule.predictions if isinstance(rule, Loss) else range(len(inputs))
     reference = Reference(rule, module, call, dtype if draws else torch.float64, seed, live)
     case = Case(rule, module, call, reference, about, report)
@@ -130,6 +138,18 @@ def _check_layer(case: Case, obstacle: str | None) -> None:
         check_conventions.conventions(case)
         if not case.draws:
             check_conventions.differentiable(case)
+
+
+def unnamed(rule: Rule, module: nn.Module, inputs: Sequence[Tensor]) -> list[str]:
+    """Direct parameters that a layer uses and its rule does not name."""
+    known = set(() if isinstance(rule, Loss) else rule.params_of(module))
+    others = {n: p for n, p in module.named_parameters(recurse=False) if n not in known and p.requires_grad}
+    if not others:
+        return []
+    with torch.enable_grad():
+        results = [out.sum() for out in tensors_in(module(*[x.clone() for x in inputs])) if out.requires_grad]
+    grads = torch.autograd.grad(results, list(others.values()), allow_unused=True) if results else []
+    return [name for name, grad in zip(others, grads, strict=False) if grad is not None]
 
 
 def _draws_random_numbers(module: nn.Module, inputs: Sequence[Tensor]) -> bool:

@@ -62,10 +62,15 @@ class Registry:
         return None
 
     def _fill(self) -> None:
-        if not self._loaded:
-            self._loaded = True
+        if self._loaded:
+            return
+        self._loaded = True
+        try:
             for rule in self._load():
                 self._insert(rule)
+        except BaseException:  # not half of the rules: the next look-up shall raise as well
+            self._loaded, self._rules, self._owners = False, [], {}
+            raise
 
     def _insert(self, rule: Rule) -> None:
         if not isinstance(rule, Rule):

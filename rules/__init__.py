@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
+from bpk.jacobians.errors import explain, warn
 from bpk.jacobians.registry import Registry
 from bpk.jacobians.rule import Rule
 
@@ -20,7 +21,22 @@ def load() -> Iterator[Rule]:
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
         yield from importlib.import_module(f"{__name__}.{info.name}").RULES
     for entry in entry_points(group="bpk.rules"):
-        yield from entry.load()
+        yield from announced(entry)
+
+
+def announced(entry: EntryPoint) -> tuple[Rule, ...]:
+    """The rules of another package; if it cannot be imported, the user is told, and its layers go the generic way."""
+    try:
+        return tuple(entry.load())
+    except Exception as error:  # whatever that package raises
+        warn(
+            explain(
+                f"The rules that a package announces as '{entry.name}' ({entry.value}) cannot be loaded: {error!r}.",
+                "importing them raised; their layers go without rules, through autograd itself.",
+                "mend or uninstall that package.",
+            )
+        )
+        return ()
 
 
 REGISTRY = Registry(load)

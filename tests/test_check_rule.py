@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bpk
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.check import check_rule
@@ -404,3 +405,29 @@ def test_long_messages_are_cut() -> None:
     first = message.splitlines()[0]
     assert first.startswith("check_rule found ") and "checks passed." in first
     assert message.count("  Why: ") <= 8
+
+
+class Sharpness(nn.Module):
+    """`tanh(beta x)` with a trained `beta`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.beta * x)
+
+
+def test_parameter_that_the_rule_does_not_name() -> None:
+    rule = Autodiff(Sharpness, examples=[case(Sharpness, shape=(3, 2))])
+    with pytest.raises(RuleError, match="uses its parameter 'beta', which the rule does not name"):
+        check_rule(rule)
+    bpk.register(rule)
+    try:
+        model = bpk.extend(nn.Sequential(nn.Linear(3, 2), Sharpness()))
+        with pytest.raises(RuleError, match=r"(?s)rule of '1' \(Sharpness\) does not name its parameter 'beta'.*Do:"):
+            model(torch.randn(4, 3))
+        model[1].beta.requires_grad_(False)
+        model(torch.randn(4, 3))
+    finally:
+        bpk.unregister(rule)

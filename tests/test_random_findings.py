@@ -176,3 +176,14 @@ def test_samples_one_by_one_behind_layers_that_saw_them_together() -> None:
 
     layers = {"first": nn.Linear(3, 3), "alone": nn.Linear(3, 6), "norm": nn.LayerNorm(3), "last": nn.Linear(6, 3)}
     check(Assembled(forward, **layers), rand(2, 3), factors=False)
+
+
+def test_one_sample_with_a_table_of_positions() -> None:
+    """As many positions as rows at the loss are no samples: the data has one row."""
+    table, tokens, last = extended(nn.Embedding(4, 3), nn.Embedding(5, 3), nn.Linear(3, 3))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    out = last(tokens(torch.tensor([[0, 3, 1, 1]])) + table(torch.arange(4))).reshape(-1, 3)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(out, torch.arange(4) % 3).backward()
+    for p in (table.weight, tokens.weight, last.weight):
+        torch.testing.assert_close(p.grad_batch, p.grad[None])

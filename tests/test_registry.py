@@ -53,10 +53,14 @@ class Loader:
 class FakeEntryPoint:
     """An installed package's entry point."""
 
-    def __init__(self, rules: tuple[Rule, ...]) -> None:
+    name, value = "theirs", "their.rules:RULES"
+
+    def __init__(self, rules: tuple[Rule, ...] | None) -> None:
         self.rules = rules
 
     def load(self) -> tuple[Rule, ...]:
+        if self.rules is None:
+            raise ImportError("it needs a library that is not there")
         return self.rules
 
 
@@ -161,8 +165,19 @@ def test_rules_of_other_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_rule_of_another_package_for_a_known_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bpk.rules, "entry_points", lambda group: (FakeEntryPoint((Autodiff(nn.Linear),)),))
-    with pytest.raises(RuleError, match="Linear has two rules"):
-        Registry(bpk.rules.load).find(nn.Linear)
+    registry = Registry(bpk.rules.load)
+    for _ in range(2):  # a second look-up does not go on with half of the rules
+        with pytest.raises(RuleError, match="Linear has two rules"):
+            registry.find(nn.Linear)
+
+
+def test_rules_of_another_package_that_cannot_be_imported_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = (FakeEntryPoint(None), FakeEntryPoint((Autodiff(Swish),)))
+    monkeypatch.setattr(bpk.rules, "entry_points", lambda group: entries)
+    registry = Registry(bpk.rules.load)
+    with pytest.warns(UserWarning, match=r"(?s)'theirs' \(their\.rules:RULES\).*a library that is not there.*Do:"):
+        assert registry.find(nn.Linear) is not None
+    assert registry.find(Swish) is not None, "those of other packages are there"
 
 
 def test_every_module_and_function_has_one_rule() -> None:

@@ -56,6 +56,10 @@ def from_file(where: str) -> ModuleType:
         raise UserError(f"there is no file {where}")
     if path.parent == Path(bpk.rules.__path__[0]).resolve():
         return imported(f"bpk.rules.{path.stem}", where)
+    tuple(bpk.rules.REGISTRY)  # loads what other packages announce
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and Path(vars(module).get("__file__") or "").resolve() == path:
+            return module
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{where} is no Python file")

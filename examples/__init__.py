@@ -1,0 +1,1 @@
+"""Scripts that check themselves against plain autograd (`make examples`)."""
