@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import bpk
+from _plots import dots
 from bpk.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
 
 
@@ -18,12 +19,15 @@ def curvature(model: nn.Module, block_of: Callable[[str], str]) -> None:
     for name, p in model.named_parameters():
         blocks.setdefault(block_of(name), []).append(p)
     print(f"  {'block':<22} parameters  |gradient|  trace GGN  trace Hessian  largest of KFAC")
+    traces = {}
     for block, params in blocks.items():
         size = sum(p.numel() for p in params)
         norm = torch.cat([p.grad.flatten() for p in params]).norm()
         ggn, hessian = (sum(getattr(p, f).sum() for p in params) for f in ("diag_ggn_exact", "diag_h"))
         top = max(largest_eigenvalue(p.kfac) for p in params)
         print(f"  {block:<22} {size:>10}  {norm:>10.3f}  {ggn:>9.2f}  {hessian:>13.2f}  {top:>15.2f}")
+        traces[block] = ggn.item()
+    dots("Curvature of each block", "trace of the GGN", traces)
 
 
 def largest_eigenvalue(factors: list[Tensor]) -> float:

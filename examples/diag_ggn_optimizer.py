@@ -11,7 +11,7 @@ checks the diagonal against autograd after training.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 import bpk
 from _check import compare_diag_ggn
 from _digits import Digits, load_digits
+from _plots import lines
 from bpk.extensions import DiagGGNExact, DiagGGNMC
 from bpk.extensions.backprop_extension import BackpropExtension
 
-BATCH, STEPS = 64, 120
+BATCH, STEPS, EVERY = 64, 120, 10
 
 
 class DiagonalNewton(torch.optim.Optimizer):
@@ -43,6 +44,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
     digits = load_digits()
     print(f"{digits.name}: batches of {BATCH}, {STEPS} steps")
+    curves = {}
     for extension, rates in (
         (None, (0.3, 1.0, 3.0)),
         (DiagGGNExact(), (0.03, 0.1, 0.3)),
@@ -50,14 +52,18 @@ def main() -> None:
     ):
         name = "SGD" if extension is None else repr(extension)
         runs = {rate: run(digits, extension, rate) for rate in rates}
-        rate = min(rates, key=lambda r: runs[r][0])
-        loss, accuracy, seconds = runs[rate]
-        print(f"  {name:<13} lr {rate}: training loss {loss:.3f}, held-out accuracy {accuracy:.1%}, {seconds:.1f} s")
+        rate = min(rates, key=lambda r: runs[r][0][-1])
+        losses, accuracy, seconds = runs[rate]
+        curves[f"{name}, learning rate {rate}"] = (range(0, STEPS + 1, EVERY), losses)
+        print(
+            f"  {name:<13} lr {rate}: training loss {losses[-1]:.3f}, held-out accuracy {accuracy:.1%}, {seconds:.1f} s"
+        )
         assert accuracy > 0.9, f"{name} must learn"
+    lines("Steps divided by the curvature of each weight", "step", "training loss", curves, log=True)
 
 
-def run(digits: Digits, extension: BackpropExtension | None, lr: float) -> Sequence[float]:
-    """Train a small network; returns the training loss, the accuracy on held-out digits, and the seconds it took."""
+def run(digits: Digits, extension: BackpropExtension | None, lr: float) -> tuple[list[float], float, float]:
+    """Train a small network: the training loss along the way, the accuracy on held-out digits, and seconds."""
     torch.manual_seed(0)
     model = bpk.extend(network(digits.size))
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
@@ -65,8 +71,14 @@ def run(digits: Digits, extension: BackpropExtension | None, lr: float) -> Seque
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr)
     else:
         optimizer = DiagonalNewton(model.parameters(), extension.savefield, lr, damping=0.1)
-    start = time.perf_counter()
-    for _ in range(STEPS):
+    losses, seconds = [], 0.0
+    for step in range(STEPS + 1):
+        if step % EVERY == 0:
+            with torch.no_grad(), bpk.disable():
+                losses.append(loss_fn(model(digits.train_x), digits.train_y).item())
+        if step == STEPS:
+            break
+        start = time.perf_counter()
         chosen = torch.randint(len(digits.train_x), (BATCH,))
         x, y = digits.train_x[chosen], digits.train_y[chosen]
         optimizer.zero_grad()
@@ -74,16 +86,15 @@ def run(digits: Digits, extension: BackpropExtension | None, lr: float) -> Seque
         with bpk.backpack(*([] if extension is None else [extension])):
             loss.backward()
         optimizer.step()
-    seconds = time.perf_counter() - start
+        seconds += time.perf_counter() - start
     if isinstance(extension, DiagGGNExact) and lr == 0.1:
         loss = loss_fn(model(x), y)
         with bpk.backpack(extension):
             loss.backward()
         compare_diag_ggn(x, y, model, loss_fn)
     with torch.no_grad(), bpk.disable():
-        final = loss_fn(model(digits.train_x), digits.train_y).item()
         right: Tensor = model(digits.test_x).argmax(1) == digits.test_y
-    return final, right.float().mean().item(), seconds
+    return losses, right.float().mean().item(), seconds
 
 
 def network(size: int) -> nn.Sequential:

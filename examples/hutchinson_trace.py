@@ -11,11 +11,14 @@ checks those against autograd's full Hessian and GGN diagonal, and a product aga
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 import bpk
 from _check import agree
+from _plots import INK, plot
 from bpk.extensions import GGNMP, HMP, DiagGGNExact, DiagHessian
 from bpk.hessianfree.hvp import hessian_vector_product
 from bpk.utils.examples import autograd_diag_ggn_exact, autograd_diag_hessian
@@ -42,6 +45,7 @@ def main() -> None:
     want = hessian_vector_product(loss_fn(model(x), y), params[0], v[0])[0]
     agree("product with the Hessian's first block", params[0].hmp(v)[0], want)
 
+    estimates = {}
     for matrix, field in (("Hessian", "hmp"), ("GGN", "ggnmp")):
         trace = exact[matrix].sum().item()
         print(f"trace of the {matrix}: {trace:.5f}")
@@ -49,7 +53,21 @@ def main() -> None:
             draws = quadratic_forms(params, field, number)
             estimate, error = draws.mean().item(), (draws.std() / number**0.5).item()
             print(f"  {number:>4} vectors: {estimate:.5f} ± {error:.5f}")
+        estimates[matrix] = trace, draws
         assert abs(estimate - trace) < 4 * error, "1000 vectors must come close"
+    plot("Estimates of the trace and their standard errors", lambda axes: draw(axes, *estimates["Hessian"]))
+
+
+def draw(axes: Any, trace: float, draws: Tensor) -> None:
+    """The mean of the first k quadratic forms, for every k, beside the exact trace."""
+    count = torch.logspace(0.7, 3, 60).long()
+    mean = torch.stack([draws[:k].mean() for k in count])
+    error = torch.stack([draws[:k].std() / k**0.5 for k in count])
+    axes.fill_between(count, mean - error, mean + error, alpha=0.25, linewidth=0)
+    axes.plot(count, mean, label="vᵀ H v, mean over random signs v")
+    axes.axhline(trace, color=INK, linewidth=0.8, linestyle="--", label="exact, from DiagHessian")
+    axes.set(xlabel="vectors", xscale="log", ylabel="trace of the Hessian")
+    axes.legend()
 
 
 def quadratic_forms(params: list[nn.Parameter], field: str, number: int) -> Tensor:

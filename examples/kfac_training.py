@@ -22,11 +22,12 @@ from torch import Tensor, nn
 import bpk
 from _check import agree
 from _digits import Digits, load_digits
+from _plots import lines
 from bpk.extensions import KFAC, KFLR
 from bpk.hessianfree.ggnvp import ggn_vector_product_from_plist
 from bpk.utils.kroneckers import apply_inv_kfac_mat_prod, inv_kfac_mat_prod, kfacs_to_mat
 
-BATCH, STEPS, EVERY, SEEDS = 128, 120, 30, 2
+BATCH, STEPS, EVERY, SEEDS = 128, 120, 10, 2
 RATES = {"SGD": (0.03, 0.1, 0.2, 0.3, 0.5, 1.0), "KFAC": (0.001, 0.002, 0.004, 0.006, 0.01, 0.02)}
 
 
@@ -75,12 +76,15 @@ def main() -> None:
         print(f"{name}: final training loss by rate: " + ", ".join(f"{r}: {runs[r][0][-1]:.4f}" for r in rates))
         print(f"  best {best[name]}: {seconds:.2f} s, held-out accuracy {accuracy:.1%}")
     print(" step " + "".join(f"{name:>9}" for name in curves))
-    for k, row in enumerate(zip(*curves.values(), strict=True)):
-        print(f"{k * EVERY:>5} " + "".join(f"{loss:9.4f}" for loss in row))
+    steps = range(0, STEPS + 1, EVERY)
+    for step, *row in list(zip(steps, *curves.values(), strict=True))[::3]:
+        print(f"{step:>5} " + "".join(f"{loss:9.4f}" for loss in row))
     sgd, kfac = curves["SGD"][-1], curves["KFAC"][-1]
     losses, seconds, _ = average(digits, "SGD", best["SGD"], 2 * STEPS)
     print(f"SGD with twice the steps: {losses[-1]:.4f} in {seconds:.2f} s")
     assert kfac < sgd, "KFAC must win"
+    curves_of = {f"{name}, learning rate {best[name]}": (steps, curve) for name, curve in curves.items()}
+    lines("KFAC against SGD, each with its best learning rate", "step", "training loss", curves_of, log=True)
     print(f"KFAC wins: training loss {kfac:.4f} against {sgd:.4f} after {STEPS} steps")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import bpk
 from _check import agree
 from _digits import load_digits
+from _plots import lines
 from bpk.extensions import DiagGGNExact
 from bpk.hessianfree.ggnvp import ggn_vector_product
 from bpk.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
@@ -37,6 +38,7 @@ def main() -> None:
     first = loss_fn(model(x), y).item()
     print(f"{digits.name}, seen as 4 x 4; {sum(p.numel() for p in params)} parameters, loss {first:.4f}")
 
+    losses, used = [first], [0]
     for step in range(1, 16):
         outputs = model(x)
         loss = loss_fn(outputs, y)
@@ -54,14 +56,16 @@ def main() -> None:
             dense = torch.stack([times_ggn(e) for e in torch.eye(len(gradient), dtype=torch.float64)])
             agree("diagonal of the GGN, from its columns", diagonal, dense.diag())
             direct = torch.linalg.solve(dense + damping * torch.eye(len(dense), dtype=torch.float64), -gradient)
-            exact, used = conjugate_gradients(times_ggn, damping, -gradient, diagonal, 500, 1e-10)
-            agree(f"conjugate gradients ({used} products), against a dense solve", exact, direct, 1e-6)
+            exact, count = conjugate_gradients(times_ggn, damping, -gradient, diagonal, 500, 1e-10)
+            agree(f"conjugate gradients ({count} products), against a dense solve", exact, direct, 1e-6)
 
         direction, products = conjugate_gradients(times_ggn, damping, -gradient, diagonal, 30, 1e-3)
         expected = (gradient @ direction + direction @ times_ggn(direction) / 2).item()
         move(params, direction)
         with torch.no_grad(), bpk.disable():
             reached = loss_fn(model(x), y).item()
+        losses.append(min(reached, loss.item()))
+        used.append(used[-1] + products)
         ratio = (reached - loss.item()) / expected  # 1: the quadratic model was right
         print(f"  step {step:>2}: loss {reached:.4f}, {products:>2} products, damping {damping:.1e}, ratio {ratio:.2f}")
         if ratio < 0.25:
@@ -71,6 +75,7 @@ def main() -> None:
         if reached > loss.item():
             move(params, -direction)
     final = loss_fn(model(x), y).item()
+    lines("Newton steps by conjugate gradients", "products with the GGN", "loss", {"": (used, losses)}, log=True)
     assert final < 0.3 * first, "Newton steps must bring the loss down"
 
 

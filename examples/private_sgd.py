@@ -19,29 +19,35 @@ from torch.nn.functional import cross_entropy
 import bpk
 from _check import agree
 from _digits import Digits, load_digits
+from _plots import lines
 from bpk.extensions import BatchGrad, BatchL2Grad
 
-CLIP, NOISE, BATCH, STEPS, RATE = 2.5, 1.0, 128, 150, 0.5
+CLIP, NOISE, BATCH, STEPS, RATE, EVERY = 2.5, 1.0, 128, 150, 0.5, 10
 
 
 def main() -> None:
     torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
     digits = load_digits()
     print(f"{digits.name}: batches of {BATCH}, {STEPS} steps")
-    plain = train(digits, clip=float("inf"), noise=0.0)
-    clipped = train(digits, clip=CLIP, noise=0.0)
-    private = train(digits, clip=CLIP, noise=NOISE)
-    print(f"held-out accuracy: SGD {plain:.1%}, clipped at {CLIP} {clipped:.1%}, with noise {NOISE} {private:.1%}")
-    assert private > 0.7, "private training must learn"
+    curves = {
+        "SGD": train(digits, clip=float("inf"), noise=0.0),
+        f"clipped at {CLIP}": train(digits, clip=CLIP, noise=0.0),
+        f"with noise {NOISE}": train(digits, clip=CLIP, noise=NOISE),
+    }
+    print("held-out accuracy: " + ", ".join(f"{name} {reached[-1]:.1%}" for name, reached in curves.items()))
+    steps = range(EVERY, STEPS + 1, EVERY)
+    lines("What privacy costs", "step", "held-out accuracy", {name: (steps, curve) for name, curve in curves.items()})
+    assert curves[f"with noise {NOISE}"][-1] > 0.7, "private training must learn"
 
 
-def train(digits: Digits, clip: float, noise: float) -> float:
-    """Train a small convolutional network; returns the accuracy on the held-out digits."""
+def train(digits: Digits, clip: float, noise: float) -> list[float]:
+    """Train a small convolutional network; returns the accuracy on the held-out digits along the way."""
     torch.manual_seed(0)
     size = (digits.size - 2) // 2
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8 * size**2, 10))
     model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
-    for step in range(STEPS):
+    reached = []
+    for step in range(1, STEPS + 1):
         # every sample takes part by itself with the same probability, as the privacy analysis has it
         taken = torch.rand(len(digits.train_x)) < BATCH / len(digits.train_x)
         x, y = digits.train_x[taken], digits.train_y[taken]
@@ -49,14 +55,15 @@ def train(digits: Digits, clip: float, noise: float) -> float:
         with bpk.backpack(BatchGrad(), BatchL2Grad()):
             loss.backward()
         clipped = clipped_sums(model, clip)
-        if step == 0 and noise:
+        if step == 1 and noise:
             check_against_loop(model, x, y, clip, clipped)
         with torch.no_grad():
             for p, total in zip(model.parameters(), clipped, strict=True):
                 blurred = total + noise * clip * torch.randn_like(total) if noise else total
                 p -= RATE * blurred / BATCH
-    with torch.no_grad():
-        return (model(digits.test_x).argmax(1) == digits.test_y).float().mean().item()
+            if step % EVERY == 0:
+                reached.append((model(digits.test_x).argmax(1) == digits.test_y).float().mean().item())
+    return reached
 
 
 def clipped_sums(model: nn.Module, clip: float) -> list[Tensor]:

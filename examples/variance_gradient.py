@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import bpk
 from _check import agree
+from _plots import lines
 from bpk.extensions import Variance
 
 
@@ -59,16 +60,19 @@ def main() -> None:
     )
 
     print("Steps down the gradient of  loss + 20 * noise :")
-    for step in range(31):
+    steps, noises = range(31), []
+    for step in steps:
         loss = loss_fn(model(x), y)
         with bpk.backpack(Variance()):
             loss.backward(create_graph=True)
         penalty = 20 * torch.stack([p.variance.sum() for p in params]).sum()
         penalty.backward()  # adds to .grad
+        noises.append(penalty.item() / 20)
         if step % 10 == 0:
-            print(f"  step {step:>2}: loss {loss.item():.4f}, noise {penalty.item() / 20:.4e}")
+            print(f"  step {step:>2}: loss {loss.item():.4f}, noise {noises[-1]:.4e}")
         move(params, [p.grad.detach() for p in params], -0.2)
         model.zero_grad()
+    lines("Steps down the gradient of loss + 20 noise", "step", "noise: summed variance", {"": (steps, noises)})
     after = noise().item()
     assert after < 0.9 * total.item(), "the noise must go down"
 

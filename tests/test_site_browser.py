@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -21,8 +21,8 @@ import pytest
 
 import bpk
 from bpk.support_table import WORDS
+from tests.built_site import ROOT, built_site
 
-ROOT = Path(__file__).parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PAGES = [
     "",
@@ -32,12 +32,28 @@ PAGES = [
     "custom_layer/",
     "how_it_works/",
     "examples/demo/",
+    "examples/kfac_training/",
     "models/",
     "benchmarks/",
     "command_line/",
     "reference/bpk/",
 ]
-SIZES = {"phone": (390, 844), "desk": (1440, 900)}
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1440, "height": 900}
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+LOOKS = """() => {
+    const bright = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).reduce((sum, part) => sum + Number(part) / 3, 0);
+    const style = getComputedStyle(document.body);
+    return [document.documentElement.scrollWidth, bright(style.backgroundColor), bright(style.color)];
+}"""
+"""Width of a page, and how bright its ground and its letters are, of 255."""
 
 FILTER = """
 const [code, head, rows, ...wanted] = JSON.parse(require("fs").readFileSync(0));
@@ -88,9 +104,7 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where the built site is served."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    folder, _ = built_site(tmp_path_factory)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -101,13 +115,35 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser(address: str) -> Iterator[Any]:
-    """Chromium without a window."""
+    """Chromium without a window, and without anything that it would fetch for itself."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
         yield running
         running.close()
+
+
+@dataclass
+class Visit:
+    """A tab of the browser, and what went wrong in it."""
+
+    page: Any
+    wrong: list[str]
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Visit]:
+    """Errors of the console, and requests that fail or leave this machine, fail the test."""
+    wrong: list[str] = []
+    page = browser.new_page(viewport=DESK)
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("response", lambda response: wrong.append(response.url) if response.status >= 400 else None)
+    page.on("request", lambda request: wrong.append(request.url) if "127.0.0.1" not in request.url else None)
+    yield Visit(page, wrong)
+    page.close()
+    assert not wrong
 
 
 needs_browser = [
@@ -125,60 +161,66 @@ def browsed(test: Any) -> Any:
     return test
 
 
-def opened(browser: Any, url: str, size: tuple[int, int], wrong: list[str], scheme: str = "light") -> Any:
-    """A page of its own; errors of its console and requests that fail, or leave this machine, are listed."""
-    page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
-    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("requestfailed", lambda request: wrong.append(request.url))
-    page.on("request", lambda request: wrong.append(request.url) if "127.0.0.1" not in request.url else None)
-    page.goto(url, wait_until="networkidle")
-    return page
-
-
 @browsed
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_no_page_is_wider_than_the_screen(
-    browser: Any, address: str, size: tuple[int, int], scheme: str, tmp_path: Path
-) -> None:
-    for path in PAGES:
-        wrong: list[str] = []
-        page = opened(browser, address + path, size, wrong, scheme)
-        width = page.evaluate("document.documentElement.scrollWidth")
-        page.screenshot(path=tmp_path / f"{path.strip('/').replace('/', '_') or 'index'}.png", full_page=True)
-        page.close()
-        assert width <= size[0], f"{path or 'index'} is {width} wide, see {tmp_path}"
-        assert not wrong, f"{path or 'index'}: {wrong}"
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_pages_fit_the_screen(visit: Visit, address: str, size: dict[str, int], scheme: str, tmp_path: Path) -> None:
+    page = visit.page
+    page.set_viewport_size(size)
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    for path in PAGES if scheme == "light" else PAGES[::3]:
+        name = path.strip("/").replace("/", "_") or "index"
+        page.goto(address + path, wait_until="load")
+        width, ground, ink = page.evaluate(LOOKS)
+        page.screenshot(path=tmp_path / f"{name}.png")
+        assert width <= size["width"], f"{name} is {width} wide, see {tmp_path}"
+        assert (ground > ink) == (scheme == "light") and abs(ground - ink) > 100, f"{name}: {ground, ink}"
+        assert not visit.wrong, f"{name}: {visit.wrong}"
 
 
 @browsed
-def test_the_matrix_is_filtered_in_the_browser(browser: Any, address: str) -> None:
-    wrong: list[str] = []
-    page = opened(browser, f"{address}matrix/", SIZES["desk"], wrong)
-    every = page.locator(".matrix tbody tr:visible").count()
+def test_the_matrix_is_filtered_in_the_browser(visit: Visit, address: str) -> None:
+    page = visit.page
+    page.goto(f"{address}matrix/", wait_until="load")
+    rows = page.locator(".matrix tbody tr[data-layer]:visible")
+    every = rows.count()
     assert every == len(bpk.support_matrix().layers)
     page.fill("#filter-layer", "LSTM")
     page.fill("#filter-extension", "KFAC")
-    rows = page.locator(".matrix tbody tr:visible")
     assert rows.count() == 2 and {rows.nth(k).get_attribute("data-layer") for k in range(2)} == {"LSTM", "LSTMCell"}
     assert page.locator(".matrix thead").first.locator("th:visible").all_inner_texts() == ["layer", "KFAC"]
+    assert page.locator(".matrix tr.group:visible").all_inner_texts() == ["Recurrent"]
+    assert page.locator("#filter-count").inner_text() == "2 rows"
     page.fill("#filter-layer", "")
     page.fill("#filter-extension", "")
     page.select_option("#filter-kind", "refused")
-    assert 0 < page.locator(".matrix tbody tr:visible").count() < every
-    page.close()
-    assert not wrong
+    assert 0 < rows.count() < every
+    note = page.locator(".matrix td.refused:visible").first
+    assert "refused. " in note.get_attribute("title")
+    note.locator("a").click()
+    assert page.locator(".notes li:target").inner_text() in note.get_attribute("title").replace(". it", ". It")
 
 
 @browsed
-def test_search_finds_a_layer(browser: Any, address: str) -> None:
-    wrong: list[str] = []
-    page = opened(browser, address, SIZES["desk"], wrong)
-    page.fill("[data-md-component=search-query]", "ConvTranspose2d")
-    found = page.locator(".md-search-result__link[href*='rules/convolution']").first
-    found.wait_for(timeout=10_000)
+def test_search_finds_a_layer(visit: Visit, address: str) -> None:
+    page = visit.page
+    page.goto(address, wait_until="load")
+    field = page.locator("[data-md-component=search-query]")
+    field.click()
+    field.press_sequentially("ConvTranspose2d")
+    found = page.locator(".md-search-result__link[href*='rules/convolution'][href$='#convtranspose2d']")
+    found.wait_for(timeout=20_000)
     found.click()
     page.wait_for_url("**/rules/convolution/**")
-    page.close()
-    assert not wrong
+    assert page.locator("h2#convtranspose2d").is_visible()
+
+
+@browsed
+def test_a_click_makes_it_dark_and_stays_so(visit: Visit, address: str) -> None:
+    page = visit.page
+    page.goto(address, wait_until="load")
+    page.locator("label.md-header__button[title=Dark]:visible").click()
+    page.locator("body[data-md-color-scheme=slate]").wait_for()
+    page.locator(".md-tabs__link", has_text="Support matrix").click()
+    page.wait_for_url("**/matrix/")
+    assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"

@@ -6,14 +6,21 @@ function filterTable(table, layer, extension, kind) {
   const heads = [...table.tHead.rows[0].cells];
   const shown = heads.map((head, k) => k === 0 || matches(head.textContent, extension));
   heads.forEach((head, k) => { head.hidden = !shown[k]; });
+  return [...table.tBodies].reduce((sum, body) => sum + filterGroup(body, shown, layer, kind), 0);
+}
+
+// the rows of one group; its heading goes with the last of them
+function filterGroup(body, shown, layer, kind) {
   let rows = 0;
-  for (const row of table.tBodies[0].rows) {
+  for (const row of body.rows) {
+    if (row.dataset.layer === undefined) continue;
     const cells = [...row.cells];
     cells.forEach((cell, k) => { cell.hidden = !shown[k]; });
     const has = !kind || cells.some((cell, k) => shown[k] && cell.classList.contains(kind));
     row.hidden = !(has && matches(row.dataset.layer, layer));
     rows += row.hidden ? 0 : 1;
   }
+  body.hidden = rows === 0;
   return rows;
 }
 

@@ -17,43 +17,47 @@ from tools.site.markdown import code_block, escape, table
 
 PACKAGE = Path(bpk.__file__).parent
 BOXES = (
-    ("forward", 20, 20, "bpk.extend(model)", "bpk/extending.py", "hooks on every layer"),
-    ("forward", 20, 110, "loss_fn(model(x), y)", "bpk/recorder.py", "one Record for each call"),
-    ("backward", 20, 225, "loss.backward()", "bpk/context.py, bpk/backward.py", "visits each recorded call"),
-    ("backward", 20, 315, "at the loss", "bpk/placement.py, bpk/survey.py", "where are the samples? is it supported?"),
-    ("backward", 20, 405, "S with S Sᵀ = H", "bpk/sweeps.py", "columns travel back: Jᵀ S at each call"),
-    ("rules", 370, 405, "jac_t_mat_prod(call, mat, 0)", "rules/*.py, jacobians/*.py", "the rule of the layer"),
-    ("rules", 370, 495, "squared_sum(call, mat, name)", "rules/*.py, jacobians/*.py", "of a parameter's Jacobian"),
-    (
-        "backward",
-        20,
-        495,
-        "Uses of a parameter",
-        "bpk/parameters.py, bpk/statistics.py",
-        "each statistic is computed once",
-    ),
+    ("forward", 20, 40, "bpk.extend(model)", "bpk/extending.py", "a hook on every layer"),
+    ("forward", 20, 125, "loss_fn(model(x), y)", "bpk/recorder.py", "the hooks write each call down"),
+    ("backward", 20, 245, "loss.backward()", "bpk/context.py, bpk/backward.py", "visits the recorded calls in reverse"),
+    ("backward", 20, 330, "at the loss", "bpk/placement.py, bpk/survey.py", "where are the samples?"),
+    ("backward", 20, 415, "S with S Sᵀ = H", "bpk/sweeps.py", "columns travel back: Jᵀ S at each call"),
+    ("backward", 20, 500, "uses of a parameter", "bpk/parameters.py, bpk/statistics.py", "each statistic, once"),
     (
         "field",
         20,
-        585,
+        620,
         "p.diag_ggn_exact",
         "bpk/extensions/secondorder/diag_ggn.py",
         "value(uses) = uses.squared_sum()",
     ),
+    ("forward", 370, 125, "Record", "bpk/records.py", "layer, inputs, output of one call"),
+    ("backward", 370, 330, "is it supported?", "bpk/support.py", "if not, an error: what, why, what to do"),
+    ("rules", 370, 415, "jac_t_mat_prod(call, S, 0)", "rules/*.py, jacobians/*.py", "the layer's rule, to its input"),
+    ("rules", 370, 500, "squared_sum(call, S, name)", "rules/*.py, jacobians/*.py", "the same rule: to a parameter"),
 )
 """Kind, place, and three lines of text of each box."""
-WIDTH, HEIGHT = 310, 70
-ARROWS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 7), (7, 8), (4, 5), (7, 6))
+WIDTH, HEIGHT, LABEL = 310, 70, 76
+ARROWS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (1, 7), (3, 8), (4, 9), (5, 10))
+PHASES = (
+    (8, 195, "forward pass: what happens is written down"),
+    (213, 365, "backward pass: autograd runs, and bpk along with it"),
+    (588, 110, "an extension: a few lines"),
+)
+"""Top and height of the bands behind the boxes, with what they say."""
 
 
 def drawing() -> str:
     """The boxes and arrows as SVG that follows the colours of the page."""
     lines = [
         '<div class="wide">',
-        '<svg class="drawing" viewBox="0 0 700 675" role="img" aria-label="From forward pass to field">',
+        '<svg class="drawing" viewBox="0 0 700 706" role="img" aria-label="From forward pass to field">',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 z"/></marker></defs>',
     ]
+    for top, height, text in PHASES:
+        lines.append(f'<rect class="phase" x="4" y="{top}" width="692" height="{height}" rx="6"/>')
+        lines.append(f'<text class="label" x="{LABEL}" y="{top + 20}">{text}</text>')
     for start, end in ARROWS:
         (_, x1, y1, *_), (_, x2, y2, *_) = BOXES[start], BOXES[end]
         if x1 == x2:

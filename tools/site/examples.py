@@ -3,8 +3,8 @@
     python -m tools.site.examples [--all] [NAME ...]    (make docs-examples)
 
 runs the scripts whose stored output does not belong to the present source, and stores what they print in
-`docs/examples/NAME.txt`. Its first line holds a hash of the script and of the helpers that it imports, so that a test
-sees where a script has changed since.
+`docs/examples/NAME.txt`, and what they draw in the same run in `docs/examples/NAME.svg`. The first line of the text
+holds a hash of the script and of the helpers that it imports, so that a test sees where a script has changed since.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.site.markdown import code_block, details, table
+from tools.site.names import title
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples"
 STORED = ROOT / "docs" / "examples"
 MARK = "source "
-PICTURES = {"demo": ("../demo.png", "Gradient noise and curvature of a small network on handwritten digits")}
-"""Pictures that scripts draw, with what they show."""
+PLOTS = "_plots.py"
+"""Scripts that import it draw where they get `--plot FILE`."""
+DEMO = ROOT / "docs" / "demo.png"
+"""What the demo draws, which the README and the start page show, too."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,19 @@ class Script:
         return STORED / f"{self.name}.txt"
 
     @property
+    def picture(self) -> Path | None:
+        """Where its picture is kept, if it draws one."""
+        if self.name == "demo":
+            return DEMO
+        draws = any(helper.name == PLOTS for helper in self.helpers)
+        return STORED / f"{self.name}.svg" if draws else None
+
+    @property
     def is_current(self) -> bool:
-        """Whether the stored output belongs to the present source."""
-        return self.stored.exists() and self.stored.read_text().partition("\n")[0] == MARK + self.digest
+        """Whether the stored output and picture belong to the present source."""
+        if not self.stored.exists() or (self.picture and not self.picture.exists()):
+            return False
+        return self.stored.read_text().partition("\n")[0] == MARK + self.digest
 
     @property
     def output(self) -> str:
@@ -89,9 +102,12 @@ class Script:
         return self.stored.read_text().partition("\n")[2]
 
     def run(self) -> None:
-        """Run the script, and store what it prints; raise where it fails."""
+        """Run the script, and store what it prints and draws; raise where it fails."""
+        draw: list[str] = []
+        if self.picture:
+            draw = ["--out" if self.picture == DEMO else "--plot", str(self.picture.relative_to(ROOT))]
         done = subprocess.run(
-            [sys.executable, f"examples/{self.path.name}"],
+            [sys.executable, f"examples/{self.path.name}", *draw],
             capture_output=True,
             text=True,
             cwd=ROOT,
@@ -106,10 +122,9 @@ class Script:
 
     def page(self) -> str:
         """The page in Markdown."""
-        parts = [f"# {self.name.replace('_', ' ').capitalize()}", self.docstring]
-        if self.name in PICTURES:
-            where, what = PICTURES[self.name]
-            parts.append(f"![{what}]({where})")
+        parts = [f"# {title(self.name)}", self.docstring]
+        if self.picture:
+            parts.append(f"![What it draws]({os.path.relpath(self.picture, STORED)})")
         parts += ["## What it prints", code_block(self.output, "text")]
         parts += ["## Code {data-search-exclude}", f"`examples/{self.path.name}`", code_block(self.source, "python")]
         parts += [details(f"Helper: examples/{h.name}", code_block(h.read_text(), "python")) for h in self.helpers]
@@ -135,9 +150,12 @@ def scripts() -> list[Script]:
 def pages() -> dict[str, str]:
     """The pages of all examples that have been run, and their table."""
     known = [script for script in scripts() if script.stored.exists()]
-    rows = [[f"[{s.name}]({s.name}.md)", s.title] for s in known]
+    rows = [[f"[{title(s.name)}]({s.name}.md)", s.title] for s in known]
     intro = "Each script checks itself against plain autograd. `make examples` runs them all."
-    index = f"# Examples\n\n{intro}\n\n{table(['script', 'what it shows'], rows)}\n"
+    drawn = [(s, os.path.relpath(s.picture, STORED)) for s in known if s.picture]
+    pictures = "\n\n".join(f"[![{title(s.name)}]({picture})]({s.name}.md)" for s, picture in drawn)
+    gallery = f'## What they draw\n\n<div class="gallery" markdown="1">\n\n{pictures}\n\n</div>'
+    index = f"# Examples\n\n{intro}\n\n{table(['script', 'what it shows'], rows)}\n\n{gallery}\n"
     return {"examples/index.md": index} | {f"examples/{s.name}.md": s.page() for s in known}
 
 

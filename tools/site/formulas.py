@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
+
+import sympy
 
 from bpk.jacobians.elementwise import Elementwise
 from bpk.jacobians.loss import PointwiseLoss
 from bpk.jacobians.multilinear import Multilinear
 from bpk.jacobians.rule import Rule
-from bpk.jacobians.symbolic import derive
+from bpk.jacobians.symbolic import Derivation, derive
 from tools.site.docstrings import to_markdown
 from tools.site.markdown import math
+
+TARGET = "t"
+"""The target in the expression of a loss."""
 
 
 def formulas(rule: Rule) -> str:
@@ -20,7 +27,8 @@ def formulas(rule: Rule) -> str:
     if isinstance(rule, Elementwise):
         names = ("f(x)", "f'(x)", "f''(x)")
         note = "The Jacobian is the diagonal matrix of $1, the residual that of $2 times the output's gradient."
-        return symbolic(rule.expressions, rule.choose, names) + note.replace("$1", "`f'`").replace("$2", "`f''`")
+        shown = symbolic(rule.expressions, rule.choose, names, numbers(rule))
+        return shown + note.replace("$1", "`f'`").replace("$2", "`f''`")
     if isinstance(rule, PointwiseLoss):
         names = (r"\ell(x, t)", r"\partial_x \ell", r"\partial_x^2 \ell")
         note = (
@@ -34,26 +42,51 @@ def formulas(rule: Rule) -> str:
 
 
 def hyperparameters(rule: Rule) -> list[str]:
-    """Names in an expression that are neither variable nor function, and where their values come from."""
-    if not isinstance(rule, Elementwise):
+    """Names in an expression that are neither variable nor function nor a number, and where their values come from."""
+    if not isinstance(rule, Elementwise | PointwiseLoss):
         return []
-    names = dict.fromkeys(name for text in rule.expressions.values() for name in derive(text).hyper)
-    values = {name: rule.hyper.get(name, name) for name in names}
-    return [
-        f"`{name}` (the layer's attribute `{value}`)" if isinstance(value, str) else f"`{name} = {value:.6g}`"
-        for name, value in values.items()
-    ]
+    names = dict.fromkeys(name for text in rule.expressions.values() for name in derive(text).hyper if name != TARGET)
+    values = {name: rule.hyper.get(name, name) if isinstance(rule, Elementwise) else name for name in names}
+    found = {name: value for name, value in values.items() if isinstance(value, str)}
+    return [f"`{name}`" if name == value else f"`{name}` (attribute `{value}`)" for name, value in found.items()]
 
 
-def symbolic(expressions: Mapping[Any, str], choose: str, names: tuple[str, str, str]) -> str:
-    """Each expression with its first two derivatives."""
+def numbers(rule: Elementwise) -> dict[str, float]:
+    """Names in an expression that stand for numbers."""
+    return {name: value for name, value in rule.hyper.items() if not isinstance(value, str)}
+
+
+def symbolic(
+    expressions: Mapping[Any, str],
+    choose: str,
+    names: tuple[str, str, str],
+    values: Mapping[str, float] = MappingProxyType({}),
+) -> str:
+    """Each expression with its first two derivatives, and `values` in the places of their names."""
     parts = []
     for choice, expression in expressions.items():
         if choose:
             parts.append(f"With `{choose}={choice!r}`:\n\n")
-        derived = derive(expression)
+        derived = with_numbers(derive(expression), values)
         parts += [math(f"{name} = {derived.latex(k)}") + "\n\n" for k, name in enumerate(names)]
     return "".join(parts)
+
+
+def with_numbers(derived: Derivation, values: Mapping[str, float]) -> Derivation:
+    """Numbers in the places of names: as fractions where they are such, else with six digits."""
+    found = {sympy.Symbol(name, real=True): number(value) for name, value in values.items()}
+    first, second, third = (expression.subs(found) for expression in derived.symbolic)
+    return replace(derived, symbolic=(first, second, third))
+
+
+def number(value: float) -> sympy.Number:
+    """A number as people write it.
+
+    >>> number(1 / 6), number(0.5), number(1.0507009873554805)
+    (1/6, 1/2, 1.05070)
+    """
+    near = sympy.Rational(value).limit_denominator(100)
+    return near if abs(float(near) - value) < 1e-7 else sympy.Float(value, 6)
 
 
 def family_text(rule: Rule) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from tools.site import benchmarks, command_line, drawing, examples, matrix, quantities, reference, rules
+from tools.site import command_line, drawing, examples, matrix, measured, quantities, reference, rules
 
 SECTIONS = {"Rules": "rules/", "Quantities": "quantities/", "Examples": "examples/", "API reference": "reference/"}
 """Titles in the navigation, and the folders whose pages they list."""
@@ -24,8 +24,8 @@ def generated() -> dict[str, str]:
     """Markdown by path; made once for each build."""
     return {
         "matrix.md": matrix.page(),
-        "benchmarks.md": benchmarks.page(),
-        "measuring.md": benchmarks.measuring(),
+        "benchmarks.md": measured.page(),
+        "measuring.md": measured.measuring(),
         "command_line.md": command_line.page(),
         "how_it_works.md": drawing.page(),
         **rules.pages(),
@@ -33,6 +33,15 @@ def generated() -> dict[str, str]:
         **examples.pages(),
         **reference.pages(),
     }
+
+
+COSTS = "<!-- costs -->"
+"""Where the start page shows a few rows of the benchmark."""
+
+
+def filled(markdown: str) -> str:
+    """A page with generated parts in the places that ask for them."""
+    return markdown.replace(COSTS, measured.summary()) if COSTS in markdown else markdown
 
 
 def navigation(pages: dict[str, str]) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tools.site.generated import generated, linked, navigation
+from tools.site.generated import filled, generated, linked, navigation
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -29,5 +29,5 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **others: Any) -> str:
-    """Links to files of the repository lead to the pages that show them."""
-    return linked(markdown, page.file.src_uri)
+    """Links to files of the repository lead to the pages that show them, and generated parts are put in."""
+    return linked(filled(markdown), page.file.src_uri)

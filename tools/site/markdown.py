@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from latex2mathml.converter import convert
 
+PRIME = "<mi>&#x02032;</mi>"
+"""How latex2mathml writes `f'`: as an operator it stands closer."""
+
 
 def escape(text: str) -> str:
     """Text for HTML, also inside of attributes."""
@@ -38,5 +41,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def math(latex: str) -> str:
     """LaTeX as a displayed formula in MathML, which browsers show without script."""
-    words = re.sub(r"\\mathrm\{([^{}]*)\}", lambda m: rf"\text{{{m[1]}}}".replace(r"\_", "_"), latex)
-    return f'<div class="formula" markdown="0">{convert(words, display="block")}</div>'
+    words = re.sub(r"\\(?:mathrm|operatorname)\{([^{}]*)\}", lambda m: rf"\text{{{m[1]}}}".replace(r"\_", "_"), latex)
+    found = convert(words, display="block").replace(PRIME, PRIME.replace("mi>", "mo>"))
+    return f'<div class="formula" markdown="0">{found}</div>'

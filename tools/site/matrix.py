@@ -8,21 +8,31 @@ import bpk
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
+from bpk.support import Kind
 from bpk.support_table import WORDS, Cell, SupportTable
 from tools.site.markdown import escape, table
 from tools.site.names import function_name
-from tools.site.rules import anchor_of, page_of, title_of
+from tools.site.rules import anchor_of, file_of, page_of, title_of, title_of_file
 
-INTRO = """# Support matrix
+MARKS = {Kind.SUPPORTED: "✓", Kind.GENERIC: "○", Kind.REFUSED: "✗"}
+"""What cells show; their classes and hover texts hold the words."""
+
+INTRO = """---
+hide: [navigation, toc]
+---
+
+# Support matrix
 
 Layers and losses with a rule, times extensions. The cells are those of `bpk.support_matrix()`, which asks the function
 that the dispatcher asks, at the examples of each rule. The same in a terminal: `python -m bpk matrix`; for a model of
 yours: [`bpk.support`](reference/bpk.md).
 
-- **rule**: computed by the layer's rule.
-- **generic**: the layer is differentiated by autograd itself (right, but slower).
-- **refused**: an error says why; so do the notes below. A note at another word says in which cases it is refused, or
-  what to mind.
+<ul class="legend" markdown="0">
+<li><span class="rule">✓</span> <b>rule</b>: computed by the layer's rule.</li>
+<li><span class="generic">○</span> <b>generic</b>: autograd itself differentiates the layer (right, but slower).</li>
+<li><span class="refused">✗</span> <b>refused</b>: an error says why, and so does the <a href="#notes">note</a> at the
+cell. A note at another mark says in which cases it is refused, or what to mind.</li>
+</ul>
 
 Layers that are not listed have no rule. They work: autograd carries what travels through them, and a
 warning names them.
@@ -62,7 +72,7 @@ class Notes:
 
     def html(self) -> str:
         """All reasons."""
-        items = [f'<li id="note-{k}">{escape(text)}</li>' for text, k in self.numbers.items()]
+        items = [f'<li id="note-{k}">{escape(text[:1].upper() + text[1:])}</li>' for text, k in self.numbers.items()]
         return '<ol class="notes">\n' + "\n".join(items) + "\n</ol>"
 
 
@@ -72,35 +82,44 @@ def reason_of(cell: Cell) -> str:
 
 
 def html_table(cells: Iterable[Cell], rules: dict[str, Rule], notes: Notes) -> str:
-    """Rows of layers, columns of extensions."""
+    """Rows of layers, grouped by the files of their rules; columns of extensions."""
     rows: dict[str, list[Cell]] = {}
     for cell in cells:
         rows.setdefault(cell.layer, []).append(cell)
     if not rows:
         return ""
     extensions = [cell.extension for cell in next(iter(rows.values()))]
-    heads = [f'<th><a href="../quantities/{name.lower()}/">{name}</a></th>' for name in extensions]
+    groups: dict[str, list[str]] = {}
+    for layer in rows:
+        groups.setdefault(file_of(rules[layer]), []).append(layer)
+    heads = [f'<th scope="col"><a href="../quantities/{name.lower()}/">{name}</a></th>' for name in extensions]
     lines = [
         '<div class="matrix"><table class="cells">',
         f"<thead><tr><th>layer</th>{''.join(heads)}</tr></thead>",
-        "<tbody>",
     ]
-    for layer, found in rows.items():
-        rule = rules[layer]
-        link = f"../{page_of(rule).removesuffix('.md')}/#{anchor_of(rule)}"
-        tds = "".join(html_cell(cell, notes) for cell in found)
-        lines.append(f'<tr data-layer="{layer}"><th><a href="{link}">{layer}</a></th>{tds}</tr>')
-    return "\n".join([*lines, "</tbody></table></div>"])
+    for file, layers in groups.items():
+        lines.append(f'<tbody>\n<tr class="group"><th colspan="{len(heads) + 1}">{title_of_file(file)}</th></tr>')
+        lines += [html_row(layer, rules[layer], rows[layer], notes) for layer in layers]
+        lines.append("</tbody>")
+    return "\n".join([*lines, "</table></div>"])
+
+
+def html_row(layer: str, rule: Rule, cells: Iterable[Cell], notes: Notes) -> str:
+    """One layer."""
+    link = f"../{page_of(rule).removesuffix('.md')}/#{anchor_of(rule)}"
+    tds = "".join(html_cell(cell, notes) for cell in cells)
+    return f'<tr data-layer="{layer}"><th scope="row"><a href="{link}">{layer}</a></th>{tds}</tr>'
 
 
 def html_cell(cell: Cell, notes: Notes) -> str:
-    """One cell, with its reason on hover and the number of its note."""
+    """One cell: on hover it says what it is about and why, and it bears the number of its note."""
     word, reason = WORDS[cell.kind], reason_of(cell)
+    title = escape(f"{cell.layer}, {cell.extension}: {word}{'. ' if reason else ''}{reason}")
     if not reason:
-        return f'<td class="{word}">{word}</td>'
+        return f'<td class="{word}" title="{title}">{MARKS[cell.kind]}</td>'
     number = notes.number(reason)
     mark = f'<sup><a href="#note-{number}">{number}</a></sup>'
-    return f'<td class="{word} noted" title="{escape(reason)}">{word}{mark}</td>'
+    return f'<td class="{word} noted" title="{title}">{MARKS[cell.kind]}{mark}</td>'
 
 
 def functions(rules: Iterable[Rule]) -> str:

@@ -18,6 +18,19 @@ SPACES = {
 }
 """Where functions are looked for, by the prefix of their names."""
 
+ACRONYMS = {w.lower(): w for w in ("CG", "CTC", "GGN", "KFAC", "RNN", "SGD", "ResNet18")} | {"unet": "U-Net"}
+"""Words of file names that are not written in small letters."""
+
+
+def title(file: str) -> str:
+    """The name of a file as a heading.
+
+    >>> title("kfac_training"), title("ctc_loss"), title("char_rnn_converter")
+    ('KFAC training', 'CTC loss', 'Char RNN converter')
+    """
+    words = [ACRONYMS.get(word, word) for word in file.split("_")]
+    return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
+
 
 @cache
 def addresses() -> dict[int, list[str]]:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,24 +18,29 @@ from bpk.extensions.curvmatprod import MatrixProduct
 from bpk.support import Kind
 from bpk.support_table import Cell, SupportTable
 from bpk.verification.run import every_extension
-from tools.site.benchmarks import cost
+from tools.site.definitions import DEFINITIONS
 from tools.site.docstrings import parse, run, shown
 from tools.site.examples import scripts
-from tools.site.markdown import table
+from tools.site.markdown import math, table
+from tools.site.measured import cost
 
 NETWORK = """import torch
 import bpk
 from bpk.extensions import {name}
 from torch import nn
 
-model = bpk.extend(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3)))
-loss_fn = bpk.extend(nn.CrossEntropyLoss())
-x, y = torch.rand(16, 1, 8, 8), torch.randint(3, (16,))
-with bpk.backpack({name}()):
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3))
+model, loss_fn = bpk.extend(model.double()), bpk.extend(nn.CrossEntropyLoss())
+x, y = torch.rand(16, 1, 8, 8, dtype=torch.float64), torch.randint(3, (16,))
+with bpk.backpack({name}({arguments})):
     loss_fn(model(x), y).backward()
+"""
+CHECK = """
 
 for name, p in model.named_parameters():
-    print(name, list(p.shape), "->", {shape})
+    got, want = {value}, by_autograd(name, p)
+    error = (got - want).norm() / want.norm()
+    print(f"{{name}} {{list(p.shape)}} -> {{{shape}}}, relative difference {{error:.0e}}")
 """
 
 MISTAKES = """import torch
@@ -58,12 +64,16 @@ tried(nn.Linear(3, 2), loss_fn, BatchGrad(subsampling=[0, 7]))
 tried(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), loss_fn, DiagGGNExact())
 """
 
+BETWEEN = r", \quad "
+"""What stands between the formulas of a definition."""
+
 GROUPS = {"firstorder": "First order", "secondorder": "Second order", "curvmatprod": "Products with curvature blocks"}
 
 
 def extensions() -> tuple[BackpropExtension, ...]:
-    """All that have a page."""
-    return (*every_extension(), HBP())
+    """All that have a page, in the order of their definitions."""
+    names = list(DEFINITIONS)
+    return tuple(sorted((*every_extension(), HBP()), key=lambda e: names.index(type(e).__name__)))
 
 
 def page_of(extension: BackpropExtension) -> str:
@@ -71,32 +81,42 @@ def page_of(extension: BackpropExtension) -> str:
     return f"quantities/{type(extension).__name__.lower()}.md"
 
 
-def small_network(extension: type[BackpropExtension]) -> tuple[str, str]:
-    """Code that computes a quantity of a small network, and what it prints."""
-    field = extension().savefield  # type: ignore[call-arg]
+def small_network(extension: type[BackpropExtension]) -> str:
+    """Code that computes a quantity of a small network."""
+    name = extension.__name__
+    return NETWORK.format(name=name, arguments=DEFINITIONS[name].arguments)
+
+
+@cache
+def compared(name: str) -> tuple[str, str]:
+    """Code that compares a quantity of a small network with its definition, and what it prints."""
+    extension = vars(bpk.extensions)[name]
+    field = extension().savefield
+    definition = DEFINITIONS[name]
     shape = f"list(p.{field}.shape)"
     if issubclass(extension, HBP):
         shape = f"[list(factor.shape) for factor in p.{field}]"
     elif issubclass(extension, MatrixProduct):
-        shape = f"list(p.{field}(torch.randn(5, *p.shape)).shape)"
-    code = NETWORK.format(name=extension.__name__, shape=shape)
+        shape = "list(got.shape)"
+    check = CHECK.format(value=definition.value.format(field=field), shape=shape)
+    code = "\n\n".join([small_network(extension), definition.autograd.rstrip() + "\n"]).rstrip() + "\n" + check
     return code, run(code)
 
 
 def memory(extension: type[BackpropExtension]) -> str:
     """How large the fields of the small network are."""
     if issubclass(extension, MatrixProduct):
-        return "the field is a function; it keeps the tensors of the forward pass, in place of numbers of its own."
+        return "The field is a function."
     namespace: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng():
-        exec(small_network(extension)[0], namespace)
+        exec(small_network(extension), namespace)
     params = list(namespace["model"].parameters())
     fields = [vars(p)[extension().savefield] for p in params]  # type: ignore[call-arg]
     numbers = sum(x.numel() for field in fields for x in (field if isinstance(field, list) else [field]))
     times = numbers / sum(p.numel() for p in params)
     return (
-        f"the fields of this network hold {numbers} numbers, {times:.3g} times the parameters (16 samples, 3 classes). "
-        "What travels meanwhile: [memory and chunks](../memory.md)."
+        f"The fields of the network above hold {numbers} numbers, {times:.3g} times the parameters (16 samples, "
+        "3 classes)."
     )
 
 
@@ -127,20 +147,24 @@ def first_sentence(extension: BackpropExtension) -> str:
 def page(extension: BackpropExtension, matrix: SupportTable) -> str:
     """One quantity."""
     name, documented = type(extension).__name__, parse(type(extension))
-    code, output = small_network(type(extension))
-    first = f"from bpk.extensions import {name}\n{documented.code}"  # docstrings see the names of their module
+    definition = DEFINITIONS[name]
     parts = [
         f"# {name}",
         f"Field: `p.{extension.savefield}`",
         documented.text,
         f"**Source**: {documented.source}",
-        "## Example",
-        shown(first, run(first)),
-        "## Of a small network",
-        shown(code, output),
+        "## Definition",
+        f'<div class="definition" markdown="0">{"".join(map(math, definition.formula.split(BETWEEN)))}</div>',
+        definition.words,
+        f"**Used for**: {definition.uses}",
+        "## Held against its definition",
+        "Plain autograd gives the expected value, which draws approach:"
+        if definition.arguments
+        else "The same numbers by plain autograd, far slower:",
+        shown(*compared(name)),
         "## Cost",
-        f"Time: {cost(name)}",
-        f"Memory: {memory(type(extension))}",
+        f"**Time**: {definition.time}. Measured: {cost(name)}",
+        f"**Memory**: {definition.memory}. {memory(type(extension))} [Memory and chunks](../memory.md).",
         "## Examples that use it",
         users(name),
         "## Where it is refused",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bpk
 from bpk import jacobians
 
 FIRST = ("extend", "backpack", "disable", "support", "support_matrix", "verify", "register", "unregister", "check_rule")
@@ -9,6 +10,9 @@ FIRST = ("extend", "backpack", "disable", "support", "support_matrix", "verify",
 LAST = ("memory_cleanup", "install_as_backpack")
 ELSEWHERE = ("Autodiff", "CTX", "Rule", "context", "extensions")
 """Names of `bpk` that other pages describe."""
+
+SAME_NAME = {"bpk.support": f"{bpk.support.__module__}.{bpk.support.__name__}"}
+"""Functions that bear the names of their modules."""
 
 PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bpk": ("The package `bpk`.", tuple(f"bpk.{name}" for name in (*FIRST, *LAST))),
@@ -49,4 +53,12 @@ def pages() -> dict[str, str]:
 
 def page(name: str, intro: str, members: tuple[str, ...]) -> str:
     """Directives that mkdocstrings replaces by docstrings."""
-    return "\n\n".join([f"# {name}", intro, *(f"::: {member}" for member in members)]) + "\n"
+    return "\n\n".join([f"# {name}", intro, *map(directive, members)]) + "\n"
+
+
+def directive(member: str) -> str:
+    """What mkdocstrings replaces; a function that bears the name of its module is named by both, and shown by one."""
+    if member not in SAME_NAME:
+        return f"::: {member}"
+    label = member.rpartition(".")[2]
+    return f"::: {SAME_NAME[member]}\n    options:\n      heading: {member}\n      toc_label: {label}"

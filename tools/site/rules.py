@@ -21,7 +21,8 @@ from bpk.rules import REGISTRY
 from bpk.supporting import calls_of
 from tools.site.formulas import formulas, hyperparameters
 from tools.site.markdown import code_block, details, table
-from tools.site.names import function_name, module_name
+from tools.site.measured import speed
+from tools.site.names import function_name, module_name, title
 
 SHORTCUTS = {
     "squared_sum": "squares summed over columns and samples",
@@ -33,6 +34,7 @@ SHORTCUTS = {
 """Optional methods of a family, with what each gives faster than its default."""
 
 ELSEWHERE = "registered"
+NONE = "–"
 HEAD = ["example", "inputs", "parameters", "output", "second derivative", "remarks"]
 
 
@@ -61,6 +63,11 @@ def title_of(rule: Rule) -> str:
     return ", ".join(dict.fromkeys(owners)) or type(rule).__name__
 
 
+def title_of_file(name: str) -> str:
+    """How pages call a file of rules."""
+    return title(name) if name != ELSEWHERE else "Registered by this process"
+
+
 def anchor_of(rule: Rule) -> str:
     """Where on its page a rule is described."""
     first = title_of(rule).partition(",")[0]
@@ -86,7 +93,7 @@ def pages() -> dict[str, str]:
 def page(name: str, rules: Sequence[Rule]) -> str:
     """One file of rules."""
     module = files().get(name)
-    parts = [f"# {name.replace('_', ' ').capitalize()}"]
+    parts = [f"# {title_of_file(name)}"]
     if module is not None:
         parts += [inspect.getdoc(module) or "", f"Source: `rules/{name}.py`."]
     parts += [section(rule) for rule in rules]
@@ -106,15 +113,19 @@ def section(rule: Rule) -> str:
         names = sorted(dict.fromkeys(function_name(f) for f in rule.functions))
         facts.append(f"- Functions: {', '.join(f'`{n}`' for n in names)}")
     if hyper := hyperparameters(rule):
-        facts.append(f"- Hyperparameters: {', '.join(hyper)}")
+        facts.append(f"- Hyperparameters, from attributes of the layer: {', '.join(hyper)}")
     if rule.params:
         facts.append(f"- Parameters: {', '.join(f'`{p}`' for p in rule.params)}")
     facts.append(f"- Family: `{family.__name__}`, in `{home_of(family)}`")
-    if own := [f"`{name}` ({what})" for name, what in SHORTCUTS.items() if overrides(family, name)]:
-        facts.append(f"- Shortcuts: {', '.join(own)}")
+    if own := [f"{what} (`{name}`)" for name, what in SHORTCUTS.items() if overrides(family, name)]:
+        facts.append(f"- Computed faster than by default: {', '.join(own)}")
+    if saved := speed(rule.name):
+        facts.append(f"- Cost: {saved}")
     parts.append("\n".join(facts))
     if rows := example_rows(rule):
-        parts.append(table(HEAD, rows))
+        used = [k for k in range(len(HEAD)) if any(row[k] not in ("", NONE) for row in rows)]
+        rows = list(map(list, dict.fromkeys(tuple(row[k] for k in used) for row in rows)))
+        parts.append(table([HEAD[k] for k in used], rows))
     return "\n\n".join(parts)
 
 
@@ -139,7 +150,7 @@ def example_rows(rule: Rule) -> list[list[str]]:
 
 def example_row(rule: Rule, example: Example, call: Call) -> list[str]:
     """One example."""
-    params = ", ".join(f"`{name}` {shape(p)}" for name, p in call.params.items()) or "–"
+    params = ", ".join(f"`{name}` {shape(p)}" for name, p in call.params.items()) or NONE
     notes = [text for text in (rule.obstacle(call), rule.mixing(call)) if text]
     if isinstance(rule, Loss) and (reason := rule.no_root(call)):
         notes.append(reason)
@@ -157,15 +168,17 @@ def example_row(rule: Rule, example: Example, call: Call) -> list[str]:
 
 
 def curvature(rule: Rule, call: Call) -> str:
-    """The structure of the residual: with respect to the input, and jointly with the parameters."""
+    """The structure of the residual: with respect to the first input, and jointly with all others and parameters."""
     if isinstance(rule, Loss):
         return "loss Hessian"
     alone = rule.residual(call).value
-    wrts: tuple[Wrt, ...] = (0, *call.params)
+    inputs = [k for k, x in enumerate(call.inputs) if k == 0 or x.is_floating_point()]
+    wrts: tuple[Wrt, ...] = (*inputs, *call.params)
     joint = rule.residual(call, wrts).value
-    return alone if joint == alone else f"{alone}; with parameters {joint}"
+    others = " and ".join([*["other inputs"] * (len(inputs) > 1), *["parameters"] * bool(call.params)])
+    return alone if joint == alone else f"{alone}; jointly with {others}: {joint}"
 
 
 def shape(x: Tensor) -> str:
     """A tensor's shape."""
-    return f"[{', '.join(map(str, x.shape))}]"
+    return f'<span class="shape">[{", ".join(map(str, x.shape))}]</span>'

@@ -1,0 +1,199 @@
+"""The stored benchmark as a page: a chart and a table, and the cost of one quantity in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, floor, log, log10
+from pathlib import Path
+from typing import Any
+
+from benchmarks.problems import KNOWN
+from tools.site.markdown import escape, table
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
+LAYERS = RESULTS.with_name("layers.json")
+WIDTH, LEFT, ROW = 640, 170, 24
+PEERS = ("bpk", "backpack", "torch.func", "loop", "opacus")
+NAMES = {
+    "bpk": "bpk",
+    "backpack": "BackPACK 1.7.1",
+    "torch.func": "torch.func",
+    "loop": "loop over samples",
+    "opacus": "Opacus",
+}
+SUMMARY = ("BatchGrad", "Variance", "DiagGGNExact", "DiagHessian", "KFAC", "HMP")
+"""Quantities of the start page."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of one network: time as a ratio to plain forward and backward, and peak memory in MB, by who."""
+
+    quantity: str
+    batch: int
+    problem: str
+    ratios: dict[str, float]
+    megabytes: dict[str, float]
+
+    @property
+    def title(self) -> str:
+        """The network."""
+        known = KNOWN.get(self.problem)
+        return f"{known.title if known else self.problem}, batch size {self.batch}"
+
+
+@cache
+def stored() -> dict[str, Any]:
+    """The file of results."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text())
+    return found
+
+
+def rows() -> list[Row]:
+    """What was measured."""
+    return [
+        Row(r["quantity"], r["batch"], r["problem"], those_of(r["cells"], "ratio"), those_of(r["cells"], "megabytes"))
+        for r in stored()["rows"]
+    ]
+
+
+def those_of(cells: dict[str, Any], what: str) -> dict[str, float]:
+    """What each alternative took, where it was measured."""
+    return {name: cell[what] for name, cell in cells.items() if cell[what]}
+
+
+def setting() -> str:
+    """On what it was measured."""
+    machine = stored()["machine"]
+    threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    return f"{machine['cpu']}, {threads}, float32, torch {machine['torch']}"
+
+
+def cost(quantity: str) -> str:
+    """One sentence on what a quantity costs."""
+    for row in rows():
+        if row.quantity == quantity and "bpk" in row.ratios:
+            others = [f"{NAMES[n]} {row.ratios[n]:.1f}" for n in PEERS[1:] if n in row.ratios]
+            compared = f" ({', '.join(others)})" if others else ""
+            return (
+                f"{row.ratios['bpk']:.2f} times plain forward and backward{compared} on {row.title}: "
+                f"[benchmarks](../benchmarks.md)."
+            )
+    return "not part of the stored [benchmark](../benchmarks.md)."
+
+
+@cache
+def layers() -> dict[str, dict[str, Any]]:
+    """What was measured of rules, by their names: `python -m benchmarks --layers`."""
+    if not LAYERS.exists():
+        return {}
+    return {row["rule"]: row for row in json.loads(LAYERS.read_text())["layers"]}
+
+
+def speed(rule: str) -> str:
+    """What a rule saves, in words."""
+    row = layers().get(rule)
+    if row is None or not row["products"]:
+        return ""
+    return (
+        f"{row['products']:.1f} times the speed of autograd at the products of `{row['layer'].partition(' on ')[0]}` "
+        f"(8 columns, {row['batch']} samples, inputs and parameters)"
+    )
+
+
+def page() -> str:
+    """The page in Markdown."""
+    mine = [row for row in rows() if "bpk" in row.ratios]
+    parts = [
+        "# Benchmarks",
+        "Time of forward, backward and the quantity, as a ratio to plain forward and backward: 1 would be for free. "
+        f"Medians of interleaved rounds; {setting()}. Importing `bpk` adds {stored()['import_seconds']:.2f} s to "
+        "importing torch. `make bench` measures them again ([how](measuring.md)); this page shows "
+        "`benchmarks/results/latest.json`. A dash in a table: the alternative does not give the quantity.",
+    ]
+    for title in dict.fromkeys(row.title for row in mine):
+        found = [row for row in mine if row.title == title]
+        ratios = {row.quantity: row.ratios for row in found}
+        parts += [f"## {title}", chart(ratios, "times plain forward and backward", 1), values(ratios, "{:.2f}")]
+        if megabytes := {row.quantity: row.megabytes for row in found if "bpk" in row.megabytes}:
+            plain = min(cell["plain"] for cell in megabytes.values() if "plain" in cell)
+            about = f"Peak memory beyond model and data; plain forward and backward take {plain:.0f} MB."
+            parts += [f"### Memory: {title}", about, chart(megabytes, "MB", plain), values(megabytes, "{:.0f}")]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary() -> str:
+    """A few quantities of the first network, for the start page."""
+    mine = [row for row in rows() if "bpk" in row.ratios and row.quantity in SUMMARY]
+    first = [row for row in mine if row.title == mine[0].title]
+    caption = f"{first[0].title}; {setting()}. All quantities: [benchmarks](benchmarks.md)."
+    return f"{chart({row.quantity: row.ratios for row in first}, 'times plain forward and backward', 1)}\n\n{caption}"
+
+
+def values(found: dict[str, dict[str, float]], form: str) -> str:
+    """The numbers of a chart."""
+    used = [name for name in PEERS if any(name in cells for cells in found.values())]
+    body = [[q, *(form.format(cells[n]) if n in cells else "–" for n in used)] for q, cells in found.items()]
+    return table(["quantity", *(NAMES[name] for name in used)], body)
+
+
+def measuring() -> str:
+    """How it is measured: the benchmarks' own README."""
+    text = (RESULTS.parents[1] / "README.md").read_text()
+    return text.replace("# Benchmarks", "# How it is measured", 1).replace("## How it is measured", "## Method", 1)
+
+
+def chart(found: dict[str, dict[str, float]], unit: str, base: float) -> str:
+    """A bar from `base` for bpk, marks for the others, on a logarithmic axis; SVG in the colours of the page."""
+    used = [name for name in PEERS if any(name in cells for cells in found.values())]
+    every = [value for cells in found.values() for name, value in cells.items() if name in used]
+    low, high = min(*every, base) * 0.85, max(every) * 1.15
+
+    def x(value: float) -> float:
+        return LEFT + (WIDTH - LEFT - 10) * log(value / low) / log(high / low)
+
+    bottom = 34 + ROW * len(found)
+    lines = [
+        '<div class="wide" markdown="0">',
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {bottom + 40}" role="img" aria-label="{unit}, logarithmic axis">',
+    ]
+    for tick in ticks(low, high):
+        kind = "grid one" if tick == base else "grid"
+        lines.append(f'<line class="{kind}" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="30" y2="{bottom}"/>')
+        lines.append(f'<text x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
+    lines.append(f'<text x="{WIDTH - 10}" y="{bottom + 34}" text-anchor="end">{unit}</text>')
+    for k, (quantity, cells) in enumerate(found.items()):
+        y = 34 + ROW * (k + 0.5)
+        lines.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{escape(quantity)}</text>')
+        left, right = sorted((x(base), x(cells["bpk"])))
+        bar = f'<rect class="mark-0" x="{left:.1f}" y="{y - 6}" width="{right - left:.1f}" height="12" rx="1">'
+        lines.append(f"{bar}<title>bpk: {cells['bpk']:.2f}</title></rect>")
+        for name in used[:0:-1]:
+            if name in cells:
+                lines.append(mark(name, x(cells[name]), y, f"{NAMES[name]}: {cells[name]:.2f}"))
+    lines.append('<rect class="mark-0" x="4" y="8" width="16" height="12" rx="1"/><text x="25" y="18">bpk</text>')
+    for k, name in enumerate(used[1:]):
+        lines += [mark(name, 80 + 125 * k, 14), f'<text x="{90 + 125 * k}" y="18">{NAMES[name]}</text>']
+    return "\n".join([*lines, "</svg></div>"])
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10, ... between two numbers."""
+    decades = range(floor(log10(low)), ceil(log10(high)) + 1)
+    return [tick for d in decades for n in (1, 2, 5) if low <= (tick := n * 10**d) <= high]
+
+
+def mark(name: str, x: float, y: float, title: str = "") -> str:
+    """A sign of an alternative: its form differs as well as its colour."""
+    kind = PEERS.index(name)
+    forms = {
+        1: '<circle class="mark mark-1" cx="0" cy="0" r="5">',
+        2: '<path class="mark mark-2" d="M-5 -5 H5 V5 H-5 z">',
+        3: '<path class="mark mark-3" d="M0 -6 L6 5 H-6 z">',
+        4: '<path class="mark mark-4" d="M0 -6 L6 0 L0 6 L-6 0 z">',
+    }
+    shape = forms[kind].replace("<", f'<g transform="translate({x:.1f} {y})"><', 1)
+    element = "circle" if kind == 1 else "path"
+    return f"{shape}<title>{title}</title></{element}></g>" if title else f"{shape}</{element}></g>"
