@@ -25,7 +25,10 @@ examples: $(VENV)/.has-demo
 		if [ $$script != examples/demo.py ]; then printf '\n== %s\n' $$script; $(PY) $$script || exit 1; fi; \
 	done
 
-test: $(VENV)/.has-demo $(VENV)/.has-test $(VENV)/.has-docs
+# the tests of the site drive Chromium, where there is one
+BROWSER := $(if $(shell command -v chromium || command -v chromium-browser || command -v google-chrome),$(VENV)/.has-browser)
+
+test: $(VENV)/.has-demo $(VENV)/.has-test $(VENV)/.has-docs $(BROWSER)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.has-dev

@@ -92,13 +92,14 @@ def run(args: argparse.Namespace) -> tuple[list[Row], float | None]:
 
 
 def run_layers(args: argparse.Namespace) -> list[layers.LayerRow]:
-    """Measure the rules that were asked for and write the result."""
+    """Measure the rules that were asked for, and write the result if these are all, or where a name is given."""
     rounds = layers.LEAST_ROUNDS if args.quick else args.rounds or layers.ROUNDS
     rows = []
     for rule in layers.choose(args.layers):
         print(rule.name, file=sys.stderr, flush=True)
         rows.append(layers.measure_layer(rule, args.batch, rounds, args.budget or layers.SECONDS))
-    print(f"written: {layers.write_json(rows, args.name or 'layers')}", file=sys.stderr)
+    if args.name or not args.layers:
+        print(f"written: {layers.write_json(rows, args.name or 'layers')}", file=sys.stderr)
     return rows
 
 

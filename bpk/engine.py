@@ -59,13 +59,28 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
     return kept if isinstance(kept, Tensor) else None
 
 
+def count_of_argument(value: object) -> int:
+    """How many references a function counts to its argument."""
+    return sys.getrefcount(value)
+
+
+def count_of_one_variable() -> int:
+    """How many references a function counts if its caller's variable is the only thing that refers to the argument."""
+    variable = object()
+    return count_of_argument(variable)
+
+
+ONE_VARIABLE = count_of_one_variable()
+"""Versions of Python differ: 4 in 3.10, 3 in 3.11, and less where a call borrows the caller's reference."""
+
+
 def spare_memory(tensor: object) -> Tensor | None:
     """The memory of a tensor as a flat tensor, if the caller's variable is the only thing that refers to it."""
     if not isinstance(tensor, Tensor) or tensor.requires_grad or tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
-    # this function's argument, the caller's variable, and getrefcount's own argument; the tensor's and our handle
-    alone = sys.getrefcount(tensor) <= 3 and tensor._use_count() == 1  # type: ignore[attr-defined]
+    # the second count is of handles within torch; that of the storage has the tensor's and ours
+    alone = sys.getrefcount(tensor) <= ONE_VARIABLE and tensor._use_count() == 1  # type: ignore[attr-defined]
     if not alone or torch._C._storage_Use_Count(storage._cdata) != 2:
         return None
     if storage.nbytes() != tensor.numel() * tensor.element_size():

@@ -40,6 +40,9 @@ WRONG = {"WeightNormInterfaceBackward0": "torch's own second derivative of its w
 ONCE = ("is not implemented", "once_differentiable", "double backward")
 """How autograd says that a function can be differentiated once only."""
 
+REFUSAL = "torch::autograd::Error"
+"""The node that `once_differentiable` puts behind a gradient."""
+
 
 class StretchResidual:
     """`R`, the second derivative of `<grad, stretch(x_1, ..., p_1, ...)>` in targets `x` and parameters `p`.
@@ -59,7 +62,7 @@ class StretchResidual:
 
     def columns(self) -> Group | None:
         """Its eigendecomposition, jointly over targets and parameters, sample by sample (`None`: it is zero)."""
-        with differentiable_twice(self.source):
+        with differentiable_twice(self.source, self.grad):
             if self.is_zero:
                 return None
             self.require_samples()
@@ -71,7 +74,7 @@ class StretchResidual:
 
     def groups(self) -> Groups:
         """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes."""
-        with differentiable_twice(self.source):
+        with differentiable_twice(self.source, self.grad):
             if self.is_zero:
                 return []
             self.require_samples()
@@ -284,17 +287,42 @@ def filled(x: Tensor, size: int, axis: int) -> Tensor:
     return torch.cat([x, x.new_zeros(*x.shape[:axis], missing, *x.shape[axis + 1 :])], axis) if missing else x
 
 
+def is_marked(source: Source, grad: Tensor) -> bool:
+    """Whether a user's function is marked with `once_differentiable`.
+
+    Its gradient then has no graph towards its inputs, as if it were linear. It has one towards an error, however, if
+    it is asked for with a gradient that itself requires one.
+    """
+    if not any(name.endswith("Backward") for name in source.functions):  # torch's own end with a number
+        return False
+    waiting = [g.grad_fn for g in source.gradients(grad.detach().requires_grad_())]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.name() == REFUSAL:
+            return True
+        fresh = {above for above, _ in node.next_functions} - seen
+        seen |= fresh
+        waiting += fresh
+    return False
+
+
 @contextmanager
-def differentiable_twice(source: Source) -> Iterator[None]:
-    """Say which function has no second derivative, or a wrong one."""
-    where = f"before '{source.consumer.path}' ({type(source.consumer.module).__name__})"
-    do = "use a GGN quantity, or write the function with others."
+def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
+    """Say which function has no second derivative, or a wrong one. `grad` is the gradient at the end of the stretch."""
+    what = f"A function before '{source.consumer.path}' ({type(source.consumer.module).__name__}) cannot be "
+    what += "differentiated twice."
+    do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
     for name in source.functions & WRONG.keys():
-        raise UnsupportedLayer(explain(f"A function {where} cannot be differentiated twice.", WRONG[name], do))
+        raise UnsupportedLayer(explain(what, WRONG[name], do))
+    if is_marked(source, grad):
+        raise UnsupportedLayer(explain(what, "it is marked with once_differentiable.", do))
     try:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE):
             raise
-        raise UnsupportedLayer(explain(f"A function {where} cannot be differentiated twice.", reason, do)) from error
+        raise UnsupportedLayer(explain(what, reason, do)) from error

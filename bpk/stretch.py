@@ -43,7 +43,7 @@ class Stretch:
         self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
         self.cotangent = torch.zeros_like(at_input, requires_grad=True)
         self.pulled = source.gradients(self.cotangent)
-        with torch.enable_grad(), CTX.quietly():
+        with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
             self.tangents = [torch.zeros_like(p, requires_grad=True) for p in self.pulled]
             self.pushed = torch.autograd.grad(self.pulled, self.cotangent, self.tangents, create_graph=True)[0]
         self.probes: Sequence[Tensor] = ()
@@ -54,7 +54,7 @@ class Stretch:
             if factored:
                 self.columns = StretchResidual(source, share).columns()
             else:
-                with torch.enable_grad(), CTX.quietly(), differentiable_twice(source):
+                with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
                     self.probes, self.bent = self.bend(source, share)
         except UnsupportedLayer as error:
             self.refusal = error  # products with the GGN do without

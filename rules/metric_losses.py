@@ -68,6 +68,17 @@ def frozen_linear_loss(*args: Any, **kwargs: Any) -> nn.Module:
     return nn.LinearCrossEntropyLoss(*args, **kwargs).requires_grad_(False)
 
 
+def head_inside() -> tuple[AutodiffLoss, ...]:
+    """The rule of a loss that torch has had since 2.13."""
+    if torch.__version__ < "2.13":
+        return ()
+    examples = [
+        case(frozen_linear_loss, 3, 4, shape=(4, 3), target=LABELS),
+        case(frozen_linear_loss, 3, 4, bias=True, reduction="sum", label_smoothing=0.1, shape=(4, 3), target=LABELS),
+    ]
+    return (HeadInside(nn.LinearCrossEntropyLoss, examples=examples),)
+
+
 COSINES, MARGINS = nn.CosineEmbeddingLoss, nn.MultiMarginLoss
 TRIPLET, TRIPLET_WITH = nn.TripletMarginLoss, nn.TripletMarginWithDistanceLoss
 
@@ -100,15 +111,7 @@ RULES = (
             *both(MARGINS, (4, 3), LABELS, p=2, margin=0.7, weight=weights(0.5, 1.0, 2.0)),
         ],
     ),
-    HeadInside(
-        nn.LinearCrossEntropyLoss,
-        examples=[
-            case(frozen_linear_loss, 3, 4, shape=(4, 3), target=LABELS),
-            case(
-                frozen_linear_loss, 3, 4, bias=True, reduction="sum", label_smoothing=0.1, shape=(4, 3), target=LABELS
-            ),
-        ],
-    ),
+    *head_inside(),
     ZeroCurvature(
         f"MultiLabelMarginLoss {MARGIN} Use MultiLabelSoftMarginLoss.",
         nn.MultiLabelMarginLoss,

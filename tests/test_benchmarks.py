@@ -127,13 +127,28 @@ def test_new_rules_are_measured(
     threads, before = torch.get_num_threads(), list(REGISTRY)
     (tmp_path / "my_rules.py").write_text(MY_RULES)
     try:
-        assert main(["--layers", str(tmp_path / "my_rules.py"), "sqrt", "MSELoss", "--quick", "--batch", "6"]) == 0
+        assert (
+            main(
+                [
+                    "--layers",
+                    str(tmp_path / "my_rules.py"),
+                    "sqrt",
+                    "MSELoss",
+                    "--quick",
+                    "--batch",
+                    "6",
+                    "--name",
+                    "mine",
+                ]
+            )
+            == 0
+        )
     finally:
         torch.set_num_threads(threads)
         for rule in [rule for rule in REGISTRY if rule not in before]:
             REGISTRY.remove(rule)
     assert list(REGISTRY) == before
-    rows = {row.layer.split("(")[0].split()[0]: row for row in layers.read_json(tmp_path / "layers.json") or []}
+    rows = {row.layer.split("(")[0].split()[0]: row for row in layers.read_json(tmp_path / "mine.json") or []}
     assert list(rows) == ["Sqrt", "MSELoss", "Swish", "Mixer", "Wrong"]
     for name in ("Sqrt", "MSELoss", "Swish", "Mixer"):
         assert set(rows[name].ratios) == set(layers.MEASURED) and not rows[name].notes

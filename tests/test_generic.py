@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
@@ -178,6 +180,35 @@ def test_functions_that_autograd_differentiates_once() -> None:
     model, loss_fn = bpk.extend(Segments()), bpk.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     with pytest.raises(NotImplementedError, match=r"(?s)before 'last'.*cannot be differentiated twice"):
+        backward(model, loss_fn, x, y, E.DiagHessian())
+    assert bpk.verify(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact())
+
+
+def test_functions_marked_as_differentiable_once() -> None:
+    """Autograd gives their gradient without a graph, as that of a linear function: not to be mistaken for one."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * ctx.saved_tensors[0] * grad
+
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Square.apply(self.first(x)))
+
+    model, loss_fn = bpk.extend(Squares()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    with pytest.raises(NotImplementedError, match=r"(?s)before 'last'.*marked with once_differentiable"):
         backward(model, loss_fn, x, y, E.DiagHessian())
     assert bpk.verify(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact())
 
