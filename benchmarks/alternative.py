@@ -33,6 +33,9 @@ class Job(ABC):
         for p in self.setup.params:
             p.grad = None
 
+    def drop(self) -> None:
+        """Drop what the last run has computed, if it is still on the model. (In a training loop, it is there.)"""
+
     def canonical(self, result: Result) -> Result:
         """The result in `bpk`'s scaling, for the comparison with the reference."""
         return result

@@ -58,6 +58,7 @@ def measure(alternative: Alternative, problem: str, quantity: str) -> Peak:
     if resettable:
         job.run()
         job.clear()
+        job.drop()  # or memory for new fields is there already, and counts as that of the model
         _release()
         _CLEAR_REFS.write_text("5")
     before, start = _kilobytes("VmRSS") if resettable else _highest(), time.process_time()

@@ -122,6 +122,11 @@ class PackJob(Job):
         for p in self.params:
             p.grad = None
 
+    def drop(self) -> None:
+        for p in self.params:
+            for field in self.fields:
+                vars(p).pop(field, None)
+
 
 class Opacus(Alternative):
     """Individual gradients by Opacus' `GradSampleModule`, other first-order quantities from these."""

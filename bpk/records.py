@@ -293,7 +293,7 @@ class Record:
         self.close()
         if self.output is self.module.__dict__.get("output"):
             forget(self.module)
-        self.inputs, self.results, self.seen = (), {}, None
+        self.inputs, self.results, self.seen, self.binding = (), {}, None, self.binding.without_tensors()
 
     @property
     def released(self) -> bool:

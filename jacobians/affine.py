@@ -101,10 +101,8 @@ class Affine(LinearInEach):
             patches = partial(self.patches, call)
             squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
             return self.as_weight(call, squares)
-        rows = gemm.wide(self._bias_rows(call, mat)).square()
-        if weights is not None:
-            rows = rows * weights[..., None]
-        return (rows.sum(0) if per_sample else rows.sum((0, 1))).to(mat.dtype)
+        squares = gemm.sum_of_squares(self._bias_rows(call, mat), weights)
+        return (squares if per_sample else squares.sum(0)).to(mat.dtype)
 
     def squared_sum_of_blocks(
         self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool

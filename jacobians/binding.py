@@ -36,6 +36,10 @@ class Binding:
         """The batch axis of a result."""
         return self.out_axes[number] if self.out_axes else 0
 
+    def without_tensors(self) -> Binding:
+        """Where batch axes are, and nothing that takes memory."""
+        return Binding(None, (), self.axes, self.out_axes)
+
     def seen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Inputs as the rule sees them: batch axis in front, what is shared repeated (as a view)."""
         n = next((x.shape[a] for k, x in enumerate(tensors) if (a := self.axis(k)) is not None and x.dim()), 1)

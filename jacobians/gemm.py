@@ -29,6 +29,10 @@ def chunks(total: int, size: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
+LARGE = 1 << 16
+"""From how many entries on a column is squared on its own: this saves memory, and from here on no time is lost."""
+
+
 def wide(x: Tensor) -> Tensor:
     """`x` in the type to compute in: half precision is too coarse for sums and exponentials, so float32 instead."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -214,10 +218,7 @@ def squared_sum(patches: Patches, m: Tensor, width: int, weights: Tensor | None,
 
 def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool, empty: Empty) -> Tensor:
     """One position: the square of an outer product is the outer product of the squares."""
-    squares = wide(m)[..., 0].square()  # [V, N, G, O]
-    if weights is not None:
-        squares = squares * weights[..., None, None]
-    left, right = squares.sum(0), wide(a)[..., 0].square()  # [N, G, O], [N, G, I]
+    left, right = sum_of_squares(m[..., 0], weights), wide(a)[..., 0].square()  # [N, G, O], [N, G, I]
     if keep:
         left, right = left[..., None], right[..., None, :]
         out = empty((*left.shape[:3], right.shape[-1]), left)
@@ -225,6 +226,23 @@ def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool, emp
     if left.shape[1] == 1:
         return linear(left[:, 0].T, right[:, 0].T)[None].to(m.dtype)
     return torch.einsum("ngo,ngi->goi", left, right).to(m.dtype)
+
+
+def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
+    """`sum_v w_vn m_vn^2` of columns `[V, N, ...]`: `[N, ...]`. Large ones are not all squared at once."""
+    if m[:1].numel() < LARGE:
+        squares = wide(m).square()
+        return (squares if weights is None else squares * like_columns(weights, m)).sum(0)
+    total = torch.zeros_like(wide(m[0]))
+    for v, column in enumerate(m):
+        x = wide(column)
+        total.addcmul_(x if weights is None else x * like_columns(weights[v], column), x)
+    return total
+
+
+def like_columns(weights: Tensor, m: Tensor) -> Tensor:
+    """Weights `[V, N]` for columns `[V, N, ...]`."""
+    return weights.reshape(*weights.shape, *[1] * (m.dim() - weights.dim()))
 
 
 def squared_length(x: Tensor) -> Tensor:
