@@ -87,11 +87,13 @@ class Check:
         raise ValueError(f"there is no reference for {name}")
 
     def _factors(self, values: list[Any]) -> list[tuple[Tensor, Tensor]]:
-        """`G` of a bias is its GGN; `G` of a weight `[G, A]` is that of the bias that follows it."""
+        """`G` of a bias is its GGN; `G` of a weight `[G, A]` is that of its bias."""
+        names = [name for name, _ in self.setup.model.named_parameters()]
         pairs = []
-        for i, factors in enumerate(values):
-            block = i if len(factors) == 1 else i + 1
-            if block < len(values) and len(factors[0]) == self.params[block].numel():
+        for name, factors in zip(names, values, strict=True):
+            bias = name if len(factors) == 1 else name.replace("weight", "bias")
+            block = names.index(bias) if bias in names else -1
+            if block >= 0 and len(factors[0]) == self.params[block].numel():
                 jacobian = self.jacobians[block]
                 pairs.append((factors[0], jacobian.T @ self.loss_hessian @ jacobian))
         return pairs

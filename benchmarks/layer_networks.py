@@ -130,14 +130,14 @@ class LayerProblem:
             layer = layer.removeprefix("FunctionLayer(").removesuffix(")")
         return f"{layer if len(layer) <= 44 else layer[:43] + '…'} on {shape}"
 
-    def call(self, batch: int, dtype: torch.dtype = torch.float32) -> Call:
-        """The layer alone on random inputs."""
+    def call(self, rule: Rule, batch: int, dtype: torch.dtype = torch.float32) -> Call:
+        """The layer alone on random inputs, as a rule sees it."""
         torch.manual_seed(0)
         layer = self.example.build().to(dtype)
         inputs = self.example.inputs(dtype, batch)
         if isinstance(self.rule, Loss):
             return Call(layer, inputs, {}, layer(*inputs).detach())
-        return Call.of(layer, *inputs, params=self.rule.params)
+        return Call.of(layer, *inputs, params=rule.params_of(layer), rule=rule)
 
     def setup(self, batch: int, dtype: torch.dtype = torch.float32) -> tuple[Setup, nn.Module]:
         """The network with its data, and the layer (or loss) under test in it; always the same one."""

@@ -143,7 +143,7 @@ def jobs_of(problem: LayerProblem, serve: Callable[[nn.Module], None], row: Laye
         return PackJob(setup, QUANTITIES[name], "bpk")
 
     def products_job(rule: Rule) -> Job:
-        return ProductsJob(rule, problem.call(row.batch))
+        return ProductsJob(rule, problem.call(rule, row.batch))
 
     makers: dict[str, Callable[[], Job]] = {name: partial(quantity_job, name) for name in MEASURED}
     if isinstance(problem.rule, Autodiff) and not isinstance(problem.rule, Loss):
