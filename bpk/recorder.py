@@ -138,15 +138,17 @@ def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:
         return None
-    kept = [keep(x) for x in results.values()]
-    marked = Together.apply(*results.values())
-    places = {x.output_nr: k for k, x in enumerate(marked)}
-    inputs, edges = tuple(x for x, _ in kept), tuple(edge for _, edge in kept)
-    detached = {k: x.detach() for k, x in enumerate(marked)}
-    written = Record(module, PASSAGE, Binding(module, inputs), inputs, edges, detached, places)
-    engine.belongings(marked[0].grad_fn)[OWNER] = written
-    marked[0].grad_fn.register_prehook(Visit(written))
-    return substitute(output, {id(old): new for old, new in zip(results.values(), marked, strict=True)})
+    return substitute(output, {id(x): passage(module, x) for x in results.values()})
+
+
+def passage(module: nn.Module, result: Tensor) -> Tensor:
+    """One result of a container, marked. Each is on its own: their rows need not be the same."""
+    kept, edge = keep(result)
+    (marked,) = Together.apply(result)
+    written = Record(module, PASSAGE, Binding(module, (kept,)), (kept,), (edge,), {0: marked.detach()}, {0: 0})
+    engine.belongings(marked.grad_fn)[OWNER] = written
+    marked.grad_fn.register_prehook(Visit(written))
+    return marked
 
 
 def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:

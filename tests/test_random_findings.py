@@ -187,3 +187,16 @@ def test_one_sample_with_a_table_of_positions() -> None:
         loss_fn(out, torch.arange(4) % 3).backward()
     for p in (table.weight, tokens.weight, last.weight):
         torch.testing.assert_close(p.grad_batch, p.grad[None])
+
+
+def test_losses_of_results_with_different_rows() -> None:
+    torch.manual_seed(0)
+    model, first, second = extended(Rows(), nn.CrossEntropyLoss(), nn.MSELoss())
+    x, y, z = rand(4, 2, 3), torch.randint(3, (8,)), rand(4, 2, 2)
+    rows, others = model(x)
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        (first(rows, y) + second(others, z)).backward()
+    for n in range(4):
+        rows, others = model(x[n : n + 1])
+        loss = (first(rows, y[2 * n : 2 * n + 2]) + second(others, z[n : n + 1])) / 4
+        torch.testing.assert_close(model.p.grad_batch[n], torch.autograd.grad(loss, model.p)[0])
