@@ -24,7 +24,8 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
     sizes = [n for n in sizes if n not in last]
     whole = [n for n in sizes if n == root.batch_size]
-    settled = 1 in sizes[1:] and not has_rows_of_root(root, above)
+    several = any(has_axis(record, root.batch_size) for record in above)
+    settled = 1 in sizes[1:] and several and not one_by_one(root, above)
     ordered = [(n, movable, True) for movable in (False, True) for n in whole if not (movable and settled)]
     for movable in (False, True):
         found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
@@ -32,11 +33,19 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     return ordered + [(n, True, True) for n in last]
 
 
-def has_rows_of_root(root: Record, above: list[Record]) -> bool:
-    """Whether all data has as many rows as the root, or a layer is given it row by row: these may be samples."""
-    first = [record for record in above if is_given_data(record)]
-    calls = Counter(id(record.module) for record in first if record.batch_size == 1)
-    return root.batch_size in calls.values() or {record.batch_size for record in first} == {root.batch_size}
+def one_by_one(root: Record, above: list[Record]) -> bool:
+    """Whether a layer is given data as often as the root has rows, one row at a time: then these may be samples."""
+    calls = Counter(id(r.module) for r in above if is_given_data(r) and r.batch_size == 1)
+    return root.batch_size in calls.values()
+
+
+def has_axis(record: Record, n: int) -> bool:
+    """Whether `n` samples may be behind the first axis of a call that has one row."""
+    if record.batch_size != 1 or not record.inputs:
+        return False
+    looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
+    shape = record.inputs[0].shape
+    return n in shape[1 : len(shape) - (looks_at or 0)]
 
 
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
