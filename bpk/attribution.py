@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.graph import Source, connected, consumers_first
-from bpk.hypotheses import hypotheses, is_given_data, is_given_parameters, mixed, numberings
+from bpk.hypotheses import behind_first_axis, hypotheses, is_given_data, is_given_parameters, mixed, numberings
 from bpk.jacobians.errors import UnsupportedLayer
 from bpk.records import Record
 
@@ -97,7 +97,11 @@ def follow(
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
         try:
-            found[id(record)] = numbers_of(record, mat, n, movable, tolerance)
+            found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance)
+            is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
+            if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
+                # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
+                raise Shared(f"row of '{record.path}' may feed several of the {n} samples")
         except Shared as error:
             shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
     for other, reason in shared.values():
@@ -139,7 +143,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         raise NotInFront([record])  # its results come side by side, without axes of their own
     if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
         shared = record.batch_size != n or not record.inputs[0].is_floating_point()
-        if (movable or axis == 0) and shared and not record.knows_batch:
+        if (movable or axis == 0) and shared and not record.knows_batch and n not in behind_first_axis(record):
             raise Shared(what)
         raise mixed(f"one {what}")
     looks_at = record.rule.acts_on(record.call())

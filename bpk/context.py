@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from bpk import engine
@@ -217,6 +218,7 @@ class Context:
         if not self.stack or all(grads[nr] is None for nr in record.places):
             if not engine.keeps_graph():
                 record.release()
+            record.differentiated |= torch.is_grad_enabled()
             return
         context = self.stack[-1]
         context.reached = True
@@ -227,6 +229,7 @@ class Context:
             context.backwards[task] = Backward(context, task)
             engine.when_finished(context.backwards[task].close)
         context.backwards[task].visit(record, grads)
+        record.differentiated |= torch.is_grad_enabled()
 
 
 CTX = Context()

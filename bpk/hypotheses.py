@@ -53,11 +53,19 @@ def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
     records = list(above)
     known = {record.batch_size for record in records if record.knows_batch}
     counted = [r for r in records if r.params and r.batch_size < root.batch_size and not is_given_parameters(r)]
-    rows = {r.batch_size for r in counted} | {root.batch_size} | known
+    rows = {r.batch_size for r in counted} | {root.batch_size} | known | set().union(*map(behind_first_axis, records))
     found = sorted((n for n in rows if n and all(k % n == 0 for k in known)), reverse=True)
     if not found:
         raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
     return found
+
+
+def behind_first_axis(record: Record) -> set[int]:
+    """The sizes of axes of data, other than the first, where the batch axis may be."""
+    if record.rule is None or not is_given_data(record) or not record.inputs[0].is_floating_point():
+        return set()
+    shape, looks_at = record.inputs[0].shape, record.rule.acts_on(record.call())
+    return set() if looks_at is None else {*shape[1 : len(shape) - looks_at]} - {1}
 
 
 def is_given_data(record: Record) -> bool:

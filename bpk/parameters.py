@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bpk import engine
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.graph import parameter_edges
+from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import OPEN_USES, Record
 from bpk.statistics import Use, Uses
 from bpk.sweeps import Columns
@@ -77,14 +78,14 @@ class Parameters:
             each.uses.append(Use(use.call.by_position(axes), use.rule, use.name, columns))
             for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
                 if listens == key:
-                    state.before[index] = self.combined(state, index, extension.value(each))
+                    state.before[index] = self.combined(state, index, value_of(extension, each))
 
     def settle(self, state: ParameterState, key: Hashable) -> None:
         """Some columns have reached all uses of a parameter: keep what extensions make of them, and let go of them."""
         uses = state.uses.pop(key)
         for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
             if listens == key and not uses.nothing_left:
-                state.before[index] = self.combined(state, index, extension.value(uses))
+                state.before[index] = self.combined(state, index, value_of(extension, uses))
 
     def combined(self, state: ParameterState, index: int, value: Any) -> Any:
         """A value together with that of columns that came before."""
@@ -134,7 +135,9 @@ class Parameters:
             if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
                 uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
             state.done.add(index)
-            value = state.before.pop(index) if uses.nothing_left else self.combined(state, index, extension.value(uses))
+            value = (
+                state.before.pop(index) if uses.nothing_left else self.combined(state, index, value_of(extension, uses))
+            )
             self.save(state.param, extension.savefield, value)
         if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
             state.uses, state.gradients = {}, []
@@ -180,6 +183,24 @@ class Parameters:
             handle.remove()
         self.handles.clear()
         self.states, self.saved = {}, []
+
+
+def value_of(extension: BackpropExtension, uses: Uses) -> Any:
+    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
+    try:
+        return extension.value(uses)
+    except RuntimeError as error:
+        sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None})
+        if isinstance(error, NotImplementedError) or len(sizes) < 2:
+            raise
+        raise UnsupportedLayer(
+            explain(
+                f"{extension} met batches of {' and '.join(map(str, sizes))} samples at a parameter "
+                f"{list(uses.param.shape)}.",
+                "sample n of each is taken for the same one, as in a Siamese network, and these have different sizes.",
+                "use one backward pass for each batch.",
+            )
+        ) from error
 
 
 def is_trained(param: Tensor) -> bool:

@@ -70,6 +70,7 @@ def check_rule(
             )
         )
     with torch.random.fork_rng(devices=[]):
+        _require_names(rule, chosen)
         for example in chosen:
             for dtype in dtypes:
                 for some in [used] if used is not None else _uses(rule, example, dtype):
@@ -77,6 +78,32 @@ def check_rule(
     if report.failures:
         raise RuleError(_message(report))
     return report
+
+
+def _require_names(rule: Rule, chosen: Sequence[Example]) -> None:
+    """Refuse a parameter that no example has (some may lack it, as a bias): it would get no quantity and no check."""
+    named: set[str] = set()
+    known: set[str] = set()
+    for example in (*chosen, *rule.examples):
+        module = example.build()
+        named |= set(() if isinstance(rule, Loss) else rule.params_of(module))
+        known |= _parameter_names(module)
+        if named <= known:
+            return
+    missing = sorted(named - known)
+    raise RuleError(
+        explain(
+            f"{rule.name} names a parameter that no module of its examples has: {', '.join(map(repr, missing))}.",
+            f"a layer's parameters are found by name; the modules here have {sorted(known) or 'none'}.",
+            "correct the name in params=(...), or give an example whose module has the parameter.",
+        )
+    )
+
+
+def _parameter_names(module: nn.Module) -> set[str]:
+    """Of a module and its children, with those that are registered as `None`."""
+    prefixes = ((f"{prefix}." if prefix else "", child) for prefix, child in module.named_modules())
+    return {prefix + name for prefix, child in prefixes for name in child._parameters}
 
 
 def _uses(rule: Rule, example: Example, dtype: torch.dtype) -> list[tuple[int, ...]]:

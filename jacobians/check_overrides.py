@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.check_case import Case
+from bpk.jacobians.check_reference import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
 
@@ -98,7 +99,7 @@ def kronecker(case: Case, param: str) -> None:
 
 def block(rule: Rule, call: Call, mat: Tensor, param: str) -> Tensor:
     """A parameter's whole GGN block `[P, P]` from columns `[V, N, *out]`."""
-    rows = rule.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(2).flatten(0, 1)
+    rows = as_rows(rule.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(0, 1))
     return rows.T @ rows
 
 
@@ -130,7 +131,7 @@ def mean_congruence(case: Case, matrix: Tensor, wrt: Wrt) -> Tensor:
     blocks = dense.reshape(samples, out, *dense.shape[1:])
     parts = []
     for n in range(samples):
-        rows = (blocks[n][:, n] if isinstance(wrt, int) else blocks[n]).flatten(1)
+        rows = as_rows(blocks[n][:, n] if isinstance(wrt, int) else blocks[n])
         parts.append(rows.T @ matrix.to(rows.dtype) @ rows)
     return torch.stack(parts).mean(0)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.call import Wrt
 from bpk.jacobians.check_case import Case, wrt_name
+from bpk.jacobians.check_reference import as_rows
 from bpk.jacobians.rule import Residual
 
 DENSE_LIMIT = 96
@@ -33,7 +34,7 @@ def first_order(case: Case) -> None:
             case.same("jac_t_mat_prod", pulled, case.reference.jac_t(mat, wrt), wrt, _axes(wrt))
             case.same("jac_mat_prod", pushed, case.reference.jac(vec, wrt), wrt, ("column", "sample"))
             if case.exact and pulled is not None and pushed is not None and pushed.shape == mat.shape:
-                left, right = (pushed * mat).flatten(1).sum(1), (vec * pulled).flatten(1).sum(1)
+                left, right = as_rows(pushed * mat).sum(1), as_rows(vec * pulled).sum(1)
                 case.same("adjoint identity", left, right, wrt, ("column",), against="<v, J^T u>")
         if isinstance(wrt, str):
             per_sample(case, wrt)
@@ -52,12 +53,12 @@ def jacobian(case: Case, wrt: Wrt) -> None:
     out, shape = case.call.output, case.call.shape_of(wrt)
     if out.numel() > DENSE_LIMIT or shape.numel() > DENSE_LIMIT:
         return
-    expected = case.reference.jacobian(wrt).flatten(1)
+    expected = as_rows(case.reference.jacobian(wrt))
     rows = pull(case, torch.eye(out.numel()).to(out).reshape(-1, *out.shape), wrt)
     columns = push(case, torch.eye(shape.numel()).to(out).reshape(-1, *shape), wrt)
     for product, dense in (
-        ("jac_t_mat_prod", None if rows is None else rows.flatten(1)),
-        ("jac_mat_prod", None if columns is None else columns.flatten(1).T),
+        ("jac_t_mat_prod", None if rows is None else as_rows(rows)),
+        ("jac_mat_prod", None if columns is None else as_rows(columns).T),
     ):
         if dense is None or dense.shape != expected.shape:
             continue  # reported by the product itself
@@ -128,9 +129,9 @@ def residual_columns(case: Case, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -
             return
         for n, of_sample in enumerate(expected):
             at = {w: m[:, n] if isinstance(w, int) else m for w, m in mats.items()}
-            inner = torch.stack([columns[w][:, n].flatten(1) @ at[w].flatten(1).T for w in wrts]).sum(0)  # [K, V]
+            inner = torch.stack([as_rows(columns[w][:, n]) @ as_rows(at[w]).T for w in wrts]).sum(0)  # [K, V]
             for w in wrts:
-                got = ((signs[:, n, None] * inner).T @ columns[w][:, n].flatten(1)).reshape(at[w].shape)
+                got = ((signs[:, n, None] * inner).T @ as_rows(columns[w][:, n])).reshape(at[w].shape)
                 if not case.same(name, got, of_sample[w], w, ("column",), against=f"autograd for sample {n}"):
                     return
 

@@ -84,7 +84,7 @@ class Reference:
                 pulled = self.grads(self.output, (wrt,), probe, create_graph=True)[0]
                 return torch.stack([self.grads(pulled, (probe,), m)[0] for m in mat])
         except (RuntimeError, NotImplementedError):  # no double backward in torch
-            return (mat.flatten(1) @ self.jacobian(wrt).flatten(1).T).reshape(-1, *self.output.shape)
+            return (as_rows(mat) @ as_rows(self.jacobian(wrt)).T).reshape(-1, *self.output.shape)
 
     def residual(self, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         """`sum_k grad_out_k d2 out_k` times `mats`, jointly over their keys, by double backward."""
@@ -116,6 +116,11 @@ class Reference:
             output, leaves, vector, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
         return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[K, ...] -> [K, D]`, also for the columns `[K]` of a parameter that is one number."""
+    return x.reshape(len(x), x.shape[1:].numel())
 
 
 def _leaf(x: Tensor, dtype: torch.dtype, live: bool = True) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.conversion import name_of
-from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.errors import RuleError, UnsupportedLayer, explain
 from bpk.jacobians.generated import layer
 from bpk.jacobians.rule import Example, Residual, Rule
 from bpk.jacobians.symbolic import Derivation, derive, hyperparameters
@@ -129,6 +129,15 @@ class Elementwise(Pointwise):
         derived = self.derivation(options)
         sources = [self.hyper.get(name, name) for name in derived.hyper]
         values = [getattr(options, s) if isinstance(s, str) else s for s in sources]
+        for name, value in zip(derived.hyper, values, strict=True):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise UnsupportedLayer(
+                    explain(
+                        f"{self.name} has the hyperparameter {name} of shape {list(value.shape)}.",
+                        "an expression has numbers as hyperparameters.",
+                        "describe the layer by bpk.Autodiff, or with one number.",
+                    )
+                )
         return derived.compiled[order](x, *map(float, values))
 
     def _derivative(self, call: Call, order: int) -> Tensor:

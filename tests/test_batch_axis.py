@@ -184,3 +184,22 @@ def test_positive_curvature_through_a_function_that_joins_rows_is_refused() -> N
     model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
     with pytest.raises(NotImplementedError, match="PCHMP cannot pass"), bpk.backpack(E.PCHMP()):
         loss_fn(model(rand(N, 2, 2)), torch.randint(3, (N,))).backward()
+
+
+@pytest.mark.parametrize(("t", "n"), [(3, 6), (6, 3), (2, 4), (4, 2)])
+def test_time_first_where_steps_mix(t: int, n: int) -> None:
+    """No layer has the samples in front: they are found as an axis of the data."""
+    torch.manual_seed(0)
+    first, last, loss_fn = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), nn.CrossEntropyLoss()
+    model = bpk.extend(nn.ModuleList([first, last]))
+    x, y = torch.randn(t, n, 3).double(), torch.randint(2, (t, n))
+
+    def logits(x: Tensor) -> Tensor:
+        return model[1](torch.tanh(model[0](x)).cumsum(0)).flatten(0, 1)
+
+    with bpk.backpack(E.BatchGrad()):
+        bpk.extend(loss_fn)(logits(x), y.flatten()).backward()
+    for k in range(n):
+        loss = loss_fn(logits(x[:, k : k + 1]), y[:, k]) / n
+        expected = torch.autograd.grad(loss, first.weight)[0]
+        torch.testing.assert_close(first.weight.grad_batch[k], expected)

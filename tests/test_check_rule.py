@@ -431,3 +431,54 @@ def test_parameter_that_the_rule_does_not_name() -> None:
         model(torch.randn(4, 3))
     finally:
         bpk.unregister(rule)
+
+
+class Gated(nn.Module):
+    """`x sigmoid(w x) + b`, with or without `b`."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.5, 0.5]))
+        self.register_parameter("b", nn.Parameter(torch.tensor([0.5, 1.0])) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated = x * torch.sigmoid(self.w * x)
+        return gated if self.b is None else gated + self.b
+
+
+def test_parameter_that_no_example_has() -> None:
+    examples = [case(Gated, shape=(3, 2)), case(Gated, bias=False, shape=(3, 2))]
+    wrong = Autodiff(Gated, params=("w", "b", "nope"), examples=examples)
+    with pytest.raises(RuleError, match=r"(?s)no module of its examples has: 'nope'.*\['b', 'w'\].*Do:"):
+        check_rule(wrong, dtypes=ONLY64)
+    right = Autodiff(Gated, params=("w", "b"))
+    assert check_rule(right, examples[1:], ONLY64).checks  # registered as None
+    assert check_rule(right, examples, ONLY64).checks
+
+
+def test_optional_parameter_of_another_example() -> None:
+    """One example may lack a parameter that another one has, also when it is checked alone."""
+
+    class Optional(Gated):
+        def __init__(self, bias: bool = True) -> None:
+            super().__init__(bias)
+            if not bias:
+                del self.b
+                self.b = None
+
+    examples = [case(Optional, shape=(3, 2)), case(Optional, bias=False, shape=(3, 2))]
+    assert check_rule(Autodiff(Optional, params=("w", "b"), examples=examples), examples[1:], ONLY64).checks
+    with pytest.raises(RuleError, match="no module of its examples has: 'b'"):
+        check_rule(Autodiff(Optional, params=("w", "b")), examples[1:], ONLY64)
+
+
+class OneNumber(Autodiff):
+    """The recursion of KFRA sample by sample."""
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        return Rule.congruence(self, call, matrix, wrt)
+
+
+def test_parameter_that_is_one_number() -> None:
+    rule = OneNumber(Sharpness, params=("beta",))
+    assert check_rule(rule, [case(Sharpness, shape=(3, 2))]).passed["dense Jacobian"] == 4

@@ -231,6 +231,15 @@ def test_files_that_cannot_be_checked(rules: str, message: str, here: Path, caps
     assert set(REGISTRY) == before
 
 
+def test_a_parameter_that_does_not_exist(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = (
+        "from bpk.jacobians import Autodiff, case\n\n"
+        'RULES = (Autodiff(Swish, params=("nope",), examples=[case(Swish, shape=(3, 2))]),)\n'
+    )
+    assert checked(here, rules) == 1
+    assert "Autodiff(Swish) names a parameter that no module of its examples has: 'nope'." in capsys.readouterr().out
+
+
 def test_an_example_that_cannot_be_built(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     examples = "[case(Swish, 3, shape=(2, 2))]"
     rules = f'from bpk.jacobians import case\n\nRULES = (Elementwise("x", Swish, examples={examples}),)\n'

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bpk
+from bpk.extensions import DiagGGNExact
 from bpk.jacobians.call import Call
 from bpk.jacobians.check import check_rule
 from bpk.jacobians.elementwise import Elementwise, PositiveExample
-from bpk.jacobians.errors import RuleError
+from bpk.jacobians.errors import RuleError, UnsupportedLayer
 from bpk.jacobians.rule import Example, Residual
 from bpk.jacobians.symbolic import derive
 from bpk.rules import REGISTRY
@@ -160,3 +162,23 @@ def test_mistakes_are_explained(make, message: str) -> None:
 def test_sympy_is_imported_on_first_use() -> None:
     code = "import sys, bpk.rules.activation; assert 'sympy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hyperparameter_that_is_no_number() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("width", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x / self.width)
+
+    rule = Elementwise("tanh(x/width)", Scaled)
+    bpk.register(rule)
+    try:
+        model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(3, 2), Scaled())), bpk.extend(nn.MSELoss())
+        refused = pytest.raises(UnsupportedLayer, match=r"(?s)hyperparameter width of shape \[2\].*Do:")
+        with refused, bpk.backpack(DiagGGNExact()):
+            loss_fn(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+    finally:
+        bpk.unregister(rule)

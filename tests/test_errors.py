@@ -470,3 +470,31 @@ def test_a_refused_pass_is_freed(extension: type) -> None:
     before, uses = alive(), sum(OPEN_USES.values())
     refused()
     assert (alive(), sum(OPEN_USES.values())) == (before, uses)
+
+
+# ---- objectives that nobody sees ---------------------------------------------------------------------
+def test_gradients_in_the_objective() -> None:
+    """A penalty on input gradients: with an extended loss it is right, without one the user is told."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3).double().requires_grad_()
+
+    def slopes(model: nn.Module) -> Tensor:
+        return torch.autograd.grad(torch.tanh(model(x)).sum(), x, create_graph=True)[0]
+
+    model, loss_fn = bpk.extend(nn.Linear(3, 1).double()), bpk.extend(nn.MSELoss())
+    g = slopes(model)
+    with warnings.catch_warnings(), bpk.backpack(E.BatchGrad()):
+        warnings.filterwarnings("error", "(?s)A gradient through")
+        loss_fn(g, torch.zeros_like(g)).backward()
+    torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+    g = slopes(model)
+    with pytest.warns(UserWarning, match="A gradient through 'Linear'"), bpk.backpack(E.BatchGrad()):
+        g.square().sum().backward()
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.Variance, E.SumGradSquared, E.KFAC], ids=ids)
+def test_batches_of_two_sizes(extension: type) -> None:
+    model, loss_fn = bpk.extend(nn.Linear(3, 1)), bpk.extend(nn.MSELoss())
+    real, fake = torch.randn(6, 3), torch.randn(4, 3)
+    with refuses(model, UnsupportedLayer, "batches of 4 and 6 samples", "Why:", "Do:"), bpk.backpack(extension()):
+        (loss_fn(model(real), torch.ones(6, 1)) + loss_fn(model(fake), torch.zeros(4, 1))).backward()

@@ -354,6 +354,12 @@ def two_results(m: Any, x: Tensor) -> Any:
         ),
         (lambda d: (Assembled(lambda m, x: None), *d[1:]), "that is NoneType without tensors"),
         (
+            lambda d: (*d[:3], torch.randn(2, 5)),
+            r"(?s)fails for what Sequential returns and these targets: .*shape \[4, 3\] \(float64\); "
+            r"the targets are a tensor of shape \[2, 5\] \(float64\)",
+        ),
+        (lambda d: (*d[:3], None), "fails for what Sequential returns and no targets"),
+        (
             lambda d: (Assembled(lambda m, x: m.a(x).a, a=nn.Linear(4, 3)), *d[1:]),
             "forward pass of a copy of Assembled fails",
         ),

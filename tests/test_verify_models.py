@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import bpk
 from bpk import extensions as E
@@ -223,6 +224,16 @@ def bag() -> Any:
     return model, CROSS_ENTROPY, tokens(3, 5), Y
 
 
+def renormalised_table() -> Any:
+    model = Model(lambda m, t: m.b(m.a(t).tanh()).mean(1), a=nn.Embedding(7, 4, max_norm=0.5), b=nn.Linear(4, 3))
+    return model, CROSS_ENTROPY, tokens(3, 5), Y
+
+
+def renormalised_bag() -> Any:
+    model = Model(lambda m, t: m.b(m.a(t).tanh()), a=nn.EmbeddingBag(7, 4, max_norm=0.5, mode="sum"), b=nn.Linear(4, 3))
+    return model, CROSS_ENTROPY, tokens(3, 5), Y
+
+
 FACTORS: dict[str, Callable[[], Any]] = {
     "LSTM": lambda: recurrent(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)),
     "GRU": lambda: recurrent(nn.GRU(4, 3, 2, batch_first=True)),
@@ -237,6 +248,8 @@ FACTORS: dict[str, Callable[[], Any]] = {
     "attention": attention,
     "transformer": transformer,
     "bag": bag,
+    "renormalised table": renormalised_table,
+    "renormalised bag": renormalised_bag,
 }
 
 
@@ -266,6 +279,34 @@ def test_wrong_factors_are_found(make: Callable[[], Any], factor: int, monkeypat
 def test_factors_of_some_samples() -> None:
     result = bpk.verify(*FACTORS["LSTM"](), E.KFLR(subsampling=[2, 0]), E.KFAC(3, subsampling=[1]))
     assert len(result.of(Verdict.OK)) == len(result.rows), result.summary()
+
+
+class TiedByFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Embedding(7, 4)
+
+    def forward(self, t: Tensor) -> Tensor:
+        return F.linear(self.a(t), self.a.weight)
+
+
+@pytest.mark.parametrize("extension", [E.KFLR(), E.KFAC(), E.KFRA()], ids=str)
+def test_weights_that_are_used_outside_of_their_module(extension: E.BackpropExtension) -> None:
+    """The converter makes a layer of such a use, which the reference of factors does not know."""
+    result = bpk.verify(TiedByFunction(), CROSS_ENTROPY, tokens(3), Y, extension, use_converter=True)
+    (row,) = result.rows
+    assert row.verdict is Verdict.UNCHECKED and "used outside of its module" in row.note, result
+    assert bpk.verify(TiedByFunction(), CROSS_ENTROPY, tokens(3), Y, E.GGNMP(), use_converter=True)
+
+
+def test_weights_that_are_only_looked_at() -> None:
+    def forward(m: Any, t: Tensor) -> Tensor:
+        m.a.weight.norm()  # the loss does not depend on it
+        return m.b(m.a(t).to(m.a.weight))
+
+    model = Model(forward, a=nn.Embedding(7, 4), b=nn.Linear(4, 3))
+    result = bpk.verify(model, CROSS_ENTROPY, tokens(3), Y, E.KFLR())
+    assert len(result.of(Verdict.OK)) == 3, result
 
 
 # ---- rules that are wrong ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from bpk.verification.quantities import CHECKS, Check
 from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
 from bpk.verification.samples import SamplesMix
-from bpk.verification.structure import tensors_of
+from bpk.verification.structure import in_words, tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
@@ -196,12 +196,15 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
     try:
         loss = problem.objective(output)
     except Exception as error:  # whatever the user's loss raises
+        given = in_words(problem.targets[0] if len(problem.targets) == 1 else problem.targets)
         raise ValueError(
             explain(
-                f"{type(problem.loss).__name__} fails for what {type(problem.model).__name__} returns: {error}",
-                f"that is {shape_of(output)}, and the loss is called as loss(output, *targets), "
+                f"{type(problem.loss).__name__} fails for what {type(problem.model).__name__} returns "
+                f"and {'these targets' if problem.targets else 'no targets'}: {error}",
+                f"that is {in_words(output)}; the targets are {given if problem.targets else 'none'}. "
+                "The loss is called as loss(output, *targets), "
                 "or as loss(*output, *targets) where it takes that many arguments.",
-                "pass a module as loss that takes them, and targets in the same precision.",
+                "pass targets of the shape and dtype that the loss takes beside this output, or another loss module.",
             )
         ) from error
     require_scalar(problem, loss)
@@ -212,14 +215,6 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
     }
     columns = sum(x.numel() for x in tensors_of(output) if x.requires_grad)
     return Extent(columns // n, max(sizes)), gradients
-
-
-def shape_of(output: object) -> str:
-    """A result in a few words."""
-    if isinstance(output, Tensor):
-        return f"a tensor of shape {list(output.shape)}"
-    shapes = [str(list(x.shape)) for x in tensors_of(output)]
-    return f"{type(output).__name__} " + (f"with tensors of shape {', '.join(shapes)}" if shapes else "without tensors")
 
 
 def require_scalar(problem: Problem, loss: object) -> None:

@@ -65,6 +65,8 @@ class Factors(Check):
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         if len(found) == 1:
             return [ref.ggn(place.name, place.chosen).sum(0)]
+        if place.name in ref.layers.used_elsewhere:
+            raise NoReference(f"it is used outside of its module (as F.linear(x, module.weight) does); {PROPERTIES}")
         sides = ref.layers.sides.get(place.name, [])
         if not sides or any(side.bias is None for side in sides):
             raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bpk.verification.elsewhere import Elsewhere
 from bpk.verification.objective import gradients_of
 from bpk.verification.operands import (
     CONVOLUTIONS,
@@ -56,6 +57,8 @@ class Layers:
         self.sides: dict[str, list[Side]] = {}
         self.handles: list[RemovableHandle] = []
         named = {id(p): name for name, p in model.named_parameters()}
+        self.elsewhere = Elsewhere(named)
+        self.used_elsewhere: set[str] = set()
         holders: dict[int, list[nn.Module]] = {}
         for module in model.modules():
             for param in module.parameters(recurse=False):
@@ -86,7 +89,7 @@ class Layers:
             side.outputs.append([output])
             return output
 
-        self.handles.append(module.register_forward_hook(see, with_kwargs=True))
+        self.handles += [module.register_forward_hook(see, with_kwargs=True), *self.elsewhere.known(module)]
 
     def side(self, name: str, table: bool, sizes: tuple[int, int]) -> Side:
         """The side of a weight that a module sees, which is now the one of the last use."""
@@ -134,7 +137,7 @@ class Layers:
             side.outputs.append(list(tensors_of(output)))
             self.sides[name] = [side]
 
-        self.handles.append(module.register_forward_hook(see, with_kwargs=True))
+        self.handles += [module.register_forward_hook(see, with_kwargs=True), *self.elsewhere.known(module)]
 
     # ---- what is known -------------------------------------------------------------------------------
     def close(self, value: Tensor) -> None:
@@ -143,11 +146,16 @@ class Layers:
             handle.remove()
         sides = [side for found in self.sides.values() for side in found]
         live = [x for side in sides for outputs in side.outputs for x in outputs if x.requires_grad]
+        live += [x for made in self.elsewhere.made.values() for x in made]
         found = dict(zip(map(id, live), gradients_of(value, live), strict=True))
         for side in sides:
             alive = [any(found.get(id(x)) is not None for x in outputs) for outputs in side.outputs]
             side.uses = [use for use, counts in zip(side.uses, alive, strict=True) if counts]
             side.outputs = []
+        for name, made in self.elsewhere.made.items():
+            if any(found.get(id(x)) is not None for x in made):
+                self.used_elsewhere.add(name)
+        self.elsewhere.made.clear()
         self.sides = {name: [side for side in found if side.uses] for name, found in self.sides.items()}
 
     def input_entries(self, side: Side, entries: Tensor, n: int, chosen: Sequence[int]) -> Tensor:

@@ -6,6 +6,7 @@ layers are run layer by layer and direction by direction; attention with the ide
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Mapping
@@ -60,6 +61,9 @@ def linear_row(module: Any, given: Given, k: int) -> Tensor:
     values = {"weight": unit}
     if getattr(module, "bias", None) is not None:
         values["bias"] = torch.zeros_like(module.bias)
+    if isinstance(module, TABLES):
+        module = copy.copy(module)
+        module.max_norm = None  # the factors are those of rows as they are; their norm would shrink this unit vector
     with torch.no_grad():
         out = functional_call(module, values, given[0], dict(given[1]))
     channels = out.movedim(1 if isinstance(module, CONVOLUTIONS) else -1, 0)

@@ -52,7 +52,8 @@ class Reference:
         named = dict(problem.model.named_parameters())
         self.params: dict[str, Tensor] = {name: named[name] for name in places}
         with differentiable_twice():
-            objective = Objective(problem)
+            with self.layers.elsewhere:
+                objective = Objective(problem)
             self.layers.close(objective.value)
             self.whole = Split(problem, objective.whole())
             self.inside = objective.inside()

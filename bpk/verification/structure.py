@@ -41,3 +41,11 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         fields = {field.name: with_tensors(vars(value)[field.name], change) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     return value
+
+
+def in_words(value: Any) -> str:
+    """Its type, shapes and dtypes: `a tensor of shape [3, 4] (float32)`."""
+    found = [f"{list(x.shape)} ({str(x.dtype).removeprefix('torch.')})" for x in tensors_of(value)]
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {found[0]}"
+    return f"{type(value).__name__} " + (f"with tensors of shape {', '.join(found)}" if found else "without tensors")
