@@ -62,7 +62,7 @@ def residual(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> Residual:
 
 def is_diagonal(products: Tensor, columns: Tensor) -> bool:
     """Whether two products `[2, N, *in]` are those of one diagonal matrix per sample with the columns."""
-    first, second = (products / columns).flatten(2)
+    first, second = (products / columns).reshape(*products.shape[:2], -1)
     scale = first.abs().amax(1, keepdim=True) if first.numel() else first
     return bool(((first - second).abs() <= tolerance(first) * scale).all())
 
@@ -73,7 +73,7 @@ def same_for_all(rule: Rule, call: Call, wrt: Wrt) -> bool:
     if call.batch_size < 2 or not out.numel():
         return False
     column = draw((1, 1, *out.shape[1:]), out, 0).expand(1, *out.shape)
-    rows = rule.jac_t_mat_prod(call, column, wrt, sum_batch=False)[0].flatten(1)
+    rows = rule.jac_t_mat_prod(call, column, wrt, sum_batch=False)[0].reshape(call.batch_size, -1)
     return bool(((rows - rows[:1]).abs() <= tolerance(rows) * rows.abs().max()).all())
 
 
@@ -84,4 +84,4 @@ def slopes(rule: Rule, call: Call) -> Tensor | None:
         return None
     columns = draw((2, *out.shape), out, 0)
     products = rule.jac_t_mat_prod(call, columns, 0)
-    return (products / columns)[0].flatten(1) if is_diagonal(products, columns) else None
+    return (products / columns)[0].reshape(len(out), -1) if is_diagonal(products, columns) else None
