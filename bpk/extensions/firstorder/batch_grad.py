@@ -14,7 +14,8 @@ class BatchGrad(GradientExtension):
     """Individual gradients `[N, *p]` in the field `grad_batch`.
 
     Row `n` is the gradient of sample `n`'s share of the loss: with `reduction="mean"` that of
-    `loss_n / N`, so that `grad_batch.sum(0) == grad`.
+    `loss_n / N`, so that `grad_batch.sum(0) == grad`. Rows follow the loss: for `loss_fn(out[mask], y[mask])` there is
+    one for each sample that is kept, in the order of the loss.
 
     Args:
         subsampling: Indices of the samples considered (all by default).
