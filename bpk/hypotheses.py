@@ -43,9 +43,8 @@ def has_axis(record: Record, n: int) -> bool:
     """Whether `n` samples may be behind the first axis of a call that has one row."""
     if record.batch_size != 1 or not record.inputs:
         return False
-    looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
-    shape = record.inputs[0].shape
-    return n in shape[1 : len(shape) - (looks_at or 0)]
+    free = free_axes(record)
+    return n in (record.inputs[0].shape[1:] if free is None else free)
 
 
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
@@ -62,10 +61,16 @@ def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
 
 def behind_first_axis(record: Record) -> set[int]:
     """The sizes of axes of data, other than the first, where the batch axis may be."""
-    if record.rule is None or not is_given_data(record) or not record.inputs[0].is_floating_point():
+    if not is_given_data(record) or not record.inputs[0].is_floating_point():
         return set()
-    shape, looks_at = record.inputs[0].shape, record.rule.acts_on(record.call())
-    return set() if looks_at is None else {*shape[1 : len(shape) - looks_at]} - {1}
+    return {*(free_axes(record) or ())} - {1}
+
+
+def free_axes(record: Record) -> torch.Size | None:
+    """The sizes of axes, behind the first, that a layer treats one by one (`None`: not known)."""
+    looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
+    shape = record.inputs[0].shape
+    return None if looks_at is None else shape[1 : len(shape) - looks_at]
 
 
 def is_given_data(record: Record) -> bool:

@@ -67,8 +67,7 @@ class StretchResidual:
                 return None
             self.require_samples()
             if self.rows is None and not self.source.trained:
-                born = self.by_position()
-                parts, signs = born.make(0, born.count)
+                parts, signs = self.by_position().all()
                 return list(parts.values()), signs
             return self.by_sample()
 
