@@ -30,7 +30,14 @@ from bpk.jacobians.function_module import Plain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
-from bpk.objective import Objective, is_precise, objective_of, remember
+from bpk.objective import (
+    Outside,
+    inside_of_loss,
+    outside_of_losses,
+    require_linear,
+    require_losses_only,
+    require_no_penalty,
+)
 from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
 from bpk.positions import ByPosition
@@ -86,7 +93,7 @@ class Backward:
         self.placed: set[int] = set()
         self.required: set[int] = set()
         self.used: dict[int, Sequence[int]] = {}
-        self.objective: Objective | None = None
+        self.outside: Outside | None = None  # what the objective has beside extended losses
         self.closed = False
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -110,9 +117,6 @@ class Backward:
             self.collect_functions()
             self.parameters.finish_all()
             self.hooks.run_last()
-            if self.objective is not None and self.objective.near is None:
-                first, above = next(iter(self.above.items()))
-                remember(first, above)
         except BaseException:
             self.abort()
             raise
@@ -197,8 +201,8 @@ class Backward:
         tell(placement.left, holders, self.second_order)
         self.placed.update(id(record) for record in (*above, root))
         self.above[root] = above
-        if self.second_order and isinstance(root.rule, Loss) and self.context.compares_gradients:
-            self.watch(root, above)
+        if self.context.checks_objective:
+            self.check_objective(root, above)
         if placement.rows:
             require_whole_batch(self.extensions, root)
         for record in (*above, root):
@@ -214,15 +218,19 @@ class Backward:
                 self.require(record)
         self.largest = max([self.largest, *(record.largest for record in above)])
 
-    def watch(self, root: Record, above: list[Record]) -> None:
-        """Compare gradients with those of extended losses: nothing else may be part of the objective."""
-        precise = all(map(is_precise, (*above, root)))
-        if len(self.above) > 1 and self.objective is not None and (self.objective.near is not None or not precise):
-            self.objective.near = set()  # other losses may reach the same calls
-        elif precise and len(self.above) == 1 and not torch.is_grad_enabled() and not any(map(self.by_hand, above)):
-            self.objective = objective_of(root, above, self.sources_of)
-            self.objective.attribution = self.attribution
-            self.sweeps[self.objective.key] = self.objective
+    def check_objective(self, root: Record, above: list[Record]) -> None:
+        """Refuse objectives that are more than extended losses, as far as active extensions would not see the rest."""
+        if self.outside is None:
+            self.outside = outside_of_losses(engine.roots())
+        parts = [self.outside]
+        if isinstance(root.rule, Loss):
+            parts.append(inside_of_loss(root, engine.current_node()))
+            if self.second_order:
+                require_linear(root, self.outside)
+        for part in parts:
+            if self.second_order and isinstance(root.rule, Loss):
+                require_losses_only(above, part)
+            require_no_penalty((*above, root), self.sources_of, part)
 
     def require(self, record: Record) -> None:
         """Refuse, before anything is computed, what some active extension cannot do."""
@@ -312,7 +320,7 @@ class Backward:
             if self.second_order or call.drawn is not None:
                 rule.capture(call)
             for key, sweep in self.sweeps.items():
-                if key in written or not (loss or sweep.looks_at(record)):
+                if key in written:
                     continue
                 if sweep.samples not in views:
                     assert sweep.samples is not None
@@ -325,7 +333,7 @@ class Backward:
                     step.go_round = partial(go_round, self, key, sweep, next(iter(self.above)))
                 if loss is None:
                     arrived = sweep.visit(step)
-                    for name, state in states.items() if sweep is not self.objective else ():
+                    for name, state in states.items():
                         self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
                 elif sweep.second_order and sources:
                     announce(step.joint(loss).rule.flat, self.extensions)

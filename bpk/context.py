@@ -68,7 +68,7 @@ class backpack:
         self.retain_graph = retain_graph
         self.chunk_size = positive("chunk_size", chunk_size)
         self.memory = positive("memory", memory)
-        self.compares_gradients = True  # whether the objective is checked to be extended losses only (`objective.py`)
+        self.checks_objective = True  # whether it must be made of extended losses only (`objective.py`)
         self.backwards: dict[int, Backward] = {}
         self.reached = False
         self._tasks_before = 0

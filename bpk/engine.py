@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 NO_TASK = -1
+
+RUN: CodeType = _engine_run_backward.__code__
+"""The code of the function through which all of autograd's Python entry points start a backward pass."""
 
 
 def current_task() -> int:
@@ -31,6 +35,25 @@ def current_node() -> Node:
 def keeps_graph() -> bool:
     """Whether the running backward pass was started with `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def roots() -> list[Node] | None:
+    """The nodes at which the running backward pass has started (`None`: it was not started from Python).
+
+    The engine does not tell, but runs in the thread, and so below the stack frame, of the function that called it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not RUN:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    ends = [gradient_edge(end) if isinstance(end, Tensor) else end for end in frame.f_locals["t_outputs"]]
+    return [end.node for end in ends]
+
+
+def gradient_edge(end: Tensor) -> GradientEdge:
+    """Where a tensor leaves the graph."""
+    return torch.autograd.graph.get_gradient_edge(end)
 
 
 def when_finished(callback: Callable[[], None]) -> None:

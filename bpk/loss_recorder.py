@@ -14,14 +14,9 @@ from bpk.context import CTX
 from bpk.jacobians.autodiff_loss import is_loss
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.loss_call import tensors_anywhere
+from bpk.objective import is_linear
 from bpk.recorder import record
 from bpk.records import leave_to_autograd, owner_of
-
-SUMS = ("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "Select", "Unbind", "View", "ToCopy")
-"""What autograd calls linear functions of losses."""
-
-PRODUCTS = ("Mul", "Div")
-"""And those that are linear if the other factor is a constant."""
 
 
 def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -53,13 +48,6 @@ def is_recorded_loss(node: Node) -> bool:
     """Whether a node gave the result of a loss with a rule."""
     found = owner_of(node)
     return found is not None and isinstance(found.rule, Loss)
-
-
-def is_linear(node: Node) -> bool:
-    """Whether autograd's function at a node is linear in all that is differentiable."""
-    name = node.name().removesuffix("0").removesuffix("Backward")
-    several = sum(n is not None for n, _ in node.next_functions) > 1
-    return name in SUMS or (name in PRODUCTS and not several)
 
 
 def upstream(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:

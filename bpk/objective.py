@@ -1,106 +1,165 @@
-"""Is what is differentiated a sum of extended losses? A plain penalty beside them has curvature that nobody sends back.
+"""What is differentiated: a linear combination of extended losses, and nothing else?
 
-One column travels along with those of second order: the gradient of the extended losses. At every call it has to be
-the gradient that autograd brings. It goes all the way when a graph is seen for the first time, and from then on to the
-calls that feed the loss.
+Quantities of second order are those of the extended losses. Another function of a loss (`loss.sqrt()`), or a penalty
+beside it (`loss + w.norm()`), has curvature of its own that nobody sends back; a penalty on a parameter also has a
+gradient that belongs to no sample. Autograd's graph tells, from the tensors that are differentiated down to the extended
+losses: it is read anew in every backward pass, and usually has no node beside that of the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import Node
 
-from bpk.columns import ColumnSweep
-from bpk.graph import Source
+from bpk.graph import ACCUMULATE, Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
-from bpk.records import Record
-from bpk.sweeps import Columns, Step
+from bpk.records import Record, owner_of
 
-KNOWN: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
-"""By the module of the loss: graphs (by their modules) in which every gradient came from extended losses."""
+SourcesOf = Callable[[Record], dict[int, Source]]
 
-PRECISE = (torch.float32, torch.float64)
-MISMATCH = 1e-2
-"""From which difference on, relative to the larger of two gradients, something else must have added to one."""
+LINEAR = frozenset(
+    "Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone Expand Flatten Index LeakyRelu Max Maximum Mean Min "
+    "Minimum Neg Permute Relu Repeat Reshape ReshapeAlias Rsub Select Slice Split Squeeze Stack Sub Sum T Threshold ToCopy "
+    "Transpose Unbind UnsafeView Unsqueeze View Where BackwardHookFunction _DDPSink Keep Together".split()
+)
+"""What autograd calls functions that are linear in all their arguments (almost everywhere)."""
+
+BILINEAR = frozenset("Bmm Dot Mm Mul Mv".split())
+"""Those that are linear where only one argument is differentiable."""
+
+FRACTION = "Div"
+"""Linear in its first argument."""
 
 
-class Objective(ColumnSweep):
-    """The gradient of the extended losses as one column, compared with that of autograd.
+@dataclass
+class Outside:
+    """What a backward pass reaches without passing an extended loss.
 
-    `near` are the calls at which to compare (by `id`); `None` stands for all.
+    `calls` are recorded calls, `leaves` tensors that collect a gradient, `curved` names functions of losses that are not
+    linear. `seen` says whether it is known where the pass has started.
     """
 
-    def __init__(self, near: set[int] | None) -> None:
-        super().__init__()
-        self.near = near
-        self.largest = 0.0
+    calls: set[Record] = field(default_factory=set)
+    leaves: list[Tensor] = field(default_factory=list)
+    curved: set[str] = field(default_factory=set)
+    seen: bool = True
 
-    @property
-    def key(self) -> Hashable:
-        return ("objective",)
-
-    def start(self, step: Step, loss: Loss) -> None:
-        for index, source in step.sources.items():
-            gradient = loss.jac_t_mat_prod(step.full, step.grad.reshape(1), index)
-            self.send(source, "gradient", gradient, None)
-
-    def send(self, source: Source, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
-        for record, part in source.pull(mat):
-            self.waiting.setdefault(id(record), Columns()).add(key, part, None)
-
-    def looks_at(self, record: Record) -> bool:
-        return self.near is None or id(record) in self.near
-
-    def visit(self, step: Step) -> Columns:
-        waiting: Columns = self.waiting.setdefault(id(step.record), Columns())
-        if "gradient" not in waiting.blocks:  # nothing came
-            waiting.add("gradient", torch.zeros_like(step.grad)[None])
-        self.largest = max(self.largest, float(step.grad.norm()))
-        require_same(waiting.blocks["gradient"][0], step.grad, step.record, self.largest)
-        return super().visit(step) if self.near is None else Columns()
+    def ends_at(self, node: Node) -> bool:
+        """Note a recorded call or a leaf; the way ends there."""
+        call, leaf = owner_of(node), node.name() == ACCUMULATE
+        if call is not None:
+            self.calls.add(call)
+        elif leaf:
+            self.leaves.append(node.variable)  # type: ignore[attr-defined]
+        return leaf or call is not None
 
 
-def require_same(sent: Tensor, seen: Tensor, record: Record, largest: float) -> None:
-    """Refuse where autograd's gradient is not that of the extended losses, by more than rounding of the `largest`."""
-    difference, size = float((sent - seen).norm()), max(float(sent.norm()), float(seen.norm()))
-    rounding = torch.finfo(seen.dtype).eps ** 0.5 * largest
-    if difference > max(MISMATCH * size, rounding):  # false for NaN
+def outside_of_losses(roots: Iterable[Node] | None) -> Outside:
+    """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between."""
+    found, losses = Outside(seen=roots is not None), list[Node]()
+    consumers: dict[Node, list[Node]] = {root: [] for root in roots or ()}
+    waiting = list(consumers)
+    while waiting:
+        node = waiting.pop()
+        call = owner_of(node)
+        if call is not None and isinstance(call.rule, Loss):
+            losses.append(node)
+        elif not found.ends_at(node):
+            for above, _ in node.next_functions:
+                if above is not None and above not in consumers:
+                    consumers[above] = []
+                    waiting.append(above)
+                if above is not None:
+                    consumers[above].append(node)
+    seen = set(losses)
+    while losses:  # back to the roots: all these functions read a loss
+        for node in consumers[losses.pop()]:
+            if node not in seen:
+                seen.add(node)
+                losses.append(node)
+                if not is_linear(node):
+                    found.curved.add(node.name())
+    return found
+
+
+def inside_of_loss(loss: Record, node: Node) -> Outside:
+    """What a loss reaches from its `node` by itself, beside the inputs of its call."""
+    found, inputs = Outside(), set(loss.edges)
+    waiting, seen = [node], {node}
+    while waiting:
+        for edge in waiting.pop().next_functions:
+            above = edge[0]
+            if above is not None and edge not in inputs and above not in seen:
+                seen.add(above)
+                if not found.ends_at(above):
+                    waiting.append(above)
+    return found
+
+
+def is_linear(node: Node) -> bool:
+    """Whether autograd's function at a node is linear in all of its differentiable arguments, taken together."""
+    name = node.name().partition("Backward")[0] if node.name() != "BackwardHookFunctionBackward" else node.name()[:-8]
+    differentiable = [above is not None for above, _ in node.next_functions]
+    if name == FRACTION:
+        return differentiable == [True, False] or differentiable == [True]
+    return name in LINEAR or (name in BILINEAR and sum(differentiable) == 1)
+
+
+def require_linear(loss: Record, outside: Outside) -> None:
+    """Refuse second order where the objective is a nonlinear function of losses."""
+    if not outside.seen:
         raise UnsupportedLayer(
             explain(
-                f"The gradient at '{record.path}' ({type(record.module).__name__}) is not that of the extended losses.",
-                "something else is part of the objective (a penalty by plain functions), and its curvature would be "
-                "missing; or a hook changed the gradient, or a layer's rule is wrong.",
-                "write the whole objective as one module and extend it, or use first-order extensions; bpk.check_rule "
-                "checks a rule of your own.",
+                f"What is differentiated behind the loss '{loss.path}' ({type(loss.module).__name__}) cannot be seen.",
+                "the backward pass was not started by loss.backward(), torch.autograd.backward or torch.autograd.grad; other "
+                "parts of the objective might be there, whose curvature would be missing.",
+                "call loss.backward(), or use first-order extensions.",
+            )
+        )
+    if outside.curved:
+        names = ", ".join(sorted(name.removesuffix("0") for name in outside.curved))
+        raise UnsupportedLayer(
+            explain(
+                f"The objective is a nonlinear function of the loss '{loss.path}' ({type(loss.module).__name__}).",
+                f"quantities of second order are those of the loss; the curvature of what follows it ({names}) would be "
+                "missing.",
+                "write the whole objective as one module that returns it and extend that, or use first-order extensions.",
             )
         )
 
 
-def objective_of(root: Record, above: Sequence[Record], sources_of: Callable[[Record], dict[int, Source]]) -> Objective:
-    """The check for a graph: all of it at first, from then on the calls that feed nothing but the loss."""
-    if form_of(above) not in KNOWN.get(root.module, ()):
-        return Objective(None)
-    near = {id(record) for source in sources_of(root).values() for record, _ in source.targets}
-    for consumer in above:
-        near -= {id(record) for source in sources_of(consumer).values() for record, _ in source.targets}
-    return Objective(near)
+def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
+    """Refuse second order where something beside the extended losses reads the output of a call behind them."""
+    touched = next((record for record in above if record in outside.calls), None)
+    if touched is not None:
+        raise UnsupportedLayer(
+            explain(
+                f"The gradient at '{touched.path}' ({type(touched.module).__name__}) is not that of the extended losses.",
+                "something else is part of the objective (a penalty by plain functions), and its curvature would be "
+                "missing.",
+                "write the whole objective as one module and extend it, or use first-order extensions.",
+            )
+        )
 
 
-def is_precise(record: Record) -> bool:
-    """Whether a call computes in a precision in which two ways to the same gradient agree."""
-    tensors = (*record.inputs, *record.params.values(), record.output)
-    return all(x.dtype in PRECISE for x in tensors if x.is_floating_point())
-
-
-def remember(root: Record, above: Sequence[Record]) -> None:
-    """All gradients of a backward pass came from extended losses."""
-    KNOWN.setdefault(root.module, set()).add(form_of(above))
-
-
-def form_of(records: Sequence[Record]) -> Hashable:
-    """A graph by its modules."""
-    return tuple(id(record.module) for record in records)
+def require_no_penalty(records: Iterable[Record], sources_of: SourcesOf, outside: Outside) -> None:
+    """Refuse penalties on parameters: their gradient belongs to no sample, and would be missing in every quantity."""
+    leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad}
+    for record in records if leaves else ():
+        held = {f"'{record.path}.{name}'": p for name, p in record.params.items()}
+        held.update({f"of shape {list(p.shape)}": p for source in sources_of(record).values() for p in source.trained})
+        for name, p in held.items():
+            if id(p) in leaves:
+                raise UnsupportedLayer(
+                    explain(
+                        f"The parameter {name} is part of the objective by itself, not only through a layer (a penalty).",
+                        "that share of its gradient belongs to no sample, so that individual gradients and all that "
+                        "follows from them would not be those of the objective.",
+                        "call backward() on the loss inside of backpack(...), and on the penalty outside of it: .grad adds "
+                        "up.",
+                    )
+                )

@@ -140,10 +140,6 @@ class Sweep(ABC):
         self.start(step, loss)
         return iter(())
 
-    def looks_at(self, record: Record) -> bool:
-        """Whether a call that computes something other than a loss is to be visited."""
-        return True
-
     @abstractmethod
     def visit(self, step: Step) -> Any:
         """Return what has arrived at the call's output, and send it on to the call's inputs."""

@@ -110,7 +110,7 @@ class Measured:
         torch.manual_seed(seed_of(self.problem, number))
         self.say(about)
         context = backpack(extension, extension_hook=reached)
-        context.compares_gradients = False  # where it would refuse, the comparison shows which numbers are wrong
+        context.checks_objective = False  # where it would refuse, the comparison shows which numbers are wrong
         with context:
             loss.backward()
 

@@ -1,0 +1,196 @@
+"""Is the objective a linear combination of extended losses? Asked in every backward pass, whatever was seen before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bpk
+from bpk import extensions as E
+from bpk.extensions.backprop_extension import BackpropExtension
+
+X, Y = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return bpk.extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
+
+
+@pytest.fixture
+def loss_fn() -> nn.Module:
+    return bpk.extend(nn.CrossEntropyLoss())
+
+
+def gradient(objective: Tensor, model: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(objective, list(model.parameters()), retain_graph=True))
+
+
+def passes(extension: BackpropExtension, objective: Tensor) -> None:
+    with bpk.backpack(extension):
+        objective.backward()
+
+
+NONLINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "sqrt": lambda loss: loss.sqrt(),
+    "square": lambda loss: loss**2,
+    "log": lambda loss: loss.log(),
+    "exp": lambda loss: loss.exp(),
+    "reciprocal": lambda loss: loss.new_tensor(2.0) / loss,
+    "logsumexp": lambda loss: torch.stack([loss, 2 * loss]).logsumexp(0),
+    "product with itself": lambda loss: loss * loss,
+    "softplus of a sum": lambda loss: F.softplus(loss + 1.0),
+}
+
+
+@pytest.mark.parametrize("extension", [E.DiagGGNExact, E.DiagHessian, E.KFAC, E.HMP, E.KFRA])
+@pytest.mark.parametrize("function", NONLINEAR.values(), ids=NONLINEAR)
+def test_nonlinear_functions_of_a_loss_are_refused(
+    model: nn.Module, loss_fn: nn.Module, function: Callable[[Tensor], Tensor], extension: type[BackpropExtension]
+) -> None:
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="nonlinear function of the loss"):
+            passes(extension(), function(loss_fn(model(X), Y)))
+        passes(extension(), loss_fn(model(X), Y))  # and nothing is left behind
+
+
+def test_first_order_takes_any_function_of_a_loss(model: nn.Module, loss_fn: nn.Module) -> None:
+    """The chain rule is all that it needs."""
+    for function in NONLINEAR.values():
+        model.zero_grad()
+        passes(E.BatchGrad(), function(loss_fn(model(X), Y)))
+        for p in model.parameters():
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+def test_a_product_of_two_losses_is_refused(model: nn.Module, loss_fn: nn.Module) -> None:
+    other = bpk.extend(nn.MSELoss())
+    for combine in (lambda a, b: a * b, lambda a, b: a / b, lambda a, b: torch.dot(a[None], b[None])):
+        out = model(X)
+        with pytest.raises(NotImplementedError, match="nonlinear function of the loss"):
+            passes(E.DiagGGNExact(), combine(loss_fn(out, Y), other(out, torch.zeros_like(out))))
+
+
+LINEAR: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, float]] = {
+    "a sum": (lambda a, b: a + b, 1.0, 1.0),
+    "weights": (lambda a, b: 0.3 * a + b / 4, 0.3, 0.25),
+    "stacked, with a mean": (lambda a, b: torch.stack([a, b]).mean(), 0.5, 0.5),
+    "a product with constants": (lambda a, b: torch.stack([a, b]) @ a.new_tensor([2.0, 0.5]), 2.0, 0.5),
+    "a difference of a difference": (lambda a, b: a - (-b), 1.0, 1.0),
+    "other shapes": (lambda a, b: torch.cat([a.view(1), b.reshape(1, 1).squeeze(0)]).sum(), 1.0, 1.0),
+    "the larger one": (lambda a, b: torch.maximum(a + 1e3, b), 1.0, 0.0),
+    "a flooded sum": (lambda a, b: (a + b - 1e-3).abs() + 1e-3, 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("combine, first, second", LINEAR.values(), ids=LINEAR)
+def test_linear_combinations_are_right(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    combine: Callable[[Tensor, Tensor], Tensor],
+    first: float,
+    second: float,
+) -> None:
+    """The diagonal of a combination's Hessian is the combination of the diagonals."""
+    other = bpk.extend(nn.MSELoss())
+    expected = []
+    for weight, value in ((first, loss_fn(model(X), Y)), (second, other(model(X), X[:, :3]))):
+        passes(E.DiagHessian(), value)
+        expected.append([weight * p.diag_h for p in model.parameters()])
+    out = model(X)
+    passes(E.DiagHessian(), combine(loss_fn(out, Y), other(out, X[:, :3])))
+    for p, a, b in zip(model.parameters(), *expected, strict=True):
+        torch.testing.assert_close(p.diag_h, a + b)
+
+
+def test_a_penalty_on_activations_may_come_and_go(model: nn.Module, loss_fn: nn.Module) -> None:
+    """Refused in the very pass that has it; passes without it are right, before and after."""
+    for penalised in (False, True, False, True, True, False):
+        hidden = model[1](model[0](X))
+        objective = loss_fn(model[2](hidden), Y) + (hidden.square().mean() if penalised else 0.0)
+        if penalised:
+            with pytest.raises(NotImplementedError, match="not that of the extended losses"):
+                passes(E.DiagHessian(), objective)
+        else:
+            passes(E.DiagHessian(), objective)
+        passes(E.BatchGrad(), loss_fn(model(X), Y) if penalised else loss_fn(model[2](model[1](model[0](X))), Y))
+
+
+def test_first_order_takes_penalties_on_activations(model: nn.Module, loss_fn: nn.Module) -> None:
+    hidden = model[1](model[0](X))
+    objective = loss_fn(model[2](hidden), Y) + hidden.square().mean()
+    expected = gradient(objective, model)
+    passes(E.BatchGrad(), objective)
+    for p, g in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch.sum(0), g)
+
+
+class Regularised(nn.Module):
+    """A loss that holds on to parameters of the model, in a list that torch does not see."""
+
+    def __init__(self, *params: Tensor) -> None:
+        super().__init__()
+        self.held = list(params)
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out, target) + sum(p.norm() for p in self.held)
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.Variance, E.DiagGGNExact, E.DiagHessian, E.KFAC, E.GGNMP])
+@pytest.mark.parametrize("inside", [False, True], ids=["beside the loss", "inside the loss"])
+def test_a_penalty_on_parameters_is_refused(
+    model: nn.Module, loss_fn: nn.Module, extension: type[BackpropExtension], inside: bool
+) -> None:
+    """Its gradient belongs to no sample."""
+    composed = bpk.extend(Regularised(model[0].weight))
+    for _ in range(2):
+        passes(extension(), loss_fn(model(X), Y))
+        objective = composed(model(X), Y) if inside else loss_fn(model(X), Y) + 0.1 * model[0].weight.norm()
+        with pytest.raises(NotImplementedError, match=r"'0\.weight' is part of the objective by itself"):
+            passes(extension(), objective)
+
+
+def test_a_penalty_on_activations_inside_a_loss(model: nn.Module) -> None:
+    """A loss that reads an activation which it was not given."""
+
+    class Sparse(nn.Module):
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(out, target) + self.hidden[0].abs().mean()
+
+    loss_fn = bpk.extend(Sparse())
+    loss_fn.hidden = [model[1](model[0](X))]
+    with pytest.raises(NotImplementedError, match="not that of the extended losses"):
+        passes(E.DiagGGNExact(), loss_fn(model[2](loss_fn.hidden[0]), Y))
+
+
+def test_penalties_on_other_models_do_not_matter(model: nn.Module, loss_fn: nn.Module) -> None:
+    """What is not behind the extended loss has no fields, and may be penalised."""
+    other = nn.Linear(4, 2).double()
+    expected = gradient(loss_fn(model(X), Y), model)
+    passes(E.BatchGrad(), loss_fn(model(X), Y) + other.weight.norm() + other(X).square().mean())
+    for p, g in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch.sum(0), g)
+    passes(E.DiagHessian(), loss_fn(model(X), Y) + other.weight.norm() + other(X).square().mean())
+    assert not hasattr(other.weight, "diag_h")
+
+
+def test_the_engine_called_from_elsewhere(model: nn.Module, loss_fn: nn.Module) -> None:
+    """Where the pass has started is not known then: first order goes on, second order is refused."""
+    run = torch.autograd.Variable._execution_engine.run_backward
+
+    def start(loss: Tensor) -> None:
+        run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    with bpk.backpack(E.BatchGrad()):
+        start(loss_fn(model(X), Y))
+    assert model[0].weight.grad_batch.shape == (6, 5, 4)
+    with pytest.raises(NotImplementedError, match="cannot be seen"), bpk.backpack(E.DiagHessian()):
+        start(loss_fn(model(X), Y))
+    with bpk.backpack(E.DiagHessian()):
+        torch.autograd.grad(loss_fn(model(X), Y), list(model.parameters()))
+    assert model[0].weight.diag_h.shape == (5, 4)
