@@ -45,7 +45,7 @@ from bpk.records import Record
 from bpk.rounds import columns_at_a_time, go_round, matched
 from bpk.samples import Attribution
 from bpk.statistics import Use
-from bpk.support import announce, caution_of_gradients, check_samples, require_batch, require_support, tell
+from bpk.support import announce, check_samples, require_batch, require_support, tell
 from bpk.survey import require_layers, require_whole_batch, upstream
 from bpk.sweeps import DIRECT, Gradient, Step, Sweep
 
@@ -312,8 +312,6 @@ class Backward:
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
         later = {name: record.shares(p, self.parameters.held) for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
-        if record.differentiated and trained and not all(e.second_order for e in self.extensions):
-            caution_of_gradients(record, self.parameters.held)
         samples, batch_size = self.attribution.rows(record), self.attribution.batch_size(record)
         views: dict[tuple[int, ...] | None, Call] = {None: call}
         with connected(record, call, engine.current_node()):

@@ -218,7 +218,6 @@ class Context:
         if not self.stack or all(grads[nr] is None for nr in record.places):
             if not engine.keeps_graph():
                 record.release()
-            record.differentiated |= torch.is_grad_enabled()
             return
         context = self.stack[-1]
         context.reached = True
@@ -229,7 +228,6 @@ class Context:
             context.backwards[task] = Backward(context, task)
             engine.when_finished(context.backwards[task].close)
         context.backwards[task].visit(record, grads)
-        record.differentiated |= torch.is_grad_enabled()
 
 
 CTX = Context()

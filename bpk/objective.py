@@ -156,10 +156,10 @@ def require_no_penalty(records: Iterable[Record], sources_of: SourcesOf, outside
             if id(p) in leaves:
                 raise UnsupportedLayer(
                     explain(
-                        f"The parameter {name} is part of the objective by itself, not only through a layer (a penalty).",
-                        "that share of its gradient belongs to no sample, so that individual gradients and all that "
-                        "follows from them would not be those of the objective.",
-                        "call backward() on the loss inside of backpack(...), and on the penalty outside of it: .grad adds "
-                        "up.",
+                        f"The parameter {name} is part of the objective by itself (a penalty on it, or on an input gradient).",
+                        "that share of its gradient passes no extended loss and belongs to no sample: individual gradients, "
+                        "and all that follows from them, would not be those of the objective.",
+                        "extend every loss, also one that reads an input gradient; of a penalty on parameters, call backward() "
+                        "outside of backpack(...): .grad adds up.",
                     )
                 )

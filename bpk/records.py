@@ -71,12 +71,10 @@ class Record:
 
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
     of them an output of the graph node is. `used` are those that something behind the call has asked for.
-    `differentiated` says whether a gradient through the call has been made with a graph of its own.
     """
 
     __slots__ = (
         "binding",
-        "differentiated",
         "drawn",
         "edges",
         "inputs",
@@ -107,7 +105,6 @@ class Record:
         self.module = module
         self.rule = rule
         self.binding = binding
-        self.differentiated = False
         self.inputs = inputs
         self.edges = edges
         self.results = results

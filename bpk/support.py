@@ -20,7 +20,7 @@ from bpk.records import Record
 from bpk.rules import REGISTRY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Iterable
 
     from bpk.extensions.backprop_extension import BackpropExtension
 
@@ -167,22 +167,6 @@ def caution(record: Record, answer: Support) -> None:
         WARNED.add(record.module)
         what = f"Layer '{record.path}' ({type(record.module).__name__}) mixes samples."
         warn(explain(what, answer.reason, answer.do))
-
-
-def caution_of_gradients(record: Record, held: Set[int]) -> None:
-    """Tell the user once that a gradient through a layer may be part of an objective that nobody sees.
-
-    Where an extended loss reads it, the layer's parameters are among those that functions use (`held`, by `id`).
-    """
-    if record.module in WARNED or any(id(p) in held for p in record.params.values()):
-        return
-    WARNED.add(record.module)
-    what = (
-        f"A gradient through '{record.path}' ({type(record.module).__name__}) was made with create_graph=True, and no "
-    )
-    why = "if it is part of the objective (a gradient penalty, a force), individual gradients lack its share."
-    do = "extend every loss, also the one that reads this gradient: loss_fn = bpk.extend(nn.MSELoss())."
-    warn(explain(what + "extended loss reads it.", why, do))
 
 
 def refusal(extension: BackpropExtension, record: Record, answer: Support) -> str:

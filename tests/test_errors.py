@@ -474,7 +474,7 @@ def test_a_refused_pass_is_freed(extension: type) -> None:
 
 # ---- objectives that nobody sees ---------------------------------------------------------------------
 def test_gradients_in_the_objective() -> None:
-    """A penalty on input gradients: with an extended loss it is right, without one the user is told."""
+    """A penalty on input gradients: with an extended loss it is right, without one it is refused."""
     torch.manual_seed(0)
     x = torch.randn(4, 3).double().requires_grad_()
 
@@ -487,8 +487,9 @@ def test_gradients_in_the_objective() -> None:
         warnings.filterwarnings("error", "(?s)A gradient through")
         loss_fn(g, torch.zeros_like(g)).backward()
     torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+    model = bpk.extend(nn.Linear(3, 1).double())
     g = slopes(model)
-    with pytest.warns(UserWarning, match="A gradient through 'Linear'"), bpk.backpack(E.BatchGrad()):
+    with refuses(model, UnsupportedLayer, "penalty", "input gradient", "Do:"), bpk.backpack(E.BatchGrad()):
         g.square().sum().backward()
 
 
