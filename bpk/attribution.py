@@ -27,6 +27,9 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 0.05
 """The same where a layer computes in a shorter format."""
 
+GOLDEN = 0.6180339887498949
+"""Its multiples, without whole numbers, are spread evenly: weights of samples that are all different."""
+
 AT_ONCE = 1 << 18
 """How many numbers are compared at a time: the first rows that fail save the others."""
 
@@ -120,6 +123,29 @@ def follow(
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
     return {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+
+
+def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
+    """Whether rows still are those of the samples as which they were known.
+
+    One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every entry
+    they differ by the weight of the row's sample.
+    """
+    device = root.inputs[0].device
+    in_order = torch.arange(n, device=device)
+    weights = (in_order.double() * GOLDEN).remainder(1).add(1)
+    tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root)) / 4
+    start = weights[rows.get(id(root), in_order).clamp(min=0)]
+    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
+        of_rows = rows.get(id(record), in_order)
+        if mat.shape[1] != len(of_rows):
+            return False
+        real = torch.view_as_real(mat) if mat.is_complex() else mat
+        plain, weighted = real.reshape(2, len(of_rows), -1).double().nan_to_num(0.0)
+        expected = plain * weights[of_rows.clamp(min=0)][:, None] * (of_rows >= 0)[:, None]
+        if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
+            return False
+    return True
 
 
 def digits(numbers: Tensor, n: int) -> Tensor:

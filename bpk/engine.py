@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -69,6 +70,23 @@ def is_transformed() -> bool:
 def belongings(node: Node) -> dict[str, Any]:
     """What a node of the graph owns: a dictionary that lives and dies with it."""
     return node.metadata  # type: ignore[return-value]  # a property, declared as a method in torch
+
+
+def output_shapes(node: Node) -> tuple[torch.Size, ...]:
+    """The shapes of what a node's function has returned."""
+    return tuple(torch.Size(one.shape) for one in node._input_metadata)  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1024)
+def attribute_names(kind: type) -> tuple[str, ...]:
+    """What nodes of one of torch's functions keep, beside tensors."""
+    saved = [name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")]
+    return tuple(name for name in saved if not hasattr(kind, f"_raw_saved_{name}"))
+
+
+def attributes(node: Node) -> dict[str, Any]:
+    """What a node of one of torch's functions keeps, beside tensors: axes, sizes, options."""
+    return {name: getattr(node, f"_saved_{name}") for name in attribute_names(type(node))}
 
 
 def saved_option(node: Node, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -58,7 +58,12 @@ class Source:
     targets: tuple[tuple[Record, Edge], ...]
     stretch: Edge | None = None
     leaves: tuple[Tensor, ...] = ()
-    functions: frozenset[str] = frozenset()
+    nodes: tuple[Node, ...] = ()
+
+    @cached_property
+    def functions(self) -> frozenset[str]:
+        """The names of the functions of a stretch."""
+        return frozenset(node.name() for node in self.nodes)
 
     def pull(self, mat: Tensor) -> list[tuple[Record, Tensor]]:
         """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch."""
@@ -165,7 +170,7 @@ def trace(consumer: Record, index: int) -> Source | None:
         return Source(consumer, index, ((direct, edge),))
     targets: dict[tuple[int, int], tuple[Record, Edge]] = {}
     leaves: list[Tensor] = []
-    seen: set[Node] = {node}
+    seen: dict[Node, None] = {node: None}
     waiting = [node]
     while waiting:
         for upstream in waiting.pop().next_functions:
@@ -174,12 +179,11 @@ def trace(consumer: Record, index: int) -> Source | None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])
             elif upstream[0] is not None and upstream[0] not in seen:
-                seen.add(upstream[0])
+                seen[upstream[0]] = None
                 waiting.append(upstream[0])
                 if upstream[0].name() == ACCUMULATE:
                     leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
-    names = frozenset(one.name() for one in seen)
-    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), names) if targets or leaves else None
+    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), tuple(seen)) if targets or leaves else None
 
 
 def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:

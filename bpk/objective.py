@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.graph import ACCUMULATE, Source
+from bpk.identity import function_name
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.records import Record, owner_of
@@ -22,9 +23,9 @@ from bpk.records import Record, owner_of
 SourcesOf = Callable[[Record], dict[int, Source]]
 
 LINEAR = frozenset(
-    "Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone Expand Flatten Index LeakyRelu Max Maximum Mean Min "
-    "Minimum Neg Permute Relu Repeat Reshape ReshapeAlias Rsub Select Slice Split Squeeze Stack Sub Sum T Threshold ToCopy "
-    "Transpose Unbind UnsafeView Unsqueeze View Where BackwardHookFunction _DDPSink Keep Together".split()
+    "Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone Expand Identity Index LeakyRelu Max Maximum Mean Min Minimum "
+    "Neg Permute Relu Repeat ReshapeAlias Rsub Select Slice Split Squeeze Stack Sub Sum T Threshold ToCopy Transpose Unbind "
+    "UnsafeView Unsqueeze View Where".split()
 )
 """What autograd calls functions that are linear in all their arguments (almost everywhere)."""
 
@@ -102,7 +103,7 @@ def inside_of_loss(loss: Record, node: Node) -> Outside:
 
 def is_linear(node: Node) -> bool:
     """Whether autograd's function at a node is linear in all of its differentiable arguments, taken together."""
-    name = node.name().partition("Backward")[0] if node.name() != "BackwardHookFunctionBackward" else node.name()[:-8]
+    name = function_name(node)
     differentiable = [above is not None for above, _ in node.next_functions]
     if name == FRACTION:
         return differentiable == [True, False] or differentiable == [True]

@@ -1,14 +1,14 @@
-"""Before a backward pass: where samples are in each call behind a loss. What was found for a graph is remembered."""
+"""Before a backward pass: where samples are in each call behind a loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from bpk.attribution import NotInFront, attribute
+from bpk.attribution import NotInFront, attribute, confirms
+from bpk.forms import Form, form_of, prove, recall, remember
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, warn
 from bpk.jacobians.loss import Loss
@@ -30,18 +30,6 @@ class Placement:
     n: int
     rows: dict[int, Tensor] = field(default_factory=dict)
     left: list[nn.Module] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Form:
-    """What is remembered of a graph of one form: which calls to leave to autograd, and the batch axes of the others."""
-
-    left: tuple[int, ...]
-    axes: tuple[int, ...]
-
-
-FORMS: WeakKeyDictionary[nn.Module, dict[Hashable, Form]] = WeakKeyDictionary()
-"""By the module of the root, and by the form of the graph behind it."""
 
 
 def place(
@@ -67,17 +55,16 @@ def place(
     stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
     if not stuck and not moved:
         return Placement(above, root.batch_size, left=modules)
-    forms = FORMS.setdefault(root.module, {})
-    key = (second_order, *((id(r.module), tuple(x.shape for x in r.inputs)) for r in (*above, root)))
-    every, known = list(above), forms.get(key)
+    every, form = list(above), form_of((*above, root), sources_of, second_order)
+    known = recall(root, form)
     stuck = stuck if known is None else known.left
     modules += [every[k].module for k in stuck]
     leave([every[k] for k in stuck], (*above, root), sources_of, forget)
     above = upstream(root, sources_of)
     if known is not None:
-        for record, axis in zip((*above, root), known.axes, strict=True):
-            record.shift(axis)
-        return Placement(above, root.batch_size, left=modules)
+        found = remembered(root, above, sources_of, known)
+        if found is not None:
+            return Placement(above, known.n, found, modules)
     while True:
         try:
             n, rows = attribute(root, above, {id(r): feeding(r, sources_of) for r in (*above, root)})
@@ -91,12 +78,34 @@ def place(
                 raise
             warn(f"{error} First-order quantities are those of the chain rule.")
             n, rows = root.batch_size, {}
-            break
-    if not rows:
-        remaining = {id(record) for record in above}
-        left = tuple(k for k, record in enumerate(every) if id(record) not in remaining)
-        forms[key] = Form(left, tuple(record.shifted for record in (*above, root)))
+            remember(root, form, Form(numbers_of(above, every), (), n, (), proven=False, mixed=True))
+            return Placement(above, n, rows, modules)
+    proof = prove(root, above, sources_of, n, rows)
+    of_calls = tuple(rows.get(id(r)) for r in (*above, root)) if proof is None else tuple(proof)
+    axes = tuple(record.shifted for record in (*above, root))
+    remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))
     return Placement(above, n, rows, modules)
+
+
+def numbers_of(above: list[Record], every: list[Record]) -> tuple[int, ...]:
+    """Which of the calls were left to autograd."""
+    remaining = set(above)
+    return tuple(k for k, record in enumerate(every) if record not in remaining)
+
+
+def remembered(root: Record, above: list[Record], sources_of: SourcesOf, known: Form) -> dict[int, Tensor] | None:
+    """Rows as an earlier pass found them, if that holds here (`None`: it does not)."""
+    records = (*above, root)
+    if known.mixed:
+        return {}
+    for record, axis in zip(records, known.axes, strict=True):
+        record.shift(axis)
+    rows = {id(record): each for record, each in zip(records, known.rows, strict=True) if each is not None}
+    if known.proven or confirms(root, above, {id(r): feeding(r, sources_of) for r in records}, known.n, rows):
+        return rows
+    for record in records:
+        record.shift(0)
+    return None
 
 
 def feeding(record: Record, sources_of: SourcesOf) -> dict[int, Source]:

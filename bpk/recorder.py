@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from bpk import engine
 from bpk.context import CTX
 from bpk.graph import parameter_edges
+from bpk.identity import Keep, Together
 from bpk.jacobians.autodiff_loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import RuleError, explain
@@ -27,42 +28,12 @@ UNRECORDED = object()
 layer is left to autograd as part of the stretch between two recorded calls."""
 
 
-class Keep(torch.autograd.Function):
-    """Identity whose result shares memory and version with its input, but not its future.
-
-    A tensor that is later changed in place moves on to a new graph node; this alias stays where the
-    layer saw it, and stays differentiable (`create_graph`).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def keep(x: Tensor) -> tuple[Tensor, Edge]:
     """An alias of `x` that in-place operations cannot move, and the graph edge that leads to `x`."""
     if not x.requires_grad:
         return x, (None, 0)
     kept = Keep.apply(x)
     return kept, kept.grad_fn.next_functions[0]
-
-
-class Together(torch.autograd.Function):
-    """Identity of several tensors: one graph node, which gets the gradients of all results of a layer at once."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in tensors)  # not views: these must not be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads
 
 
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

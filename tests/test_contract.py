@@ -480,12 +480,16 @@ def test_recursion_of_averages_adds_two_losses() -> None:
 
 
 def test_regularised_loss() -> None:
-    """A penalty on the parameters changes `.grad` but is no sample's share."""
+    """The gradient of a penalty on the parameters is no sample's share: refused beside the loss, added by a pass of its own."""
     model, loss_fn = extended()
     x, y = data()
-    penalty = sum(p.square().sum() for p in model.parameters())
+    penalty = 0.1 * sum(p.square().sum() for p in model.parameters())
+    with pytest.raises(NotImplementedError, match="penalty"), bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        (loss_fn(model(x), y) + penalty).backward(retain_graph=True)
+    model.zero_grad()
     with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
-        (loss_fn(model(x), y) + 0.1 * penalty).backward()
+        loss_fn(model(x), y).backward()
+    penalty.backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0) + 0.2 * p.detach(), p.grad)
 

@@ -1,0 +1,52 @@
+"""Functions that return what they are given: nodes of autograd's graph that belong to one call, or to nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn.modules._functions import BackwardHookFunction
+
+
+class Keep(torch.autograd.Function):
+    """Identity whose result shares memory and version with its input, but not its future.
+
+    A tensor that is later changed in place moves on to a new graph node; this alias stays where the
+    layer saw it, and stays differentiable (`create_graph`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Together(torch.autograd.Function):
+    """Identity of several tensors: one graph node, which gets the gradients of all results of a layer at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in tensors)  # not views: these must not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+IDENTITIES = tuple(function._backward_cls for function in (Keep, Together, BackwardHookFunction))  # type: ignore[attr-defined]
+"""The classes of their nodes; torch puts the last one before and behind modules with backward hooks."""
+
+
+def function_name(node: Node) -> str:
+    """What torch calls the function of a node, without "Backward" and numbers (`""`: a function that a user wrote)."""
+    if isinstance(node, IDENTITIES):
+        return "Identity"
+    head, _, number = node.name().rpartition("Backward")
+    return head if number.isdigit() else ""
