@@ -12,7 +12,7 @@ from a table. What is not in the table is not known (`None`), and graphs that ha
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 
 from bpk import engine
 from bpk.graph import Source
-from bpk.identity import function_name
+from bpk.identity import function_name, name_of
 from bpk.records import Edge
 
 Parts = list[Tensor | None]
@@ -107,9 +107,11 @@ def arguments_of(node: Node, outs: Sequence[Tensor]) -> Parts | None:
     return None if known is None else known(node, outs)
 
 
-def matters(node: Node) -> dict[str, Any]:
-    """The attributes of a function on which it depends what its arguments may get."""
-    return {} if TABLE.get(function_name(node)) in (None, pointwise) else engine.attributes(node)
+@lru_cache(maxsize=1024)
+def matters(kind: type) -> Callable[[Node], Any] | None:
+    """Reads those attributes of a function on which it depends what its arguments may get (`None`: there are none)."""
+    known = TABLE.get(name_of(kind))
+    return None if known is None or known is pointwise else engine.reader(kind)
 
 
 # ---- kinds of functions --------------------------------------------------------------------------------

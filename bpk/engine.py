@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -74,7 +75,7 @@ def belongings(node: Node) -> dict[str, Any]:
 
 def output_shapes(node: Node) -> tuple[torch.Size, ...]:
     """The shapes of what a node's function has returned."""
-    return tuple(torch.Size(one.shape) for one in node._input_metadata)  # type: ignore[attr-defined]
+    return tuple([torch.Size(one.shape) for one in node._input_metadata])  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)
@@ -82,6 +83,13 @@ def attribute_names(kind: type) -> tuple[str, ...]:
     """What nodes of one of torch's functions keep, beside tensors."""
     saved = [name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")]
     return tuple(name for name in saved if not hasattr(kind, f"_raw_saved_{name}"))
+
+
+@lru_cache(maxsize=1024)
+def reader(kind: type) -> Callable[[Node], Any]:
+    """Reads all of them at once."""
+    names = [f"_saved_{name}" for name in attribute_names(kind)]
+    return attrgetter(*names) if names else lambda node: None
 
 
 def attributes(node: Node) -> dict[str, Any]:

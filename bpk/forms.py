@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from bpk import engine
 from bpk.dependence import matters, spread
 from bpk.graph import Source, consumers_first
-from bpk.jacobians.passage import PASSAGE
 from bpk.records import Record
 
 SourcesOf = Callable[[Record], dict[int, Source]]
@@ -75,48 +75,37 @@ def is_alive(form: Any) -> bool:
     return all(call[0]() is not None for call in form[1])
 
 
-def form_of(records: Sequence[Record], sources_of: SourcesOf, second_order: bool) -> Hashable:
-    """The form of a graph, by its calls."""
+def form_of(records: Sequence[Record], sources_of: SourcesOf, stuck: tuple[int, ...]) -> Hashable:
+    """The form of a graph, by its calls; those that are `stuck` have a rule that cannot serve them as they are.
+
+    All others keep to their contract, whatever the options of their layer: row by row.
+    """
     numbers = {record: number for number, record in enumerate(records)}
-    return second_order, tuple(form_of_call(record, numbers, sources_of(record)) for record in records)
+    return stuck, tuple(form_of_call(record, numbers, sources_of(record)) for record in records)
 
 
 def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, Source]) -> Hashable:
-    """One call: its layer and options, what it sees, and where that comes from."""
+    """One call: its layer, what it sees, and where that comes from."""
     fed = tuple(
         (index, tuple((numbers[r], r.places[edge[1]]) for r, edge in source.targets), form_of_stretch(source))
         for index, source in sources.items()
     )
-    shapes = tuple(x.shape for x in (*record.inputs, *record.results.values()))
-    options = () if record.rule is PASSAGE else options_of(record.module)  # a container may count its calls
-    return weakref.ref(record.module), record.rule, record.training, options, shapes, tuple(record.binding.axes), fed
-
-
-def options_of(module: nn.Module) -> Hashable:
-    """The plain attributes of a layer."""
-    fields = vars(module).items()
-    return tuple((name, value) for name, value in fields if isinstance(value, PLAIN) and is_plain(value))
-
-
-PLAIN = (bool, int, float, str, tuple)
-
-
-def is_plain(value: Any) -> bool:
-    """Whether an attribute can be compared: a number, a word, or a tuple of such."""
-    return all(map(is_plain, value)) if isinstance(value, tuple) else isinstance(value, PLAIN)
+    shapes = tuple([x.shape for x in (*record.inputs, *record.results.values())])
+    return weakref.ref(record.module), record.rule, record.training, shapes, tuple(record.binding.axes), fed
 
 
 def form_of_stretch(source: Source) -> Hashable:
     """Plain autograd in front of an input: its functions, and how they are connected."""
     if source.stretch is None:
         return None
-    numbers = {node: number for number, node in enumerate(source.nodes)}
+    numbers: dict[Node | None, int] = {node: number for number, node in enumerate(source.nodes)}
     ends = {edge: -1 - number for number, (_, edge) in enumerate(source.targets)}
     form = []
     for node in source.nodes:
-        connected = [(numbers.get(e[0], ends.get(e)), e[1]) if e[0] is not None else None for e in node.next_functions]
-        attributes = tuple(matters(node).values())
-        form.append((node.name(), engine.output_shapes(node), attributes, tuple(connected)))
+        kind = type(node)
+        read = matters(kind)
+        connected = [(numbers.get(above, ends.get((above, nr))), nr) for above, nr in node.next_functions]
+        form.append((kind, engine.output_shapes(node), read and read(node), *connected))
     return source.stretch[1], tuple(form)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.modules._functions import BackwardHookFunction
 
@@ -46,7 +48,13 @@ IDENTITIES = tuple(function._backward_cls for function in (Keep, Together, Backw
 
 def function_name(node: Node) -> str:
     """What torch calls the function of a node, without "Backward" and numbers (`""`: a function that a user wrote)."""
-    if isinstance(node, IDENTITIES):
+    return name_of(type(node))
+
+
+@lru_cache(maxsize=1024)
+def name_of(kind: type) -> str:
+    """The same, by the class of the node."""
+    if issubclass(kind, IDENTITIES):
         return "Identity"
-    head, _, number = node.name().rpartition("Backward")
-    return head if number.isdigit() else ""
+    head, _, number = kind.__name__.rpartition("Backward")
+    return head if number.isdigit() and not issubclass(kind, BackwardCFunction) else ""
