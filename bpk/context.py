@@ -152,13 +152,18 @@ def check_extension(extension: object) -> None:
 
 
 class Context:
-    """What is active right now: the stack of `backpack` contexts, and whether recording is disabled."""
+    """What is active right now: the stack of `backpack` contexts, and whether recording is disabled.
+
+    While the forward pass of a model runs, it is `called`, and `given` are the shapes of its tensors.
+    """
 
     def __init__(self) -> None:
         self.stack: list[backpack] = []
         self.disabled = False
         self.quiet = False
         self.passing: Record | None = None
+        self.given: tuple[torch.Size, ...] = ()
+        self.called: nn.Module | None = None
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def get_active_exts(self) -> tuple[BackpropExtension, ...]:

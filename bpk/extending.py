@@ -15,7 +15,7 @@ from bpk.jacobians.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.loss_recorder import record_composed
 from bpk.products import BlockProduct
-from bpk.recorder import record, record_passage, remember_generators, stash
+from bpk.recorder import forget_inputs, note_inputs, record, record_passage, remember_generators, stash
 from bpk.records import forget
 from bpk.rules import REGISTRY
 
@@ -56,6 +56,9 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
 
         module = convert_if_possible(module, debug)  # type: ignore[assignment]
     attach(module, (), "", debug)
+    if note_inputs not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(note_inputs, with_kwargs=True)
+        module.register_forward_hook(forget_inputs, always_call=True)
     return module
 
 
@@ -148,12 +151,14 @@ def hook(module: nn.Module, path: str, recorders: Iterable[Callable[..., Any]]) 
 def detach(module: nn.Module) -> None:
     """Take the forward hooks of one module away again."""
     for hooks, ours in (
-        (module._forward_hooks, RECORDERS),
-        (module._forward_pre_hooks, (stash, remember_generators)),
+        (module._forward_hooks, (*RECORDERS, forget_inputs)),
+        (module._forward_pre_hooks, (note_inputs, stash, remember_generators)),
     ):
         for key in [key for key, function in hooks.items() if function in ours]:
             del hooks[key]
             module._forward_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
     forget(module)
     module._backpack_extend = False  # type: ignore[assignment]
 

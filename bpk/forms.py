@@ -75,23 +75,24 @@ def is_alive(form: Any) -> bool:
     return all(call[0]() is not None for call in form[1])
 
 
-def form_of(records: Sequence[Record], sources_of: SourcesOf, stuck: tuple[int, ...]) -> Hashable:
-    """The form of a graph, by its calls; those that are `stuck` have a rule that cannot serve them as they are.
-
-    All others keep to their contract, whatever the options of their layer: row by row.
-    """
+def form_of(records: Sequence[Record], sources_of: SourcesOf, *details: Hashable) -> Hashable:
+    """The form of a graph, by its calls, and whatever else what is found depends on."""
     numbers = {record: number for number, record in enumerate(records)}
-    return stuck, tuple(form_of_call(record, numbers, sources_of(record)) for record in records)
+    return details, tuple(form_of_call(record, numbers, sources_of(record)) for record in records)
 
 
 def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, Source]) -> Hashable:
-    """One call: its layer, what it sees, and where that comes from."""
+    """One call: its layer, what it sees, and where that comes from.
+
+    What the layer's options say does not matter: rules work row by row, or are not used.
+    """
     fed = tuple(
         (index, tuple((numbers[r], r.places[edge[1]]) for r, edge in source.targets), form_of_stretch(source))
         for index, source in sources.items()
     )
     shapes = tuple([x.shape for x in (*record.inputs, *record.results.values())])
-    return weakref.ref(record.module), record.rule, record.training, shapes, tuple(record.binding.axes), fed
+    seen = (record.given, shapes, tuple(record.binding.axes))
+    return weakref.ref(record.module), record.rule, record.training, seen, fed
 
 
 def form_of_stretch(source: Source) -> Hashable:

@@ -18,9 +18,12 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     """What `N` may be, whether the batch axis may be moved, and whether it comes first among the rows of the root.
 
     The simplest hypotheses come first. With one row in front of everything, moving the batch axis is not simpler than
-    merging it. That all rows are those of one sample agrees with any graph: it comes last if a layer knows better.
+    merging it. That all rows are those of one sample agrees with any graph: it is none where what the model was given
+    says otherwise, and comes last if a layer knows better.
     """
     sizes = numbers_of_samples(root, above)
+    if root.batch_size > 1 and not may_be_one_sample(above):
+        sizes = [n for n in sizes if n != 1]
     last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
     sizes = [n for n in sizes if n not in last]
     whole = [n for n in sizes if n == root.batch_size]
@@ -31,6 +34,15 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
         found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
         ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
     return ordered + [(n, True, True) for n in last]
+
+
+def may_be_one_sample(above: list[Record]) -> bool:
+    """Whether what was called may have been given a batch of one: its first tensor, or a layer that knows, says so."""
+    if any(record.knows_batch and record.batch_size == 1 for record in above):
+        return True
+    first = [shapes[0] for shapes in {record.given for record in above} if shapes]
+    tables = [shape for shape in first if len(shape) < 2]  # of positions, maybe, where parts of a model are called
+    return all(shape[:1] in ((), (1,)) for shape in first if shape not in tables or len(tables) == len(first))
 
 
 def one_by_one(root: Record, above: list[Record]) -> bool:

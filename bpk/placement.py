@@ -55,7 +55,7 @@ def place(
     stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
     if not stuck and not moved:
         return Placement(above, root.batch_size, left=modules)
-    every, form = list(above), form_of((*above, root), sources_of, stuck)
+    every, form = list(above), form_of((*above, root), sources_of, second_order, stuck)
     known = recall(root, form)
     stuck = stuck if known is None else known.left
     modules += [every[k].module for k in stuck]

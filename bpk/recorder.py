@@ -172,6 +172,18 @@ def remember_generators(module: nn.Module, args: tuple[Any, ...]) -> None:
     module.__dict__["_bpk_drawn"] = RandomState.now(torch.device("cpu") if parameter is None else parameter.device)
 
 
+def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
+    if CTX.called is None:
+        CTX.called, CTX.given = module, tuple([x.shape for x in tensors_in((*args, *kwargs.values())) if not x.is_nested])
+
+
+def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of the same module, called also where its forward pass has failed."""
+    if CTX.called is module:
+        CTX.called, CTX.given = None, ()
+
+
 def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of layers that may work in place: keep the input that they will overwrite."""
     if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed():

@@ -70,13 +70,15 @@ class Record:
     """One recorded call of a layer: module, rule, inputs, results, and the edges towards its inputs.
 
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
-    of them an output of the graph node is. `used` are those that something behind the call has asked for.
+    of them an output of the graph node is. `used` are those that something behind the call has asked for. `given` are the
+    shapes of the tensors with which the whole model was called.
     """
 
     __slots__ = (
         "binding",
         "drawn",
         "edges",
+        "given",
         "inputs",
         "is_view",
         "module",
@@ -110,6 +112,7 @@ class Record:
         self.results = results
         self.places = places
         self.used: list[int] = [] if len(results) > 1 else list(results)
+        self.given = CTX.given
         self.is_view = False
         self.training = module.training
         self.shifted = 0
