@@ -128,8 +128,8 @@ def follow(
 def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
     """Whether rows still are those of the samples as which they were known.
 
-    One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every entry
-    they differ by the weight of the row's sample.
+    One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every
+    entry they differ by the weight of the row's sample.
     """
     device = root.inputs[0].device
     in_order = torch.arange(n, device=device)

@@ -1,12 +1,13 @@
 """Which entries depend on which, whatever the values: how a stretch of plain autograd spreads what comes to its end.
 
-A test by gradients tells which sample a row feeds *here*. A gate that is zero, an identity matrix or a mask may hide that
-rows are mixed, and next time they are not. So what is remembered of a graph has to hold for any values. For that, columns
-of non-negative numbers are sent through the graph with each function replaced by one that hands on what any of its
-arguments might get: nothing cancels, and nothing is multiplied by zero.
+A test by gradients tells which sample a row feeds *here*. A gate that is zero, an identity matrix or a mask may hide
+that rows are mixed, and next time they are not. So what is remembered of a graph has to hold for any values. For that,
+columns of non-negative numbers are sent through the graph with each function replaced by one that hands on what any of
+its arguments might get: nothing cancels, and nothing is multiplied by zero.
 
-Functions that only rearrange or add up entries are asked themselves. Others are told by their name, and a few attributes,
-from a table. What is not in the table is not known (`None`), and graphs that have it are tested in every pass.
+Functions that only rearrange or add up entries are asked themselves. Others are told by their name, and a few
+attributes, from a table. What is not in the table is not known (`None`), and graphs that have it are tested in every
+pass.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.autograd.graph import Node
 
 from bpk import engine
 from bpk.graph import Source
-from bpk.identity import function_name, name_of
+from bpk.identity import function_name, name_of, words
 from bpk.records import Edge
 
 Parts = list[Tensor | None]
@@ -30,22 +31,23 @@ Parts = list[Tensor | None]
 Spread = Callable[[Node, Sequence[Tensor]], Parts]
 """From what comes to the outputs of a node, `[V, *out]` each, to what its arguments may get."""
 
-REARRANGING = """Alias Cat ConstantPadNd Diagonal Expand Flip Mean Permute Repeat ReshapeAlias Roll Select Slice Split
-SplitWithSizes Squeeze Stack Sum T Transpose Unbind Unfold UnsafeSplit UnsafeView Unsqueeze UpsampleBilinear2D
-UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D View""".split()
+REARRANGING = words("""Alias Cat ConstantPadNd Diagonal Expand Flip Mean Permute Repeat ReshapeAlias Roll Select Slice
+Split SplitWithSizes Squeeze Stack Sum T Transpose Unbind Unfold UnsafeSplit UnsafeView Unsqueeze UpsampleBilinear2D
+UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D View""")
 """Linear functions whose coefficients are no data, and not negative."""
 
-POINTWISE = """Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin Clone Cos Cosh Div
-Elu Erf Erfc Erfinv Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish Hardtanh Hypot Identity LeakyRelu Lerp Lgamma Log
-Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill Maximum Minimum Mish Mul NanToNum NativeDropout Neg Pow PreluKernel
-Reciprocal Relu Rsqrt Rsub Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Tril Triu
-Where Xlogy""".split()
+POINTWISE = words("""Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin Clone
+Cos Cosh Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish Hardtanh
+Hypot Identity LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill
+Maximum Minimum Mish Mul NanToNum NativeDropout Neg Pow PreluKernel Reciprocal Relu Rsqrt Rsub
+Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Tril Triu
+Where Xlogy""")
 """Functions of entries one by one, with broadcasting."""
 
-ALONG = "Cumprod Cumsum LogSoftmax Logcumsumexp Softmax Sort".split()
+ALONG = words("Cumprod Cumsum LogSoftmax Logcumsumexp Softmax Sort")
 """Functions that keep the shape, and mix all entries along one axis."""
 
-REDUCING = "Amax Amin LinalgVectorNorm Logsumexp Max Median Min Norm Prod Std Var".split()
+REDUCING = words("Amax Amin LinalgVectorNorm Logsumexp Max Median Min Norm Prod Std Var")
 """Functions that take some axes, or all, to one number."""
 
 SPATIAL = {
@@ -92,12 +94,12 @@ def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:
         node, finished = waiting.pop()
         above = [edge for edge in node.next_functions if edge[0] is not None]
         if finished:
-            leads[node] = any(edge in ends or leads.get(edge[0], False) for edge in above)
+            leads[node] = any(edge in ends or (edge[0] is not None and leads.get(edge[0], False)) for edge in above)
             order.append(node)
         elif node not in leads:
             leads[node] = False
             waiting.append((node, True))
-            waiting += [(edge[0], False) for edge in above if edge not in ends]
+            waiting += [(edge[0], False) for edge in above if edge[0] is not None and edge not in ends]
     return dict.fromkeys(node for node in reversed(order) if leads[node])
 
 
@@ -118,7 +120,7 @@ def matters(kind: type) -> Callable[[Node], Any] | None:
 def rearranged(node: Node, outs: Sequence[Tensor]) -> Parts:
     """Ask the function itself, one column after the other."""
     with torch.no_grad():
-        found = [node(*column) for column in zip(*outs, strict=True)]
+        found = [node(*column) for column in zip(*outs, strict=True)]  # type: ignore[operator]
     columns = [one if isinstance(one, tuple) else (one,) for one in found]
     return [None if part[0] is None else torch.stack(part) for part in zip(*columns, strict=True)]
 
@@ -157,6 +159,11 @@ def first_axes(node: Node, outs: Sequence[Tensor], kept: Callable[[Node, int], i
     return [total.reshape(*total.shape, *[1] * (len(shape) - lead + 1)).expand(len(total), *shape)]
 
 
+def all_but(last: int, node: Node, dims: int) -> int:
+    """How many axes there are before the last ones."""
+    return dims - last
+
+
 def product(node: Node, outs: Sequence[Tensor], first: int) -> Parts:
     """Matrix products: a row of the left factor gets what its row of the result has, a column of the right its column.
 
@@ -179,7 +186,7 @@ TABLE: dict[str, Spread] = {
     **dict.fromkeys(POINTWISE, pointwise),
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCING, reduced),
-    **{name: partial(first_axes, kept=lambda node, dims, k=k: dims - k) for name, k in SPATIAL.items()},
+    **{name: partial(first_axes, kept=partial(all_but, k)) for name, k in SPATIAL.items()},
     **dict.fromkeys(("Addmm", "Baddbmm"), partial(product, first=1)),
     **dict.fromkeys(("Bmm", "Mm"), partial(product, first=0)),
     **dict.fromkeys(("Convolution", "NativeGroupNorm"), partial(first_axes, kept=lambda node, dims: 1)),

@@ -75,7 +75,7 @@ def belongings(node: Node) -> dict[str, Any]:
 
 def output_shapes(node: Node) -> tuple[torch.Size, ...]:
     """The shapes of what a node's function has returned."""
-    return tuple([torch.Size(one.shape) for one in node._input_metadata])  # type: ignore[attr-defined]
+    return tuple([torch.Size(one.shape) for one in node._input_metadata])
 
 
 @lru_cache(maxsize=1024)

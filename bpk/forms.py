@@ -1,11 +1,11 @@
 """What was found out about the samples of a graph, for the next pass over a graph of the same form.
 
 To look for samples takes several gradients, so what was found is remembered, in one of two ways. It is *proven* if it
-follows from the form of the graph alone, whatever the values are (`dependence.py`): then it is used as it is. Otherwise it
-is a guess, and tested in every pass.
+follows from the form of the graph alone, whatever the values are (`dependence.py`): then it is used as it is. Otherwise
+it is a guess, and tested in every pass.
 
-The form has all that a proof depends on: the layers and their options, the shapes they see, how calls are connected, and of
-the functions in between their names, shapes, connections and those attributes that say what goes where.
+The form has all that a proof depends on: the layers and their options, the shapes they see, how calls are connected,
+and of the functions in between their names, shapes, connections and those attributes that say what goes where.
 """
 
 from __future__ import annotations

@@ -183,7 +183,11 @@ def trace(consumer: Record, index: int) -> Source | None:
                 waiting.append(upstream[0])
                 if upstream[0].name() == ACCUMULATE:
                     leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
-    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), tuple(seen)) if targets or leaves else None
+    return (
+        Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), tuple(seen))
+        if targets or leaves
+        else None
+    )
 
 
 def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:

@@ -42,8 +42,13 @@ class Together(torch.autograd.Function):
         return grads
 
 
-IDENTITIES = tuple(function._backward_cls for function in (Keep, Together, BackwardHookFunction))  # type: ignore[attr-defined]
+IDENTITIES = tuple(function._backward_cls for function in (Keep, Together, BackwardHookFunction))
 """The classes of their nodes; torch puts the last one before and behind modules with backward hooks."""
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text: names of functions."""
+    return frozenset(text.split())
 
 
 def function_name(node: Node) -> str:

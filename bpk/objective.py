@@ -2,8 +2,8 @@
 
 Quantities of second order are those of the extended losses. Another function of a loss (`loss.sqrt()`), or a penalty
 beside it (`loss + w.norm()`), has curvature of its own that nobody sends back; a penalty on a parameter also has a
-gradient that belongs to no sample. Autograd's graph tells, from the tensors that are differentiated down to the extended
-losses: it is read anew in every backward pass, and usually has no node beside that of the loss.
+gradient that belongs to no sample. Autograd's graph tells, from the tensors that are differentiated down to the
+extended losses: it is read anew in every backward pass, and usually has no node beside that of the loss.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.graph import ACCUMULATE, Source
-from bpk.identity import function_name
+from bpk.identity import function_name, words
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
 from bpk.records import Record, owner_of
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 
-LINEAR = frozenset(
-    "Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone Expand Identity Index LeakyRelu Max Maximum Mean Min Minimum "
-    "Neg Permute Relu Repeat ReshapeAlias Rsub Select Slice Split Squeeze Stack Sub Sum T Threshold ToCopy Transpose Unbind "
-    "UnsafeView Unsqueeze View Where".split()
-)
+LINEAR = words("""Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone Expand Identity Index LeakyRelu Max Maximum
+Mean Min Minimum Neg Permute Relu Repeat ReshapeAlias Rsub Select Slice Split Squeeze Stack Sub Sum T Threshold ToCopy
+Transpose Unbind UnsafeView Unsqueeze View Where""")
 """What autograd calls functions that are linear in all their arguments (almost everywhere)."""
 
-BILINEAR = frozenset("Bmm Dot Mm Mul Mv".split())
+BILINEAR = words("Bmm Dot Mm Mul Mv")
 """Those that are linear where only one argument is differentiable."""
 
 FRACTION = "Div"
@@ -40,8 +38,8 @@ FRACTION = "Div"
 class Outside:
     """What a backward pass reaches without passing an extended loss.
 
-    `calls` are recorded calls, `leaves` tensors that collect a gradient, `curved` names functions of losses that are not
-    linear. `seen` says whether it is known where the pass has started.
+    `calls` are recorded calls, `leaves` tensors that collect a gradient, `curved` names functions of losses that are
+    not linear. `seen` says whether it is known where the pass has started.
     """
 
     calls: set[Record] = field(default_factory=set)
@@ -116,8 +114,8 @@ def require_linear(loss: Record, outside: Outside) -> None:
         raise UnsupportedLayer(
             explain(
                 f"What is differentiated behind the loss '{loss.path}' ({type(loss.module).__name__}) cannot be seen.",
-                "the backward pass was not started by loss.backward(), torch.autograd.backward or torch.autograd.grad; other "
-                "parts of the objective might be there, whose curvature would be missing.",
+                "the backward pass was started by none of autograd's functions; there might be other parts of the "
+                "objective, whose curvature would be missing.",
                 "call loss.backward(), or use first-order extensions.",
             )
         )
@@ -126,9 +124,9 @@ def require_linear(loss: Record, outside: Outside) -> None:
         raise UnsupportedLayer(
             explain(
                 f"The objective is a nonlinear function of the loss '{loss.path}' ({type(loss.module).__name__}).",
-                f"quantities of second order are those of the loss; the curvature of what follows it ({names}) would be "
-                "missing.",
-                "write the whole objective as one module that returns it and extend that, or use first-order extensions.",
+                f"quantities of second order are those of the loss; the curvature of what follows it ({names}) would "
+                "be missing.",
+                "write the whole objective as one module and extend that, or use first-order extensions.",
             )
         )
 
@@ -139,7 +137,8 @@ def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
     if touched is not None:
         raise UnsupportedLayer(
             explain(
-                f"The gradient at '{touched.path}' ({type(touched.module).__name__}) is not that of the extended losses.",
+                f"The gradient at '{touched.path}' ({type(touched.module).__name__}) is not that of the extended "
+                "losses.",
                 "something else is part of the objective (a penalty by plain functions), and its curvature would be "
                 "missing.",
                 "write the whole objective as one module and extend it, or use first-order extensions.",
@@ -157,10 +156,10 @@ def require_no_penalty(records: Iterable[Record], sources_of: SourcesOf, outside
             if id(p) in leaves:
                 raise UnsupportedLayer(
                     explain(
-                        f"The parameter {name} is part of the objective by itself (a penalty on it, or on an input gradient).",
-                        "that share of its gradient passes no extended loss and belongs to no sample: individual gradients, "
-                        "and all that follows from them, would not be those of the objective.",
-                        "extend every loss, also one that reads an input gradient; of a penalty on parameters, call backward() "
-                        "outside of backpack(...): .grad adds up.",
+                        f"The parameter {name} is part of the objective by itself: in a penalty, or an input gradient.",
+                        "that share of its gradient passes no extended loss and belongs to no sample: individual "
+                        "gradients, and all that follows from them, would not be those of the objective.",
+                        "extend every loss, also one that reads an input gradient; of a penalty on parameters, call "
+                        "backward() outside of backpack(...): .grad adds up.",
                     )
                 )

@@ -175,7 +175,10 @@ def remember_generators(module: nn.Module, args: tuple[Any, ...]) -> None:
 def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
     if CTX.called is None:
-        CTX.called, CTX.given = module, tuple([x.shape for x in tensors_in((*args, *kwargs.values())) if not x.is_nested])
+        CTX.called, CTX.given = (
+            module,
+            tuple([x.shape for x in tensors_in((*args, *kwargs.values())) if not x.is_nested]),
+        )
 
 
 def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -70,8 +70,8 @@ class Record:
     """One recorded call of a layer: module, rule, inputs, results, and the edges towards its inputs.
 
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
-    of them an output of the graph node is. `used` are those that something behind the call has asked for. `given` are the
-    shapes of the tensors with which the whole model was called.
+    of them an output of the graph node is. `used` are those that something behind the call has asked for. `given` are
+    the shapes of the tensors with which the whole model was called.
     """
 
     __slots__ = (

@@ -480,7 +480,7 @@ def test_recursion_of_averages_adds_two_losses() -> None:
 
 
 def test_regularised_loss() -> None:
-    """The gradient of a penalty on the parameters is no sample's share: refused beside the loss, added by a pass of its own."""
+    """The gradient of a penalty on parameters is no sample's share: refused beside the loss, added by its own pass."""
     model, loss_fn = extended()
     x, y = data()
     penalty = 0.1 * sum(p.square().sum() for p in model.parameters())

@@ -24,14 +24,19 @@ def individual(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor) -> li
     for n in range(len(x)):
         loss = loss_fn(model(x[n : n + 1]), y[n : n + 1]) / len(x)
         rows.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-    return [torch.stack([torch.zeros_like(p) if r[k] is None else r[k] for r in rows]) for k, p in enumerate(model.parameters())]
+    return [
+        torch.stack([torch.zeros_like(p) if r[k] is None else r[k] for r in rows])
+        for k, p in enumerate(model.parameters())
+    ]
 
 
 def check_rows(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor) -> None:
     """`grad_batch` of one pass, against the loop."""
     with bpk.backpack(E.BatchGrad()):
         loss_fn(model(x), y).backward()
-    found = [p.grad_batch.clone() if hasattr(p, "grad_batch") else torch.zeros(len(x), *p.shape) for p in model.parameters()]
+    found = [
+        p.grad_batch.clone() if hasattr(p, "grad_batch") else torch.zeros(len(x), *p.shape) for p in model.parameters()
+    ]
     for p, rows, expected in zip(model.parameters(), found, individual(model, loss_fn, x, y), strict=True):
         torch.testing.assert_close(rows.to(p.dtype), expected)
 
