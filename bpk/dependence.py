@@ -31,7 +31,7 @@ Parts = list[Tensor | None]
 Spread = Callable[[Node, Sequence[Tensor]], Parts]
 """From what comes to the outputs of a node, `[V, *out]` each, to what its arguments may get."""
 
-REARRANGING = words("""Alias Cat ConstantPadNd Diagonal Expand Flip Mean Permute Repeat ReshapeAlias Roll Select Slice
+REARRANGING = words("""Alias Cat ConstantPadNd Diagonal Expand Flip Mean Permute Repeat Roll Select Slice
 Split SplitWithSizes Squeeze Stack Sum T Transpose Unbind Unfold UnsafeSplit UnsafeView Unsqueeze UpsampleBilinear2D
 UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D View""")
 """Linear functions whose coefficients are no data, and not negative."""
@@ -40,7 +40,7 @@ POINTWISE = words("""Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 At
 Cos Cosh Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish Hardtanh
 Hypot Identity LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill
 Maximum Minimum Mish Mul NanToNum NativeDropout Neg Pow PreluKernel Reciprocal Relu Rsqrt Rsub
-Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Sqrt Square Sub Tan Tanh Threshold ToCopy Tril Triu
+Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Tril Triu
 Where Xlogy""")
 """Functions of entries one by one, with broadcasting."""
 
@@ -51,8 +51,8 @@ REDUCING = words("Amax Amin LinalgVectorNorm Logsumexp Max Median Min Norm Prod 
 """Functions that take some axes, or all, to one number."""
 
 SPATIAL = {
-    **{f"{kind}{k}D": k for kind in ("AvgPool", "ReflectionPad", "ReplicationPad") for k in (1, 2, 3)},
-    **{f"Adaptive{kind}Pool{k}D": k for kind in ("Avg", "Max") for k in (1, 2, 3)},
+    **{f"{kind}{k}D": k for kind in ("ReflectionPad", "ReplicationPad") for k in (1, 2, 3)},
+    **{f"{kind}Pool{k}D": k for kind in ("Avg", "AdaptiveAvg", "AdaptiveMax") for k in (2, 3)},
     **{f"MaxPool{k}DWithIndices": k for k in (2, 3)},
     "UpsampleBicubic2D": 2,
 }
