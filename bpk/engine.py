@@ -7,8 +7,9 @@ stable in practice; a change in a future version shows up here and nowhere else.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ def keeps_graph() -> bool:
 def when_finished(callback: Callable[[], None]) -> None:
     """Call back at the end of the running backward pass, when all `.grad` are final."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def multithreaded() -> bool:
+    """Whether backward passes that this thread starts may run in threads of devices."""
+    return torch._C._is_multithreading_enabled()
+
+
+def set_multithreaded(mode: bool) -> None:
+    """Decide that."""
+    torch._C._set_multithreading_enabled(mode)
 
 
 def is_transformed() -> bool:
@@ -88,14 +99,20 @@ def spare_memory(tensor: object) -> Tensor | None:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))
 
 
-class Probe:
-    """A graph of one node, kept to ask the engine for the number of the backward pass that it would run next."""
+class Probe(threading.local):
+    """A graph of one node, kept to ask the engine for the number of the backward pass that it would run next.
+
+    Each thread has its own graph; `runs` counts those of all.
+    """
+
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    runs: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        self.leaf = torch.zeros(1, requires_grad=True)
-        self.seed = (torch.ones(1),)
         self.seen = NO_TASK
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            self.leaf = torch.zeros(1, requires_grad=True, device="cpu")
+            self.seed = (torch.ones(1, device="cpu"),)
             self.output = self.leaf * 1
         self.output.register_hook(self.look)
 
@@ -103,13 +120,15 @@ class Probe:
         """Runs inside the engine."""
         self.seen = current_task()
 
-    def run(self) -> int:
-        """The number of backward passes that were started before, this one included."""
+    def passes(self) -> int:
+        """The number of backward passes that were started in this process, those of probes left out."""
         run_backward = Variable._execution_engine.run_backward
-        run_backward(
-            (self.output,), self.seed, True, False, (self.leaf,), allow_unreachable=True, accumulate_grad=False
-        )
-        return self.seen
+        with self.lock:
+            run_backward(
+                (self.output,), self.seed, True, False, (self.leaf,), allow_unreachable=True, accumulate_grad=False
+            )
+            Probe.runs += 1
+            return self.seen - Probe.runs
 
 
 PROBE = Probe()
