@@ -133,9 +133,9 @@ class Backward:
         sweep.direct = {}
 
     def abort(self) -> None:
-        """The pass did not finish: remove the fields that it has saved."""
+        """The pass did not finish: leave no fields on the models that it was to train."""
         self.closed = True
-        self.parameters.discard()
+        self.parameters.discard(self.models.values())
         self.clear()
 
     def clear(self) -> None:

@@ -175,20 +175,21 @@ class Parameters:
     def remove_stale(self, models: Iterable[nn.Module]) -> None:
         """Remove the fields of an earlier pass from parameters that this one did not reach, in models that it trains."""
         saved = {(id(param), name) for param, name in self.saved}
-        reached = {identity for identity, _ in saved}
         for model in models:
             params = list(model.parameters())
-            if not any(id(p) in reached for p in params):
+            if not any(id(p) in self.states for p in params):
                 continue
             for extension in self.extensions:
                 for p in params:
                     if (id(p), extension.savefield) not in saved:
                         p.__dict__.pop(extension.savefield, None)
 
-    def discard(self) -> None:
-        """Remove the fields that this backward pass has saved."""
+    def discard(self, models: Iterable[nn.Module]) -> None:
+        """Remove the fields that this backward pass has saved, and those that it would have overwritten."""
         for param, name in self.saved:
             param.__dict__.pop(name, None)
+        self.saved = []
+        self.remove_stale(models)
 
     def clear(self) -> None:
         """Let go of everything."""
