@@ -70,31 +70,41 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
     return kept if isinstance(kept, Tensor) else None
 
 
-def count_of_argument(value: object) -> int:
-    """How many references a function counts to its argument."""
-    return sys.getrefcount(value)
+def handles(tensor: Tensor) -> tuple[int, ...]:
+    """What refers to a tensor and to its storage: objects of Python, and handles within torch."""
+    storage = tensor.untyped_storage()
+    within = tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), sys.getrefcount(storage), *within
 
 
-def count_of_one_variable() -> int:
-    """How many references a function counts if its caller's variable is the only thing that refers to the argument."""
-    variable = object()
-    return count_of_argument(variable)
+def handles_of_argument(tensor: Tensor) -> tuple[int, ...]:
+    """The same, for the argument of a function."""
+    return handles(tensor)
 
 
-ONE_VARIABLE = count_of_one_variable()
-"""Versions of Python differ: 4 in 3.10, 3 in 3.11, and less where a call borrows the caller's reference."""
+def handles_of_one_variable() -> tuple[int, ...]:
+    """The same, if the variable of a function's caller is the only thing that refers to the argument."""
+    variable = torch.empty(1, device="cpu")
+    return handles_of_argument(variable)
+
+
+ALONE = handles_of_one_variable()
+"""Versions of Python differ: a reference more or less is counted for each function that is called."""
 
 
 def spare_memory(tensor: object) -> Tensor | None:
-    """The memory of a tensor as a flat tensor, if the caller's variable is the only thing that refers to it."""
+    """The memory of a tensor as a flat tensor, if it would be freed with the caller's variable.
+
+    Nothing else refers to tensor or storage then. The memory is torch's own (that of arrays and files cannot be
+    resized), and no other process has it. Only on processors: elsewhere, work under way may still read it.
+    """
     if not isinstance(tensor, Tensor) or tensor.requires_grad or tensor.layout is not torch.strided:
         return None
-    storage = tensor.untyped_storage()
-    # the second count is of handles within torch; that of the storage has the tensor's and ours
-    alone = sys.getrefcount(tensor) <= ONE_VARIABLE and tensor._use_count() == 1  # type: ignore[attr-defined]
-    if not alone or torch._C._storage_Use_Count(storage._cdata) != 2:
+    if tensor.device.type != "cpu" or any(n > alone for n, alone in zip(handles(tensor), ALONE, strict=True)):
         return None
-    if storage.nbytes() != tensor.numel() * tensor.element_size():
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+    if not whole or not storage.resizable() or storage.is_shared() or tensor.is_pinned():
         return None
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))
 
