@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpk import engine
 from bpk.context import CTX, backpack
@@ -38,7 +38,7 @@ from bpk.objective import (
     require_losses_only,
     require_no_penalty,
 )
-from bpk.parameters import Parameters, is_trained
+from bpk.parameters import Parameters, is_trained, model_of, require_own
 from bpk.placement import place
 from bpk.positions import ByPosition
 from bpk.records import Record
@@ -55,11 +55,12 @@ if TYPE_CHECKING:
 
 
 class Backward:
-    """One backward pass under one context."""
+    """One backward pass under one context; `under_way` lists it by its number until it is over."""
 
-    def __init__(self, context: backpack, task: int) -> None:
+    def __init__(self, context: backpack, task: int, under_way: dict[int, Backward]) -> None:
         self.context = context
         self.task = task
+        self.under_way = under_way
         self.extensions = context.extensions
         self.sweeps: dict[Hashable, Sweep] = {}
         self.listens: list[Hashable | None] = []
@@ -95,6 +96,7 @@ class Backward:
         self.used: dict[int, Sequence[int]] = {}
         self.outside: Outside | None = None  # what the objective has beside extended losses
         self.closed = False
+        self.models: dict[int, nn.Module] = {}  # those that take part
 
     # ---- life cycle ------------------------------------------------------------------------------
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -110,12 +112,12 @@ class Backward:
 
     def close(self) -> None:
         """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
-        if self.closed:
-            return
-        self.closed = True
         try:
+            self.closed = True
             self.collect_functions()
             self.parameters.finish_all()
+            if len(self.under_way) == 1:  # a pass inside of another one sees a part only
+                self.parameters.remove_stale(self.models.values())
             self.hooks.run_last()
         except BaseException:
             self.abort()
@@ -135,16 +137,16 @@ class Backward:
         sweep.direct = {}
 
     def abort(self) -> None:
-        """Something went wrong: remove the fields that this pass has saved."""
+        """The pass did not finish: leave no fields on the models that it was to train."""
         self.closed = True
-        self.parameters.discard()
+        self.parameters.discard(self.models.values())
         self.clear()
 
     def clear(self) -> None:
         """Let go of everything; a graph that is kept may be passed again."""
         for record in self.kept:
             record.reopen()
-        self.context.backwards.pop(self.task, None)
+        self.under_way.pop(self.task, None)
         self.parameters.clear()
         self.sweeps, self.sources, self.above = {}, {}, {}
         self.hooks = Hooks(None)
@@ -164,6 +166,8 @@ class Backward:
         assert grad is not None
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
+        model = model_of(record.module)
+        self.models[id(model)] = model
         written = self.apply_module_extensions(record, grad)
         self.reach_functions(record, grads)
         if record.rule is not None:
@@ -309,6 +313,7 @@ class Backward:
         loss = rule if isinstance(rule, Loss) else None
         grad, call = matched(grad, record.call())
         trained = {n: p for n, p in record.params.items() if is_trained(p)}
+        require_own(record, trained)
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
         later = {name: record.shares(p, self.parameters.held) for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
@@ -380,6 +385,20 @@ class Backward:
         with CTX.quietly(record):
             found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))
         return tuple(next(found) if edge[0] is not None else None for edge in record.edges)
+
+
+class Ending:
+    """What autograd's engine calls when a pass has ended well, and lets go of in any case: also when it has failed."""
+
+    def __init__(self, backward: Backward) -> None:
+        self.backward = backward
+
+    def __call__(self) -> None:
+        self.backward.close()
+
+    def __del__(self) -> None:
+        if not self.backward.closed:
+            self.backward.abort()
 
 
 def already_released(record: Record) -> str:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bpk import engine
 from bpk.jacobians.errors import explain
+from bpk.opened import Opened
 
 if TYPE_CHECKING:
-    from bpk.backward import Backward
     from bpk.extensions.backprop_extension import BackpropExtension
     from bpk.records import Record
 
@@ -38,7 +39,8 @@ class backpack:
     Raises:
         ValueError: If something other than an extension instance is passed, or two that save the same field.
 
-    Contexts nest: the innermost one is active, and leaving it restores the one around it.
+    Contexts nest: the innermost one is active, and leaving it restores the one around it. A context is seen by the
+    thread that has entered it. While it is open, backward passes of this thread run in this thread, on every device.
 
     >>> import torch, bpk
     >>> from bpk.extensions import BatchGrad
@@ -69,33 +71,25 @@ class backpack:
         self.chunk_size = positive("chunk_size", chunk_size)
         self.memory = positive("memory", memory)
         self.checks_objective = True  # whether it must be made of extended losses only (`objective.py`)
-        self.backwards: dict[int, Backward] = {}
-        self.reached = False
-        self._tasks_before = 0
+        self._opened: list[Opened] = []
 
     def __enter__(self) -> backpack:
-        self.reached = False
-        self._tasks_before = engine.PROBE.run() if self.extensions else 0
-        CTX.stack.append(self)
+        opened = Opened(self)
+        self._opened.append(opened)
+        CTX.enter(opened)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        CTX.stack.remove(self)
-        for backward in tuple(self.backwards.values()):
-            backward.close() if kind is None else backward.abort()
-        self.backwards.clear()
+        opened = CTX.innermost(self._opened)
+        self._opened.remove(opened)
+        CTX.leave(opened)
+        opened.abort()
         if CTX.stack:
-            CTX.stack[-1].reached |= self.reached
-        if kind is None and self.extensions and not self.reached and engine.PROBE.run() - self._tasks_before > 1:
-            raise RuntimeError(
-                explain(
-                    "backpack(...) saw a backward pass that reached no extended module.",
-                    "the forward pass ran before extend(), or on a model that was not extended.",
-                    "call bpk.extend(model) and bpk.extend(loss_fn) before the forward pass.",
-                )
-            )
+            CTX.stack[-1].reached |= opened.reached
+        if kind is None:
+            opened.check()
 
 
 def positive(name: str, number: int | None) -> int | None:
@@ -151,44 +145,82 @@ def check_extension(extension: object) -> None:
     )
 
 
-class Context:
-    """What is active right now: the stack of `backpack` contexts, and whether recording is disabled.
+class Context(threading.local):
+    """What is active right now, in this thread: the `backpack` contexts, and whether recording is disabled.
 
-    While the forward pass of a model runs, it is `called`, and `given` are the shapes of its tensors.
+    `stack` are the contexts that backward passes see, `entered` those that this thread is in (the same, except during
+    passes that are nobody's business). While the forward pass of a model runs, it is `called`, and `given` are the shapes
+    of its tensors. Extended `modules` are those of all threads.
     """
 
+    modules: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+    lock: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self) -> None:
-        self.stack: list[backpack] = []
+        self.entered: list[Opened] = []
+        self.stack = self.entered
         self.disabled = False
         self.quiet = False
         self.passing: Record | None = None
         self.given: tuple[torch.Size, ...] = ()
         self.called: nn.Module | None = None
-        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.multithreaded = True
+
+    def enter(self, opened: Opened) -> None:
+        """From now on, a context is the active one, and backward passes of this thread stay in it."""
+        if not self.entered:
+            self.multithreaded = engine.multithreaded()
+        engine.set_multithreaded(False)
+        self.entered.append(opened)
+
+    def innermost(self, stays: Sequence[Opened]) -> Opened:
+        """The last of several stays of this thread."""
+        return next((one for one in reversed(stays) if one in self.entered), stays[-1])
+
+    def leave(self, opened: Opened) -> None:
+        """A context is not active any more."""
+        if opened not in self.entered:
+            raise RuntimeError(
+                explain(
+                    "backpack(...) is left by another thread than the one that has entered it.",
+                    "a context belongs to a thread.",
+                    "enter and leave it in the same one.",
+                )
+            )
+        self.entered.remove(opened)
+        if not self.entered:
+            engine.set_multithreaded(self.multithreaded)
 
     def get_active_exts(self) -> tuple[BackpropExtension, ...]:
         """The active extensions (of the innermost context)."""
-        return self.stack[-1].extensions if self.stack else ()
+        return self.stack[-1].context.extensions if self.stack else ()
 
     def get_extension_hook(self) -> ExtensionHook | None:
         """The active extension hook."""
-        return self.stack[-1].extension_hook if self.stack else None
+        return self.stack[-1].context.extension_hook if self.stack else None
 
     def get_debug(self) -> bool:
         """Whether the active context prints what it does."""
-        return bool(self.stack) and self.stack[-1].debug
+        return bool(self.stack) and self.stack[-1].context.debug
 
     def get_retain_graph(self) -> bool:
         """Whether the active context keeps what the forward pass stored."""
-        return bool(self.stack) and self.stack[-1].retain_graph
+        return bool(self.stack) and self.stack[-1].context.retain_graph
+
+    def add_module(self, module: nn.Module) -> None:
+        """One more module was extended."""
+        with self.lock:
+            self.modules.add(module)
 
     def remove_hooks(self) -> None:
         """Remove the hooks of every extended module; `extend` works again afterwards."""
         from bpk.extending import detach
 
-        for module in tuple(self.modules):
+        with self.lock:
+            extended = tuple(self.modules)
+            self.modules.clear()
+        for module in extended:
             detach(module)
-        self.modules.clear()
 
     def complain_if_active(self, message: str) -> None:
         """Raise where extensions wait for something that was not recorded."""
@@ -197,16 +229,18 @@ class Context:
 
     @contextmanager
     def quietly(self, passing: Record | None = None) -> Iterator[None]:
-        """Let `bpk` itself differentiate a part of the graph, or evaluate a layer.
+        """Let `bpk` itself differentiate a part of the graph (in this thread), or evaluate a layer.
 
         Nothing is recorded, and recorded calls are where that part ends, except for the one in `passing`.
         """
-        before = self.quiet, self.passing
+        before, threads = (self.quiet, self.passing), engine.multithreaded()
         self.quiet, self.passing = True, passing
         try:
+            engine.set_multithreaded(False)
             yield
         finally:
             self.quiet, self.passing = before
+            engine.set_multithreaded(threads)
 
     @contextmanager
     def aloud(self) -> Iterator[None]:
@@ -221,18 +255,30 @@ class Context:
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         """A backward pass has reached a recorded call: let the active context work on it."""
         if not self.stack or all(grads[nr] is None for nr in record.places):
+            if record.contexts is not self.entered:
+                for opened in record.contexts[-1:]:  # the thread that wrote the call down waits for it in a context
+                    opened.elsewhere = True
             if not engine.keeps_graph():
                 record.release()
             return
-        context = self.stack[-1]
-        context.reached = True
+        opened = self.stack[-1]
+        opened.reached = True
         task = engine.current_task()
-        if task not in context.backwards:
-            from bpk.backward import Backward
+        if task not in opened.backwards:
+            from bpk.backward import Backward, Ending
 
-            context.backwards[task] = Backward(context, task)
-            engine.when_finished(context.backwards[task].close)
-        context.backwards[task].visit(record, grads)
+            opened.backwards[task] = Backward(opened.context, task, opened.backwards)
+            engine.when_finished(Ending(opened.backwards[task]))
+        opened.backwards[task].visit(record, grads)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Hide a pass from the extensions of an enclosing `backpack(...)`: it is no backward pass of the user's."""
+        before, self.stack = self.stack, []
+        try:
+            yield
+        finally:
+            self.stack = before
 
 
 CTX = Context()
@@ -240,7 +286,7 @@ CTX = Context()
 
 @contextmanager
 def disable() -> Iterator[None]:
-    """Run the forward pass of extended modules without storing anything.
+    """Run the forward pass of extended modules without storing anything (in this thread).
 
     >>> import torch, bpk
     >>> model = bpk.extend(torch.nn.Linear(2, 1))

@@ -7,11 +7,12 @@ stable in practice; a change in a future version shows up here and nowhere else.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from operator import attrgetter
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +64,16 @@ def when_finished(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def multithreaded() -> bool:
+    """Whether backward passes that this thread starts may run in threads of devices."""
+    return torch._C._is_multithreading_enabled()
+
+
+def set_multithreaded(mode: bool) -> None:
+    """Decide that."""
+    torch._C._set_multithreading_enabled(mode)
+
+
 def is_transformed() -> bool:
     """Whether a `torch.func` transform is running the forward pass."""
     return torch._C._are_functorch_transforms_active()
@@ -108,43 +119,59 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
     return kept if isinstance(kept, Tensor) else None
 
 
-def count_of_argument(value: object) -> int:
-    """How many references a function counts to its argument."""
-    return sys.getrefcount(value)
+def handles(tensor: Tensor) -> tuple[int, ...]:
+    """What refers to a tensor and to its storage: objects of Python, and handles within torch."""
+    storage = tensor.untyped_storage()
+    within = tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), sys.getrefcount(storage), *within
 
 
-def count_of_one_variable() -> int:
-    """How many references a function counts if its caller's variable is the only thing that refers to the argument."""
-    variable = object()
-    return count_of_argument(variable)
+def handles_of_argument(tensor: Tensor) -> tuple[int, ...]:
+    """The same, for the argument of a function."""
+    return handles(tensor)
 
 
-ONE_VARIABLE = count_of_one_variable()
-"""Versions of Python differ: 4 in 3.10, 3 in 3.11, and less where a call borrows the caller's reference."""
+def handles_of_one_variable() -> tuple[int, ...]:
+    """The same, if the variable of a function's caller is the only thing that refers to the argument."""
+    variable = torch.empty(1, device="cpu")
+    return handles_of_argument(variable)
+
+
+ALONE = handles_of_one_variable()
+"""Versions of Python differ: a reference more or less is counted for each function that is called."""
 
 
 def spare_memory(tensor: object) -> Tensor | None:
-    """The memory of a tensor as a flat tensor, if the caller's variable is the only thing that refers to it."""
+    """The memory of a tensor as a flat tensor, if it would be freed with the caller's variable.
+
+    Nothing else refers to tensor or storage then. The memory is torch's own (that of arrays and files cannot be
+    resized), and no other process has it. Only on processors: elsewhere, work under way may still read it.
+    """
     if not isinstance(tensor, Tensor) or tensor.requires_grad or tensor.layout is not torch.strided:
         return None
-    storage = tensor.untyped_storage()
-    # the second count is of handles within torch; that of the storage has the tensor's and ours
-    alone = sys.getrefcount(tensor) <= ONE_VARIABLE and tensor._use_count() == 1  # type: ignore[attr-defined]
-    if not alone or torch._C._storage_Use_Count(storage._cdata) != 2:
+    if tensor.device.type != "cpu" or any(n > alone for n, alone in zip(handles(tensor), ALONE, strict=True)):
         return None
-    if storage.nbytes() != tensor.numel() * tensor.element_size():
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+    if not whole or not storage.resizable() or storage.is_shared() or tensor.is_pinned():
         return None
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))
 
 
-class Probe:
-    """A graph of one node, kept to ask the engine for the number of the backward pass that it would run next."""
+class Probe(threading.local):
+    """A graph of one node, kept to ask the engine for the number of the backward pass that it would run next.
+
+    Each thread has its own graph; `runs` counts those of all.
+    """
+
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    runs: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        self.leaf = torch.zeros(1, requires_grad=True)
-        self.seed = (torch.ones(1),)
         self.seen = NO_TASK
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            self.leaf = torch.zeros(1, requires_grad=True, device="cpu")
+            self.seed = (torch.ones(1, device="cpu"),)
             self.output = self.leaf * 1
         self.output.register_hook(self.look)
 
@@ -152,13 +179,15 @@ class Probe:
         """Runs inside the engine."""
         self.seen = current_task()
 
-    def run(self) -> int:
-        """The number of backward passes that were started before, this one included."""
+    def passes(self) -> int:
+        """The number of backward passes that were started in this process, those of probes left out."""
         run_backward = Variable._execution_engine.run_backward
-        run_backward(
-            (self.output,), self.seed, True, False, (self.leaf,), allow_unreachable=True, accumulate_grad=False
-        )
-        return self.seen
+        with self.lock:
+            run_backward(
+                (self.output,), self.seed, True, False, (self.leaf,), allow_unreachable=True, accumulate_grad=False
+            )
+            Probe.runs += 1
+            return self.seen - Probe.runs
 
 
 PROBE = Probe()

@@ -115,18 +115,20 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
     children = dict(module.named_children())
     layer = rule is not None or not children
     own = any(p is not None for p in module.parameters(recurse=False))
-    if (layer or own) and not is_hooked(module) and not isinstance(module, Plain):
-        hook(module, path, [*[record] * layer, *[record_passage] * (own and rule is None)])
-        fields = module.__dict__
-        fields["_bpk_containers"] = WeakModules(containers)
-        if debug:
+    if (layer or own) and not isinstance(module, Plain):
+        fields, new = module.__dict__, not is_hooked(module)
+        if new:
+            hook(module, path, [*[record] * layer, *[record_passage] * (own and rule is None)])
+        if new or len(containers) > len(fields["_bpk_containers"].refs):  # the whole, after a part
+            fields["_bpk_containers"] = WeakModules(containers)
+        if debug and new:
             print(f"[bpk] extend {path or type(module).__name__}: {rule or 'no rule'}")
     if rule is None:
         if children and not path and not is_hooked(module) and next(module.parameters(), None) is None:
             hook(module, path, [record_composed])
         for name, child in children.items():
             attach(child, (*containers, module), f"{path}.{name}" if path else name, debug)
-    CTX.modules.add(module)
+    CTX.add_module(module)
     module._backpack_extend = True  # type: ignore[assignment]
 
 
@@ -164,13 +166,16 @@ def detach(module: nn.Module) -> None:
 
 
 class WeakModules:
-    """The containers of a layer, without keeping them alive (and left behind when the layer is copied)."""
+    """The containers of a layer, without keeping them alive (and left behind unless they are copied with the layer)."""
 
     def __init__(self, modules: tuple[nn.Module, ...] = ()) -> None:
         self.refs = tuple(weakref.ref(m) for m in modules)
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter(self.refs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakModules:
+        return WeakModules(tuple(memo[id(m)] for ref in self.refs if (m := ref()) is not None and id(m) in memo))
 
     def __reduce__(self) -> tuple[type[WeakModules], tuple[()]]:
         return WeakModules, ()

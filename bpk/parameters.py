@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,10 +172,24 @@ class Parameters:
         setattr(param, name, value)
         self.saved.append((param, name))
 
-    def discard(self) -> None:
-        """Remove the fields that this backward pass has saved."""
+    def remove_stale(self, models: Iterable[nn.Module]) -> None:
+        """Remove the fields of an earlier pass from parameters that this one did not reach, in models that it trains."""
+        saved = {(id(param), name) for param, name in self.saved}
+        for model in models:
+            params = list(model.parameters())
+            if not any(id(p) in self.states for p in params):
+                continue
+            for extension in self.extensions:
+                for p in params:
+                    if (id(p), extension.savefield) not in saved:
+                        p.__dict__.pop(extension.savefield, None)
+
+    def discard(self, models: Iterable[nn.Module]) -> None:
+        """Remove the fields that this backward pass has saved, and those that it would have overwritten."""
         for param, name in self.saved:
             param.__dict__.pop(name, None)
+        self.saved = []
+        self.remove_stale(models)
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -201,6 +215,27 @@ def value_of(extension: BackpropExtension, uses: Uses) -> Any:
                 "use one backward pass for each batch.",
             )
         ) from error
+
+
+def model_of(module: nn.Module) -> nn.Module:
+    """What was extended together with a layer: its outermost container."""
+    containers = module.__dict__.get("_bpk_containers", ())
+    return next((found for ref in containers if (found := ref()) is not None), module)
+
+
+def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
+    own = record.module._parameters
+    for name, param in params.items():
+        if own.get(name) is not param and all(param is not p for p in model_of(record.module).parameters()):
+            raise RuntimeError(
+                explain(
+                    f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",
+                    "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
+                    "on it would be on no entry of model.parameters().",
+                    "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
+                )
+            )
 
 
 def is_trained(param: Tensor) -> bool:

@@ -71,11 +71,13 @@ class Record:
 
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
     of them an output of the graph node is. `used` are those that something behind the call has asked for. `given` are
-    the shapes of the tensors with which the whole model was called.
+    the shapes of the tensors with which the whole model was called. `contexts` are those that the thread of the forward
+    pass is in.
     """
 
     __slots__ = (
         "binding",
+        "contexts",
         "drawn",
         "edges",
         "given",
@@ -106,6 +108,9 @@ class Record:
     ) -> None:
         self.module = module
         self.rule = rule
+        self.contexts = CTX.entered
+        for opened in self.contexts[-1:]:
+            opened.recorded = True
         self.binding = binding
         self.inputs = inputs
         self.edges = edges

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -21,10 +23,11 @@ class Registry:
 
     def __init__(self, load: Callable[[], Iterable[Rule]]) -> None:
         self._load = load
-        self._loaded = False
+        self._loaded = self._loading = False
+        self._lock = threading.RLock()
         self._rules: list[Rule] = []
         self._owners: dict[Any, Rule] = {}
-        self._found: dict[type[nn.Module], Rule | None] = {}
+        self._found: WeakKeyDictionary[type[nn.Module], Rule | None] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Rule]:
         self._fill()
@@ -64,13 +67,19 @@ class Registry:
     def _fill(self) -> None:
         if self._loaded:
             return
-        self._loaded = True
-        try:
-            for rule in self._load():
-                self._insert(rule)
-        except BaseException:  # not half of the rules: the next look-up shall raise as well
-            self._loaded, self._rules, self._owners = False, [], {}
-            raise
+        with self._lock:  # other threads wait until all rules are there
+            if self._loaded or self._loading:
+                return
+            self._loading = True
+            try:
+                for rule in self._load():
+                    self._insert(rule)
+                self._loaded = True
+            except BaseException:  # not half of the rules: the next look-up shall raise as well
+                self._rules, self._owners = [], {}
+                raise
+            finally:
+                self._loading = False
 
     def _insert(self, rule: Rule) -> None:
         if not isinstance(rule, Rule):

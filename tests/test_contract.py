@@ -370,25 +370,6 @@ def test_backward_overwrites_and_zero_grad_leaves(extension: type) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_a_field_that_is_held_keeps_its_numbers() -> None:
-    """Only the memory of a field that nothing else refers to is used again."""
-    model, loss_fn = extended()
-    backward(model, loss_fn, *data(), E.BatchGrad())
-    held = model[0].weight.grad_batch
-    copy = held.clone()
-    for _ in range(2):
-        backward(model, loss_fn, *data(), E.BatchGrad())
-        torch.testing.assert_close(held, copy, rtol=0, atol=0)
-
-
-def test_memory_that_nothing_refers_to_is_found() -> None:
-    alone, held = torch.zeros(3), torch.zeros(3)
-    other = held
-    assert engine.spare_memory(alone) is not None
-    assert engine.spare_memory(held) is None
-    assert other is held
-
-
 def test_two_backwards_in_one_context_overwrite() -> None:
     model, loss_fn = extended()
     x, y = data()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bpk.context import CTX
 from bpk.hessianfree.hvp import hessian_vector_product
 from bpk.hessianfree.lop import transposed_jacobian_vector_product
 from bpk.hessianfree.rop import jacobian_vector_product
-from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, unseen
+from bpk.hessianfree.vectors import Tensors, as_list, as_vectors
 from bpk.jacobians.errors import explain
 
 
@@ -71,7 +72,7 @@ def gradient_of(loss: Tensor, output: Tensor) -> Tensor:
         return torch.zeros_like(output)
     gradient = None
     if loss.requires_grad and output.requires_grad:
-        with unseen():
+        with CTX.unseen():
             (gradient,) = torch.autograd.grad(loss, output, create_graph=True, allow_unused=True)
     if gradient is None:
         raise ValueError(

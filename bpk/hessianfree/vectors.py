@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,16 +44,6 @@ def as_vectors(given: Tensors, like: Sequence[Tensor], what: str, where: str) ->
     return vectors
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Hide a pass from the extensions of an enclosing `backpack(...)`: it is no backward pass of the user's."""
-    before, CTX.stack = CTX.stack, []
-    try:
-        yield
-    finally:
-        CTX.stack = before
-
-
 def derivatives(
     ys: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -67,7 +56,7 @@ def derivatives(
     wanted = [k for k, x in enumerate(xs) if x.requires_grad]
     found: dict[int, Tensor | None] = {}
     if live and wanted:
-        with unseen():
+        with CTX.unseen():
             grads = torch.autograd.grad(
                 [y for y, _ in live],
                 [xs[k] for k in wanted],
