@@ -149,8 +149,8 @@ class Context(threading.local):
     """What is active right now, in this thread: the `backpack` contexts, and whether recording is disabled.
 
     `stack` are the contexts that backward passes see, `entered` those that this thread is in (the same, except during
-    passes that are nobody's business). While the forward pass of a model runs, it is `called`, and `given` are the shapes
-    of its tensors. Extended `modules` are those of all threads.
+    passes that are nobody's business). While the forward pass of a model runs, it is `called`, and `given` are the
+    shapes of its tensors. Extended `modules` are those of all threads.
     """
 
     modules: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
