@@ -29,7 +29,7 @@ from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.joint_loss import Joint
 from bpk.jacobians.loss import Loss
 from bpk.means import mean_between, pull_mean
-from bpk.records import OPEN_USES, Record
+from bpk.records import Record, is_awaited
 from bpk.sweeps import DIRECT, Direct, Step, Sweep, apart, matched, positive_scale
 
 
@@ -232,7 +232,7 @@ def stacked(row: dict[int, Tensor]) -> Tensor:
 def require_functions_only(source: Source, params: set[int]) -> None:
     """A parameter of a layer has a Kronecker factor, one that functions use its whole block: they cannot be added."""
     for leaf in source.trained:
-        if id(leaf) in params or OPEN_USES[id(leaf)]:
+        if id(leaf) in params or is_awaited(leaf):
             raise UnsupportedLayer(
                 explain(
                     f"KFRA cannot be computed for a parameter of shape {list(leaf.shape)}, which a layer uses, and "

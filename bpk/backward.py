@@ -88,7 +88,7 @@ class Backward:
             if all(e.combines for e in mine):
                 self.combining.add(key)
             if all(e.sums_rows for e in mine):
-                self.sweeps[key] = ByPosition(sweep.samples, self.parameters.held)
+                self.sweeps[key] = ByPosition(sweep.samples, self.parameters.is_shared)
         for sweep in self.sweeps.values():
             sweep.attribution = self.attribution
         self.placed: set[int] = set()
@@ -113,7 +113,6 @@ class Backward:
     def close(self) -> None:
         """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
         try:
-            self.closed = True
             self.collect_functions()
             self.parameters.finish_all()
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
@@ -138,7 +137,8 @@ class Backward:
 
     def abort(self) -> None:
         """The pass did not finish: leave no fields on the models that it was to train."""
-        self.closed = True
+        for record in (one for root, above in self.above.items() for one in (root, *above)):
+            record.close()  # the engine may keep a part of the graph until its next pass
         self.parameters.discard(self.models.values())
         self.clear()
 
@@ -151,6 +151,7 @@ class Backward:
         self.sweeps, self.sources, self.above = {}, {}, {}
         self.hooks = Hooks(None)
         self.kept = []
+        self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------
     def _visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -205,6 +206,8 @@ class Backward:
         tell(placement.left, holders, self.second_order)
         self.placed.update(id(record) for record in (*above, root))
         self.above[root] = above
+        for record in above:
+            record.reopen()  # an earlier pass may have failed before it came here
         if self.context.checks_objective:
             self.check_objective(root, above)
         if placement.rows:
@@ -315,7 +318,7 @@ class Backward:
         trained = {n: p for n, p in record.params.items() if is_trained(p)}
         require_own(record, trained)
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
-        later = {name: record.shares(p, self.parameters.held) for name, p in trained.items()}
+        later = {name: self.parameters.is_shared(p, record) for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
         samples, batch_size = self.attribution.rows(record), self.attribution.batch_size(record)
         views: dict[tuple[int, ...] | None, Call] = {None: call}

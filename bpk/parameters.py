@@ -12,7 +12,7 @@ from bpk import engine
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.graph import parameter_edges
 from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.records import OPEN_USES, Record
+from bpk.records import Record, calls_by_parameter
 from bpk.statistics import Use, Uses
 from bpk.sweeps import Columns
 
@@ -51,6 +51,7 @@ class Parameters:
         self.saved: list[tuple[Tensor, str]] = []
         self.handles: list[Any] = []
         self.held: set[int] = set()
+        self.calls = calls_by_parameter()
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
@@ -58,6 +59,11 @@ class Parameters:
         if module is not None and all(module is not m for m in state.modules):
             state.modules.append(module)
         return state
+
+    def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
+        """Whether calls other than `record` are still to come that use a parameter, or functions use it."""
+        calls = (ref() for ref in self.calls.get(id(param), ()))
+        return id(param) in self.held or any(c is not None and c.open and c is not record for c in calls)
 
     def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
         """One more use of a parameter has been reached by a sweep."""
@@ -114,8 +120,7 @@ class Parameters:
             fired = True
             state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
             state.awaited_gradients -= 1
-            last = OPEN_USES[id(state.param)] <= 0 and id(state.param) not in self.held
-            if state.awaited_gradients == 0 and last:
+            if state.awaited_gradients == 0 and not self.is_shared(state.param):
                 self.finish(state, final=True)
 
         return catch_gradient
@@ -196,7 +201,7 @@ class Parameters:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.states, self.saved = {}, []
+        self.states, self.saved, self.calls = {}, [], {}
 
 
 def value_of(extension: BackpropExtension, uses: Uses) -> Any:

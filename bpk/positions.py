@@ -8,7 +8,7 @@ meet (attention, recurrence, pooling), a few at a time.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from bpk.graph import REARRANGING, Source
 from bpk.jacobians.loss import Loss
 from bpk.parameters import is_trained
+from bpk.records import Record
 from bpk.samples import slots
 from bpk.square_root import SquareRoot
 from bpk.sweeps import Columns, Step, matched, positive_scale
@@ -24,12 +25,12 @@ from bpk.sweeps import Columns, Step, matched, positive_scale
 class ByPosition(SquareRoot):
     """An exact square root for extensions whose values are sums over columns and rows.
 
-    `held` are parameters (by `id`) that functions use as well.
+    `is_shared` says whether something besides a call uses a parameter.
     """
 
-    def __init__(self, samples: tuple[int, ...] | None, held: set[int]) -> None:
+    def __init__(self, samples: tuple[int, ...] | None, is_shared: Callable[[Tensor, Record], bool]) -> None:
         super().__init__(None, samples)
-        self.held = held
+        self.is_shared = is_shared
 
     def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
         joint = step.joint(loss)
@@ -85,7 +86,7 @@ class ByPosition(SquareRoot):
         ((record, _),) = source.targets
         if record.rule is None or len(record.inputs) != 1 or len(record.used) != 1:
             return None
-        shared = [p for p in record.params.values() if is_trained(p) and record.shares(p, self.held)]
+        shared = [p for p in record.params.values() if is_trained(p) and self.is_shared(p, record)]
         call = record.call()
         looks_at = record.rule.acts_on(call)
         if shared or looks_at is None or len(call.inputs) != 1:

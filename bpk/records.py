@@ -8,8 +8,8 @@ everything.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Sequence, Set
+import weakref
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -31,8 +31,8 @@ OWNER = "bpk.record"
 LEFT = "bpk.left"
 """Key under which a graph node says that its call was left to autograd."""
 
-OPEN_USES: Counter[int] = Counter()
-"""By `id(parameter)`: how many recorded calls that use it still await their backward pass."""
+LIVE: set[weakref.ref[Record]] = set()
+"""The records that exist. They say themselves whether they still await a backward pass."""
 
 NOTHING = torch.empty(0)
 """Stands in for tensors that were let go."""
@@ -94,6 +94,7 @@ class Record:
         "training",
         "used",
         "versions",
+        "__weakref__",
     )
 
     def __init__(
@@ -126,8 +127,8 @@ class Record:
         self.versions = [x._version for x in (*inputs, *results.values())]
         self.params = parameters_of(module, rule)
         self.open = True
-        for p in self.params.values():
-            OPEN_USES[id(p)] += 1
+        if self.params:
+            LIVE.add(weakref.ref(self, LIVE.discard))
 
     # ---- how the rule sees it ----------------------------------------------------------------------
     @property
@@ -276,29 +277,18 @@ class Record:
             )
         return self.output
 
-    def shares(self, param: Tensor, held: Set[int]) -> bool:
-        """Whether calls that are still to come, or functions (parameters `held`, by `id`), use a parameter as well."""
-        return OPEN_USES[id(param)] - self.open > 0 or id(param) in held
-
     def reopen(self) -> None:
         """Another backward pass may come: this use of the parameters is to be expected again."""
-        if not self.open and not self.released:
-            self.open = True
-            for p in self.params.values():
-                OPEN_USES[id(p)] += 1
+        self.open = not self.released
 
     def close(self) -> None:
         """This use of the parameters is over."""
-        if self.open:
-            self.open = False
-            for p in self.params.values():
-                OPEN_USES[id(p)] -= 1
-                if OPEN_USES[id(p)] <= 0:
-                    del OPEN_USES[id(p)]
+        self.open = False
 
     def release(self) -> None:
         """Let go of the tensors of the forward pass."""
         self.close()
+        LIVE.discard(weakref.ref(self))
         if self.output is self.module.__dict__.get("output"):
             forget(self.module)
         self.inputs, self.results, self.seen, self.binding = (), {}, None, self.binding.without_tensors()
@@ -308,8 +298,21 @@ class Record:
         """Whether the tensors are gone."""
         return not self.results
 
-    def __del__(self) -> None:
-        self.close()
+
+def calls_by_parameter() -> dict[int, list[weakref.ref[Record]]]:
+    """By `id(parameter)`: the calls that use it."""
+    found: dict[int, list[weakref.ref[Record]]] = {}
+    for ref in LIVE.copy():
+        record = ref()
+        for p in record.params.values() if record is not None else ():
+            found.setdefault(id(p), []).append(ref)
+    return found
+
+
+def is_awaited(param: Tensor) -> bool:
+    """Whether a recorded call that uses a parameter still awaits its backward pass."""
+    calls = (ref() for ref in LIVE.copy())
+    return any(c is not None and c.open and any(param is p for p in c.params.values()) for c in calls)
 
 
 def owner_of(node: Node) -> Record | None:

@@ -18,7 +18,7 @@ import bpk
 from bpk import extensions as E
 from bpk.context import CTX
 from bpk.jacobians.errors import UnsupportedLayer
-from bpk.records import OPEN_USES, Record
+from bpk.records import LIVE, Record
 from tests.helpers import FIELDS, FIRST_ORDER, SECOND_ORDER, backward, data, extended, mlp, saved
 
 
@@ -467,9 +467,9 @@ def test_a_refused_pass_is_freed(extension: type) -> None:
         gc.collect()
         return sum(isinstance(o, Record) for o in gc.get_objects())
 
-    before, uses = alive(), sum(OPEN_USES.values())
+    before, uses = alive(), len(LIVE)
     refused()
-    assert (alive(), sum(OPEN_USES.values())) == (before, uses)
+    assert (alive(), len(LIVE)) == (before, uses)
 
 
 # ---- objectives that nobody sees ---------------------------------------------------------------------

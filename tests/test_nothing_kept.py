@@ -1,0 +1,141 @@
+"""What a forward or backward pass leaves behind is gone when nobody needs it any more."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk import recovery
+from bpk.records import LIVE, calls_by_parameter, is_awaited
+from bpk.rules import REGISTRY
+from tests.helpers import FIELDS, backward, data, extended, mlp, values
+
+
+# ---- uses of parameters ------------------------------------------------------------------------------
+class Interrupt(BaseException):
+    """Stands for a user who presses Ctrl-C."""
+
+
+def interrupted(task: Callable[[], Any], file: str, after: int) -> bool:
+    """Run a task, interrupted when so many lines of a file were run; whether there were so many."""
+    left = after
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != file:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise Interrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        task()
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+@pytest.mark.parametrize("module", ["records", "backward", "parameters", "recorder"])
+def test_an_interrupt_at_any_line_leaves_no_use(module: str) -> None:
+    """Afterwards nothing waits for the interrupted pass, and the same model computes the right values."""
+    file = sys.modules[f"bpk.{module}"].__file__
+    assert file is not None
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, E.Variance(), E.BatchGrad())
+    expected = values(model, "variance") + values(model, "grad_batch")
+    gc.collect()
+    live = len(LIVE)
+
+    def step() -> None:
+        with bpk.backpack(E.Variance(), E.BatchGrad()):
+            loss_fn(model(x), y).backward()
+
+    after, caught = 1, True
+    while caught:
+        model.zero_grad()
+        caught = interrupted(step, file, after)
+        if caught:
+            gc.collect()
+            assert not any(is_awaited(p) for p in model.parameters())
+            order: list[int] = []
+            with bpk.backpack(E.BatchGrad(), extension_hook=lambda m, order=order: order.append(id(m))):
+                loss_fn(model(x), y).backward()
+            assert len(LIVE) == live
+            assert order[:4] == [id(m) for m in (loss_fn, model[2], model[1], model[0])]
+        after += 97
+    assert after > 97
+    for a, b in zip(expected, values(model, "variance") + values(model, "grad_batch"), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_uses_end_with_their_calls() -> None:
+    model, loss_fn = extended()
+    loss = loss_fn(model(data()[0]), data()[1])
+    again = loss_fn(model(data()[0]), data()[1])
+    assert {id(p): len(calls_by_parameter()[id(p)]) for p in model.parameters()} == {id(p): 2 for p in model.parameters()}
+    with bpk.backpack(E.BatchGrad()):
+        loss.backward()
+    assert all(is_awaited(p) for p in model.parameters())
+    assert len(LIVE) == 2
+    del again
+    assert not any(is_awaited(p) for p in model.parameters())
+    del loss
+    assert len(LIVE) == 0
+
+
+# ---- short-lived models ------------------------------------------------------------------------------
+def test_models_and_their_classes_are_gone() -> None:
+    """A class made in a function, its instances, and all that is known of them."""
+
+    def step() -> tuple[weakref.ref[Any], ...]:
+        class Layer(nn.Linear):
+            pass
+
+        class Odd(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x.sin()
+
+        model, loss_fn = extended(nn.Sequential(Layer(4, 3), Odd(), Layer(3, 3)).double())
+        backward(model, loss_fn, *data(), E.BatchGrad(), E.DiagGGNExact(), E.KFAC())
+        return weakref.ref(model), weakref.ref(Layer), weakref.ref(Odd)
+
+    refs = step()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None, None]
+
+
+def test_many_scales_of_attention() -> None:
+    """Options of fused attention that change with every pass."""
+    made = {recovery.attention(False, 1.0 + k) for k in range(300)}
+    refs = [weakref.ref(module) for module in made]
+    del made
+    gc.collect()
+    assert sum(ref() is not None for ref in refs) <= 128
+
+
+def test_rules_of_classes_that_are_gone() -> None:
+    before = len(REGISTRY._found)
+    for _ in range(20):
+        REGISTRY.find(type("Layer", (nn.Module,), {}))
+    gc.collect()
+    assert len(REGISTRY._found) <= before
