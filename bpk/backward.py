@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bpk import engine
 from bpk.context import CTX, backpack
-from bpk.graph import Source, connected, gradient_edge, trace
+from bpk.graph import Source, connected, gradient_edge, quieten_layer, trace
 from bpk.hooks import Hooks
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
@@ -272,6 +272,7 @@ class Backward:
     def at_input(self, record: Record, grads: tuple[Tensor | None, ...], sources: list[Source]) -> list[Tensor | None]:
         """The gradient of the call's input, by autograd's own graph."""
         here = engine.current_node()
+        quieten_layer(record, here)
         ends = [(gradient_edge((here, nr)), g) for nr in record.places if (g := grads[nr]) is not None]
         edges = [gradient_edge(record.edges[source.index]) for source in sources]
         with CTX.quietly(record):
@@ -370,6 +371,7 @@ class Backward:
         edges = [gradient_edge(edge) for edge in record.edges if edge[0] is not None]
         if not edges:
             return (None,) * len(record.edges)
+        quieten_layer(record, engine.current_node())
         here = gradient_edge((engine.current_node(), next(iter(record.places))))
         with CTX.quietly(record):
             found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))

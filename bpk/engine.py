@@ -7,13 +7,16 @@ stable in practice; a change in a future version shows up here and nowhere else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.parallel.distributed import _DDPSink
+from torch.utils.hooks import RemovableHandle
 
 NO_TASK = -1
 
@@ -46,6 +49,45 @@ def is_transformed() -> bool:
 def belongings(node: Node) -> dict[str, Any]:
     """What a node of the graph owns: a dictionary that lives and dies with it."""
     return node.metadata  # type: ignore[return-value]  # a property, declared as a method in torch
+
+
+PASSING_ON: Mapping[type, int] = {
+    BackwardHookFunction._backward_cls: 0,
+    _DDPSink._backward_cls: 1,
+}
+"""Nodes that hand on what they get, and are in the graph for what happens meanwhile: those that call the hooks of
+`nn.Module.register_full_backward_hook`, and the one that starts the communication of `DistributedDataParallel`. By the
+type of the node: how many arguments came before the tensors."""
+
+
+def passed_on(node: Node, number: int) -> tuple[Node | None, int]:
+    """The edge to which such a node hands on what arrives at one of its outputs."""
+    needed: tuple[bool, ...] = node.needs_input_grad  # type: ignore[attr-defined]  # of all arguments
+    place = number + PASSING_ON[type(node)]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return edges[sum(needed[:place])] if needed[place] else (None, 0)
+
+
+def hooks_behind(node: Node) -> dict[int, Callable[..., Any]]:
+    """The hooks that run after a node, as the engine refers to them: a change here is a change there."""
+    return others(node.register_hook(nothing))
+
+
+def hooks_before(node: Node) -> dict[int, Callable[..., Any]]:
+    """Those that run before it."""
+    return others(node.register_prehook(nothing))
+
+
+def others(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
+    """Remove a hook; returns all others at that place, in the dictionary that is used there."""
+    hooks: dict[int, Callable[..., Any]] | None = handle.hooks_dict_ref()
+    assert hooks is not None
+    handle.remove()
+    return hooks
+
+
+def nothing(*grads: Any) -> None:
+    """A hook."""
 
 
 def saved_option(node: Node, name: str) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from bpk import engine
+from bpk.bystanders import beyond, make_quiet, quieten_inside
 from bpk.context import CTX
 from bpk.jacobians.call import Call
 from bpk.ports import Port
@@ -128,6 +129,7 @@ def gradient_edge(edge: Edge) -> GradientEdge:
 def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
     """Let a rule ask autograd's graph about a call, whose output is at `node`: for products, and for what it saved."""
     here = (node, next(nr for nr, number in record.places.items() if number == record.used[0]))
+    quieten_layer(record, node)
     leave, enter = record.exit(record.used[0]), record.entrance(0)
 
     def pull(vector: Tensor) -> Tensor:
@@ -146,16 +148,26 @@ def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
         call.pull, call.saved = before
 
 
+def quieten_layer(record: Record, node: Node) -> None:
+    """Make quiet what users' hooks have put into the graph of a layer that has others inside."""
+    if record.module._modules:
+        quieten_inside(node, [edge[0] for edge in record.edges])
+
+
 def owner(edge: Edge) -> Record | None:
     """The recorded call whose output this edge leads to."""
     node, nr = edge
     record = owner_of(node) if node is not None else None
-    return record if record is not None and nr in record.places else None
+    if node is None or record is None or nr not in record.places:
+        return None
+    if record.module._backward_hooks:
+        make_quiet(engine.hooks_behind(node))  # those of `register_backward_hook` are at the output's own node
+    return record
 
 
 def trace(consumer: Record, index: int) -> Source | None:
     """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none)."""
-    edge = consumer.edges[index]
+    edge = beyond(consumer.edges[index])
     node = edge[0]
     if node is None:
         return None
@@ -168,7 +180,7 @@ def trace(consumer: Record, index: int) -> Source | None:
     seen: set[Node] = {node}
     waiting = [node]
     while waiting:
-        for upstream in waiting.pop().next_functions:
+        for upstream in map(beyond, waiting.pop().next_functions):
             found = owner(upstream) or recover(upstream)
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
@@ -178,6 +190,7 @@ def trace(consumer: Record, index: int) -> Source | None:
                 waiting.append(upstream[0])
                 if upstream[0].name() == ACCUMULATE:
                     leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
+                    make_quiet(leaves[-1]._backward_hooks)
     names = frozenset(one.name() for one in seen)
     return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), names) if targets or leaves else None
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.bystanders import passes_on
 from bpk.context import CTX
 from bpk.jacobians.autodiff_loss import is_loss
 from bpk.jacobians.loss import Loss
@@ -57,6 +58,8 @@ def is_recorded_loss(node: Node) -> bool:
 
 def is_linear(node: Node) -> bool:
     """Whether autograd's function at a node is linear in all that is differentiable."""
+    if passes_on(node):
+        return True
     name = node.name().removesuffix("0").removesuffix("Backward")
     several = sum(n is not None for n, _ in node.next_functions) > 1
     return name in SUMS or (name in PRODUCTS and not several)

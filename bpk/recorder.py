@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.bystanders import passes_on
 from bpk.context import CTX
 from bpk.graph import parameter_edges
 from bpk.jacobians.autodiff_loss import GENERIC_LOSS, is_loss
@@ -175,7 +176,7 @@ def alone(results: dict[int, Tensor], inputs: tuple[Tensor, ...], in_place: bool
     ((number, out),) = results.items()
     node = out.grad_fn
     same = not in_place and any(out is x for x in inputs)
-    if same or node is None or owner_of(node) is not None:
+    if same or node is None or owner_of(node) is not None or passes_on(node):
         return {number: out.view_as(out)}  # the layer returned its input (nn.Identity, Dropout in evaluation)
     if out._is_view() and not shares_memory(out, inputs):
         return {number: Keep.apply(out)}  # no view of something internal, so that it may be changed in place

@@ -1,0 +1,88 @@
+"""Hooks of users, and torch's own nodes with effects, in autograd's graph: what `bpk` differentiates passes them by.
+
+`nn.Module.register_full_backward_hook` and `DistributedDataParallel` put nodes into the graph that hand on what they
+get. Where they lie between two recorded calls, these are connected directly. Where they lie within a stretch of plain
+autograd, the engine evaluates them; then their hooks, and what they do themselves, stay quiet while `bpk` works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk import engine
+from bpk.context import CTX
+
+Edge = tuple[Node | None, int]
+
+SEEN = "bpk.quiet"
+"""Key under which a node says that it has been made quiet."""
+
+
+class Quiet:
+    """A user's hook that is not called while `bpk` differentiates."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *grads: Any) -> Any:
+        return None if CTX.quiet else self.hook(*grads)
+
+
+def make_quiet(hooks: MutableMapping[int, Callable[..., Any]] | None) -> None:
+    """Put the hooks of a tensor or node into such a shell; what refers to them by their keys goes on to work."""
+    for key, hook in hooks.items() if hooks else ():
+        if not isinstance(hook, Quiet):
+            hooks[key] = Quiet(hook)  # type: ignore[index]  # no key is new
+
+
+def passes_on(node: Node | None) -> bool:
+    """Whether a node hands on what it gets, and is there for its effects."""
+    return type(node) in engine.PASSING_ON
+
+
+def beyond(edge: Edge) -> Edge:
+    """Where an edge leads if such nodes are not counted."""
+    while type(edge[0]) in engine.PASSING_ON:
+        node, number = edge
+        assert node is not None
+        quieten(node)
+        edge = engine.passed_on(node, number)
+    return edge
+
+
+def quieten(node: Node) -> None:
+    """Let nothing happen at such a node while `bpk` differentiates."""
+    known = engine.belongings(node)
+    if SEEN in known:
+        return
+    known[SEEN] = True
+    make_quiet(engine.hooks_before(node))
+    make_quiet(engine.hooks_behind(node))
+    first = engine.PASSING_ON[type(node)]
+    if first:
+
+        def apply(*grads: Tensor | None) -> Any:  # does not refer to the node, which would keep itself alive
+            here = engine.current_node()
+            return (None,) * first + grads if CTX.quiet else type(here).apply(here, *grads)  # type: ignore[attr-defined]
+
+        node.apply = apply  # type: ignore[attr-defined]
+
+
+def quieten_inside(node: Node, stop: Iterable[Node | None]) -> None:
+    """Make quiet what lies within a call: from the node of its output, up to those of its inputs."""
+    seen, waiting = {node, *stop}, [node]
+    while waiting:
+        here = waiting.pop()
+        if passes_on(here):
+            quieten(here)
+        else:
+            make_quiet(engine.hooks_behind(here))
+        fresh = {above for above, _ in here.next_functions if above is not None} - seen
+        seen |= fresh
+        waiting += fresh
