@@ -30,6 +30,7 @@ from bpk.jacobians.function_module import Plain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
+from bpk.membership import Held
 from bpk.objective import Objective, is_precise, objective_of, remember
 from bpk.parameters import Parameters, is_trained
 from bpk.placement import place
@@ -65,6 +66,7 @@ class Backward:
                 self.sweeps.setdefault(key, sweep)
         self.second_order = any(e.second_order for e in self.extensions)
         self.sources: dict[int, dict[int, Source]] = {}
+        self.members = Held()
         self.hooks = Hooks(context.extension_hook)
         self.parameters = Parameters(self.extensions, self.listens, self.hooks.run)
         self.kept: list[Record] = []
@@ -248,7 +250,7 @@ class Backward:
     def sources_of(self, record: Record) -> dict[int, Source]:
         """By input index: where the call's inputs come from."""
         if id(record) not in self.sources:
-            traced = {index: trace(record, index) for index in range(len(record.edges))}
+            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
             self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
         return self.sources[id(record)]
 

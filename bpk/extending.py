@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bpk.context import CTX
 from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.loss_recorder import record_composed
+from bpk.membership import mark, unmark
 from bpk.products import BlockProduct
 from bpk.recorder import record, record_passage, remember_generators, stash
 from bpk.records import forget
@@ -55,7 +54,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
         from bpk.converter import convert_if_possible  # torch.fx loads slowly
 
         module = convert_if_possible(module, debug)  # type: ignore[assignment]
-    attach(module, (), "", debug)
+    attach(module, "", debug)
     return module
 
 
@@ -106,7 +105,7 @@ def check_module(module: object) -> None:
             )
 
 
-def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debug: bool) -> None:
+def attach(module: nn.Module, path: str, debug: bool) -> None:
     """Hook a layer, or descend into a container."""
     rule = REGISTRY.find(module)
     children = dict(module.named_children())
@@ -114,16 +113,14 @@ def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debu
     own = any(p is not None for p in module.parameters(recurse=False))
     if (layer or own) and not is_hooked(module) and not isinstance(module, Plain):
         hook(module, path, [*[record] * layer, *[record_passage] * (own and rule is None)])
-        fields = module.__dict__
-        fields["_bpk_containers"] = WeakModules(containers)
         if debug:
             print(f"[bpk] extend {path or type(module).__name__}: {rule or 'no rule'}")
     if rule is None:
         if children and not path and not is_hooked(module) and next(module.parameters(), None) is None:
             hook(module, path, [record_composed])
         for name, child in children.items():
-            attach(child, (*containers, module), f"{path}.{name}" if path else name, debug)
-    CTX.modules.add(module)
+            attach(child, f"{path}.{name}" if path else name, debug)
+    mark(module)
     module._backpack_extend = True  # type: ignore[assignment]
 
 
@@ -155,20 +152,8 @@ def detach(module: nn.Module) -> None:
             del hooks[key]
             module._forward_hooks_with_kwargs.pop(key, None)
     forget(module)
+    unmark(module)
     module._backpack_extend = False  # type: ignore[assignment]
-
-
-class WeakModules:
-    """The containers of a layer, without keeping them alive (and left behind when the layer is copied)."""
-
-    def __init__(self, modules: tuple[nn.Module, ...] = ()) -> None:
-        self.refs = tuple(weakref.ref(m) for m in modules)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self.refs)
-
-    def __reduce__(self) -> tuple[type[WeakModules], tuple[()]]:
-        return WeakModules, ()
 
 
 def memory_cleanup(module: nn.Module) -> None:

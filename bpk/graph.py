@@ -15,6 +15,7 @@ from bpk import engine
 from bpk.bystanders import beyond, make_quiet, quieten_inside
 from bpk.context import CTX
 from bpk.jacobians.call import Call
+from bpk.membership import Held
 from bpk.ports import Port
 from bpk.records import Edge, Record, owner_of
 from bpk.recovery import recover
@@ -48,8 +49,8 @@ class Source:
 
     `consumer` is that call, `index` the input. `targets` are recorded calls with the graph edge of their output.
     Without a `stretch` the input *is* the output of the only target; with one, plain autograd lies in between and is
-    asked for the products. `leaves` are the parameters that the stretch uses directly, `functions` the names of its
-    nodes.
+    asked for the products. `leaves` are what the stretch uses directly, `trained` those that extended modules hold as
+    parameters, `functions` the names of its nodes.
 
     Columns are those that rules see (`[V, N, ...]`, batch axis in front); ports translate to autograd's tensors.
     """
@@ -59,6 +60,7 @@ class Source:
     targets: tuple[tuple[Record, Edge], ...]
     stretch: Edge | None = None
     leaves: tuple[Tensor, ...] = ()
+    trained: tuple[Tensor, ...] = ()
     functions: frozenset[str] = frozenset()
 
     def pull(self, mat: Tensor) -> list[tuple[Record, Tensor]]:
@@ -79,11 +81,6 @@ class Source:
         with torch.enable_grad(), CTX.quietly():
             at_end = self.entrance.one_to_graph(grad)
             return torch.autograd.grad(ends, self.beginnings(), (at_end,), retain_graph=True, create_graph=True)
-
-    @property
-    def trained(self) -> tuple[Tensor, ...]:
-        """The parameters among the leaves."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.nn.Parameter))
 
     def rows(self, mat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Individual products `[V, N, *p]` of columns `[V, N, *input]` with each parameter of the stretch.
@@ -165,8 +162,11 @@ def owner(edge: Edge) -> Record | None:
     return record
 
 
-def trace(consumer: Record, index: int) -> Source | None:
-    """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none)."""
+def trace(consumer: Record, index: int, held: Held) -> Source | None:
+    """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none).
+
+    `held` are the parameters that get fields.
+    """
     edge = beyond(consumer.edges[index])
     node = edge[0]
     if node is None:
@@ -191,8 +191,11 @@ def trace(consumer: Record, index: int) -> Source | None:
                 if upstream[0].name() == ACCUMULATE:
                     leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
                     make_quiet(leaves[-1]._backward_hooks)
+    if not targets and not leaves:
+        return None
     names = frozenset(one.name() for one in seen)
-    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), names) if targets or leaves else None
+    trained = tuple(leaf for leaf in leaves if leaf in held)
+    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, names)
 
 
 def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:

@@ -14,6 +14,7 @@ from bpk.graph import Source, trace
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import UnsupportedLayer
 from bpk.jacobians.passage import PASSAGE
+from bpk.membership import Held
 from bpk.placement import place
 from bpk.recorder import keep
 from bpk.records import Record
@@ -45,6 +46,7 @@ class Forward:
         self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})
         self.root.module.__dict__["_bpk_path"] = "the output"
         self.known: dict[int, dict[int, Source]] = {}
+        self.members = Held()
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.order = {id(module): k for k, module in enumerate(model.modules())}
         self.refusal = ""
@@ -65,7 +67,7 @@ class Forward:
     def sources_of(self, record: Record) -> dict[int, Source]:
         """By input index: where the call's inputs come from."""
         if id(record) not in self.known:
-            traced = {index: trace(record, index) for index in range(len(record.edges))}
+            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
             self.known[id(record)] = {index: source for index, source in traced.items() if source is not None}
         return self.known[id(record)]
 

@@ -259,6 +259,7 @@ def test_gradients_with_a_graph(extension: type[BackpropExtension]) -> None:
 def test_layers_stay_connected_directly() -> None:
     """Nodes of hooks between two layers are no functions in between."""
     from bpk.graph import trace
+    from bpk.membership import Held
     from bpk.records import owner_of
 
     model = bpk.extend(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Sigmoid()), nn.Linear(3, 2)))
@@ -268,7 +269,7 @@ def test_layers_stay_connected_directly() -> None:
     record = owner_of(out.grad_fn.next_functions[0][0].next_functions[0][0])
     assert record is not None
     while record.module is not model[0]:
-        source = trace(record, 0)
+        source = trace(record, 0, Held())
         assert source is not None
         assert source.stretch is None
         ((record, _),) = source.targets
