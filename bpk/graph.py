@@ -177,25 +177,26 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
         return Source(consumer, index, ((direct, edge),))
     targets: dict[tuple[int, int], tuple[Record, Edge]] = {}
     leaves: list[Tensor] = []
-    seen: set[Node] = {node}
-    waiting = [node]
+    seen, waiting, names = {node}, [node], {node.name()}
     while waiting:
         for upstream in map(beyond, waiting.pop().next_functions):
-            found = owner(upstream) or recover(upstream)
+            above = upstream[0]
+            known = above is None or above in seen
+            found = owner(upstream) or (None if known else recover(upstream))
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])
-            elif upstream[0] is not None and upstream[0] not in seen:
-                seen.add(upstream[0])
-                waiting.append(upstream[0])
-                if upstream[0].name() == ACCUMULATE:
-                    leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
+            elif above is not None and not known:
+                seen.add(above)
+                waiting.append(above)
+                names.add(name := above.name())
+                if name == ACCUMULATE:
+                    leaves.append(above.variable)  # type: ignore[attr-defined]
                     make_quiet(leaves[-1]._backward_hooks)
     if not targets and not leaves:
         return None
-    names = frozenset(one.name() for one in seen)
     trained = tuple(leaf for leaf in leaves if leaf in held)
-    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, names)
+    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, frozenset(names))
 
 
 def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,12 @@ def mark(module: nn.Module) -> None:
     if MARK not in fields or fields[MARK].module() is not module:
         fields[MARK] = Mark(module)
     CTX.modules.add(module)
+
+
+def mark_as(module: nn.Module, fields: Mapping[str, Any]) -> None:
+    """Note that a module is extended if the one with these attributes is."""
+    if MARK in fields:
+        mark(module)
 
 
 def unmark(module: nn.Module) -> None:
@@ -86,4 +92,18 @@ def containers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
             if id(holder) not in found:
                 found[id(holder)] = holder
                 waiting.append(holder)
-    return [module for module in found.values() if MARK in module.__dict__]
+    return [module for module in found.values() if module in CTX.modules]
+
+
+def parts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a model that are extended, by path; all of it if none is: it will be."""
+    found: dict[str, nn.Module] = {}
+    waiting = {"": model}
+    while waiting:
+        path, module = waiting.popitem()
+        if MARK in module.__dict__:
+            found[path] = module
+        else:
+            waiting |= {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
+    order = {id(module): k for k, module in enumerate(model.modules())}
+    return dict(sorted(found.items(), key=lambda part: order[id(part[1])])) or {"": model}
