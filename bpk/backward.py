@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bpk import engine
+from bpk.bystanders import Onlookers
 from bpk.context import CTX, backpack
 from bpk.graph import Source, connected, gradient_edge, quieten_layer, trace
 from bpk.hooks import Hooks
@@ -67,6 +68,7 @@ class Backward:
         self.second_order = any(e.second_order for e in self.extensions)
         self.sources: dict[int, dict[int, Source]] = {}
         self.members = Held()
+        self.onlookers = Onlookers()
         self.hooks = Hooks(context.extension_hook)
         self.parameters = Parameters(self.extensions, self.listens, self.hooks.run)
         self.kept: list[Record] = []
@@ -97,7 +99,7 @@ class Backward:
         device = next(g.device.type for g in grads if g is not None)
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         try:
-            with plain, CTX.quietly():
+            with plain, CTX.quietly(), self.onlookers.undisturbed():
                 self._visit(record, grads)
         except BaseException:
             self.abort()
@@ -182,7 +184,9 @@ class Backward:
 
     def survey(self, root: Record) -> None:
         """Check everything behind a loss (or behind the last layer) before computing anything."""
+        self.onlookers.find(root.handed)
         for record in upstream(root, self.sources_of):
+            self.onlookers.find(record.handed)
             if record.problem or record.rule is None:  # its rows need not be samples: say so before they are looked for
                 self.require(record)
         placement = place(root, self.sources_of, self.second_order, self.sources.clear, self.by_hand)

@@ -7,7 +7,9 @@ autograd, the engine evaluates them; then their hooks, and what they do themselv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +41,36 @@ def make_quiet(hooks: MutableMapping[int, Callable[..., Any]] | None) -> None:
     for key, hook in hooks.items() if hooks else ():
         if not isinstance(hook, Quiet):
             hooks[key] = Quiet(hook)  # type: ignore[index]  # no key is new
+
+
+class Onlookers:
+    """Tensors between layers that users look at: hooks are made quiet, and what `retain_grad` keeps is put back."""
+
+    def __init__(self) -> None:
+        self.retaining: list[weakref.ref[Tensor]] = []
+        self.before: list[tuple[Tensor, Tensor | None]] = []
+
+    def find(self, tensors: Iterable[weakref.ref[Tensor]]) -> None:
+        """Look for them before anything is differentiated."""
+        for reference in tensors:
+            x = reference()
+            if x is None:
+                continue
+            make_quiet(x._backward_hooks)
+            if x.retains_grad:
+                self.retaining.append(reference)
+                self.before.append((x, x.grad))
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let them have afterwards what they had before."""
+        self.before = [(x, x.grad) for reference in self.retaining if (x := reference()) is not None]
+        try:
+            yield
+        finally:
+            for x, grad in reversed(self.before):
+                x.grad = grad
+            self.before = []
 
 
 def passes_on(node: Node | None) -> bool:

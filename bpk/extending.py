@@ -31,7 +31,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     """Extend a model or a loss, recursively; returns the same object (with the converter: a graph of modules).
 
     Every layer that has a rule (and every layer without children) gets a forward hook that writes its calls
-    down; so do modules that hold parameters themselves. Extending twice changes nothing.
+    down; so do modules that hold parameters themselves. Extending twice changes nothing. If only a part of a model is
+    extended (`bpk.extend(model[-1])`), the parameters that it holds get fields, and no others.
 
     Args:
         module: An instance of `nn.Module`.

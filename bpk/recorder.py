@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     if rule is not None and len(module._parameters) > len(written.params):
         require_names(written, node)
     written.drawn = drawn
+    written.handed = [weakref.ref(x) for x in (*binding.inputs, *together) if x.requires_grad]
     written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
@@ -147,6 +149,7 @@ def passage(module: nn.Module, result: Tensor) -> Tensor:
     kept, edge = keep(result)
     (marked,) = Together.apply(result)
     written = Record(module, PASSAGE, Binding(module, (kept,)), (kept,), (edge,), {0: marked.detach()}, {0: 0})
+    written.handed = [weakref.ref(result), weakref.ref(marked)]
     engine.belongings(marked.grad_fn)[OWNER] = written
     marked.grad_fn.register_prehook(Visit(written))
     return marked

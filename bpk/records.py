@@ -8,6 +8,7 @@ everything.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Sequence, Set
 from operator import attrgetter
@@ -71,7 +72,8 @@ class Record:
 
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
     of them an output of the graph node is. `used` are those that something behind the call has asked for.
-    `differentiated` says whether a gradient through the call has been made with a graph of its own.
+    `differentiated` says whether a gradient through the call has been made with a graph of its own. `handed` refers to
+    the tensors that the layer was given and has returned, for as long as they live.
     """
 
     __slots__ = (
@@ -79,6 +81,7 @@ class Record:
         "differentiated",
         "drawn",
         "edges",
+        "handed",
         "inputs",
         "is_view",
         "module",
@@ -108,6 +111,7 @@ class Record:
         self.rule = rule
         self.binding = binding
         self.differentiated = False
+        self.handed: list[weakref.ref[Tensor]] = []
         self.inputs = inputs
         self.edges = edges
         self.results = results

@@ -256,6 +256,53 @@ def test_gradients_with_a_graph(extension: type[BackpropExtension]) -> None:
     same(with_hooks, without)
 
 
+@pytest.mark.parametrize("extension", LONG, ids=lambda e: e.__name__)
+def test_tensors_between_layers(extension: type[BackpropExtension]) -> None:
+    """Hooks of tensors that layers take and return, and what `retain_grad` keeps."""
+
+    def run(extension: BackpropExtension | None) -> tuple[Log, list[Tensor | None]]:
+        torch.manual_seed(0)
+        model, loss_fn = Net().double().eval(), nn.CrossEntropyLoss()
+        if extension is not None:
+            bpk.extend(model), bpk.extend(loss_fn)
+        log: Log = []
+        first = model.first(torch.randn(6, 4).double())
+        second = torch.tanh(model.second(first) * model.scale)
+        third = second + model.block(second).sin()
+        for name, x in {"first": first, "second": second, "third": third}.items():
+            x.register_hook(lambda g, name=name: log.append((name, (g.detach().clone(),))))
+            x.retain_grad()
+        loss = loss_fn(model.last(third), torch.arange(6) % 3)
+        for _ in range(2):
+            with bpk.backpack(*[extension] * (extension is not None), retain_graph=True):
+                loss.backward(retain_graph=True)
+        return log, [x.grad for x in (first, second, third)]
+
+    same(run(extension()), run(None))
+
+
+@pytest.mark.parametrize("where", ["module", "tensor"])
+def test_hooks_that_change_gradients(where: str) -> None:
+    """They are part of what comes before them in first order, and refused in second order."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Net().double().eval()), bpk.extend(nn.CrossEntropyLoss())
+    if where == "module":
+        model.last.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+
+    def loss() -> Tensor:
+        first = model.first(torch.randn(6, 4).double())
+        if where == "tensor":
+            first.register_hook(lambda g: 2 * g)
+        return loss_fn(model.last(torch.tanh(model.second(first))), torch.arange(6) % 3)
+
+    with bpk.backpack(E.BatchGrad()):
+        loss().backward()
+    for layer in (model.first, model.second, model.last):
+        torch.testing.assert_close(layer.weight.grad_batch.sum(0), layer.weight.grad)
+    with pytest.raises(NotImplementedError, match="a hook changed the gradient"), bpk.backpack(E.DiagGGNExact()):
+        loss().backward()
+
+
 def test_layers_stay_connected_directly() -> None:
     """Nodes of hooks between two layers are no functions in between."""
     from bpk.graph import trace
