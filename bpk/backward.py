@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from bpk import engine
+from bpk.bystanders import Onlookers
 from bpk.context import CTX, backpack
-from bpk.graph import Source, connected, gradient_edge, trace
+from bpk.graph import Source, connected, gradient_edge, quieten_layer, trace
 from bpk.hooks import Hooks
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import explain
@@ -30,6 +31,7 @@ from bpk.jacobians.function_module import Plain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
+from bpk.membership import Held, wholes_of
 from bpk.objective import (
     Outside,
     inside_of_loss,
@@ -38,7 +40,7 @@ from bpk.objective import (
     require_losses_only,
     require_no_penalty,
 )
-from bpk.parameters import Parameters, is_trained, model_of, require_own
+from bpk.parameters import Parameters, is_trained, require_own
 from bpk.placement import place
 from bpk.positions import ByPosition
 from bpk.records import Record
@@ -73,6 +75,8 @@ class Backward:
                 self.sweeps.setdefault(key, sweep)
         self.second_order = any(e.second_order for e in self.extensions)
         self.sources: dict[int, dict[int, Source]] = {}
+        self.members = Held()
+        self.onlookers = Onlookers()
         self.hooks = Hooks(context.extension_hook)
         self.parameters = Parameters(self.extensions, self.listens, self.hooks.run)
         self.kept: list[Record] = []
@@ -96,7 +100,7 @@ class Backward:
         self.used: dict[int, Sequence[int]] = {}
         self.outside: Outside | None = None  # what the objective has beside extended losses
         self.closed = False
-        self.models: dict[int, nn.Module] = {}  # those that take part
+        self.reached: dict[nn.Module, None] = {}  # the layers that take part
 
     # ---- life cycle ------------------------------------------------------------------------------
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -104,7 +108,7 @@ class Backward:
         device = next(g.device.type for g in grads if g is not None)
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         try:
-            with plain, CTX.quietly():
+            with plain, CTX.quietly(), self.onlookers.undisturbed():
                 self._visit(record, grads)
         except BaseException:
             self.abort()
@@ -116,7 +120,7 @@ class Backward:
             self.collect_functions()
             self.parameters.finish_all()
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
-                self.parameters.remove_stale(self.models.values())
+                self.parameters.remove_stale(wholes_of(self.reached))
             self.hooks.run_last()
         except BaseException:
             self.abort()
@@ -139,7 +143,7 @@ class Backward:
         """The pass did not finish: leave no fields on the models that it was to train."""
         for record in (one for root, above in self.above.items() for one in (root, *above)):
             record.close()  # the engine may keep a part of the graph until its next pass
-        self.parameters.discard(self.models.values())
+        self.parameters.discard(wholes_of(self.reached))
         self.clear()
 
     def clear(self) -> None:
@@ -167,8 +171,7 @@ class Backward:
         assert grad is not None
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
-        model = model_of(record.module)
-        self.models[id(model)] = model
+        self.reached[record.module] = None
         written = self.apply_module_extensions(record, grad)
         self.reach_functions(record, grads)
         if record.rule is not None:
@@ -189,7 +192,9 @@ class Backward:
 
     def survey(self, root: Record) -> None:
         """Check everything behind a loss (or behind the last layer) before computing anything."""
+        self.onlookers.find(root.handed)
         for record in upstream(root, self.sources_of):
+            self.onlookers.find(record.handed)
             if record.problem or record.rule is None:  # its rows need not be samples: say so before they are looked for
                 self.require(record)
         placement = place(root, self.sources_of, self.second_order, self.sources.clear, self.by_hand)
@@ -263,7 +268,7 @@ class Backward:
     def sources_of(self, record: Record) -> dict[int, Source]:
         """By input index: where the call's inputs come from."""
         if id(record) not in self.sources:
-            traced = {index: trace(record, index) for index in range(len(record.edges))}
+            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
             self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
         return self.sources[id(record)]
 
@@ -287,6 +292,7 @@ class Backward:
     def at_input(self, record: Record, grads: tuple[Tensor | None, ...], sources: list[Source]) -> list[Tensor | None]:
         """The gradient of the call's input, by autograd's own graph."""
         here = engine.current_node()
+        quieten_layer(record, here)
         ends = [(gradient_edge((here, nr)), g) for nr in record.places if (g := grads[nr]) is not None]
         edges = [gradient_edge(record.edges[source.index]) for source in sources]
         with CTX.quietly(record):
@@ -384,6 +390,7 @@ class Backward:
         edges = [gradient_edge(edge) for edge in record.edges if edge[0] is not None]
         if not edges:
             return (None,) * len(record.edges)
+        quieten_layer(record, engine.current_node())
         here = gradient_edge((engine.current_node(), next(iter(record.places))))
         with CTX.quietly(record):
             found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))

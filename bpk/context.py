@@ -212,6 +212,16 @@ class Context(threading.local):
         with self.lock:
             self.modules.add(module)
 
+    def remove_module(self, module: nn.Module) -> None:
+        """A module is extended no more."""
+        with self.lock:
+            self.modules.discard(module)
+
+    def all_modules(self) -> list[nn.Module]:
+        """Those that are extended now."""
+        with self.lock:
+            return list(self.modules)
+
     def remove_hooks(self) -> None:
         """Remove the hooks of every extended module; `extend` works again afterwards."""
         from bpk.extending import detach

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.bystanders import beyond
 from bpk.graph import Source
 from bpk.identity import function_name, name_of, words
 from bpk.records import Edge
@@ -71,7 +72,7 @@ def spread(source: Source, columns: Tensor) -> dict[int, Tensor] | None:
         outs = [arrived.pop((node, nr), None) for nr in range(len(shapes))]
         full = [columns.new_zeros(len(columns), *s) if o is None else o for o, s in zip(outs, shapes, strict=True)]
         parts = arguments_of(node, full)
-        for k, edge in enumerate(node.next_functions):
+        for k, edge in enumerate(map(beyond, node.next_functions)):
             if edge not in ends and edge[0] not in order:
                 continue  # it leads to parameters only
             part = None if parts is None or k >= len(parts) else parts[k]
@@ -92,7 +93,7 @@ def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:
     waiting: list[tuple[Node, bool]] = [(start, False)] if start is not None else []
     while waiting:
         node, finished = waiting.pop()
-        above = [edge for edge in node.next_functions if edge[0] is not None]
+        above = [edge for edge in map(beyond, node.next_functions) if edge[0] is not None]
         if finished:
             leads[node] = any(edge in ends or (edge[0] is not None and leads.get(edge[0], False)) for edge in above)
             order.append(node)
@@ -203,7 +204,9 @@ TABLE: dict[str, Spread] = {
 # ---- shapes and axes -----------------------------------------------------------------------------------
 def argument_shapes(node: Node) -> list[torch.Size | None]:
     """The shapes of a function's arguments (`None`: not differentiable)."""
-    return [None if above is None else engine.output_shapes(above)[nr] for above, nr in node.next_functions]
+    return [
+        None if above is None else engine.output_shapes(above)[nr] for above, nr in map(beyond, node.next_functions)
+    ]
 
 
 def narrowed(mat: Tensor, shape: torch.Size) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.parallel.distributed import _DDPSink
+from torch.utils.hooks import RemovableHandle
 
 NO_TASK = -1
 
@@ -40,8 +43,8 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def roots() -> list[Node] | None:
-    """The nodes at which the running backward pass has started (`None`: it was not started from Python).
+def roots() -> list[tuple[Node, int]] | None:
+    """Where in the graph the running backward pass has started (`None`: it was not started from Python).
 
     The engine does not tell, but runs in the thread, and so below the stack frame, of the function that called it.
     """
@@ -51,7 +54,7 @@ def roots() -> list[Node] | None:
     if frame is None:
         return None
     ends = [gradient_edge(end) if isinstance(end, Tensor) else end for end in frame.f_locals["t_outputs"]]
-    return [end.node for end in ends]
+    return [(end.node, end.output_nr) for end in ends]
 
 
 def gradient_edge(end: Tensor) -> GradientEdge:
@@ -106,6 +109,45 @@ def reader(kind: type) -> Callable[[Node], Any]:
 def attributes(node: Node) -> dict[str, Any]:
     """What a node of one of torch's functions keeps, beside tensors: axes, sizes, options."""
     return {name: getattr(node, f"_saved_{name}") for name in attribute_names(type(node))}
+
+
+PASSING_ON: Mapping[type, int] = {
+    BackwardHookFunction._backward_cls: 0,
+    _DDPSink._backward_cls: 1,
+}
+"""Nodes that hand on what they get, and are in the graph for what happens meanwhile: those that call the hooks of
+`nn.Module.register_full_backward_hook`, and the one that starts the communication of `DistributedDataParallel`. By the
+type of the node: how many arguments came before the tensors."""
+
+
+def passed_on(node: Node, number: int) -> tuple[Node | None, int]:
+    """The edge to which such a node hands on what arrives at one of its outputs."""
+    needed: tuple[bool, ...] = node.needs_input_grad  # type: ignore[attr-defined]  # of all arguments
+    place = number + PASSING_ON[type(node)]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return edges[sum(needed[:place])] if needed[place] else (None, 0)
+
+
+def hooks_behind(node: Node) -> dict[int, Callable[..., Any]]:
+    """The hooks that run after a node, as the engine refers to them: a change here is a change there."""
+    return others(node.register_hook(nothing))
+
+
+def hooks_before(node: Node) -> dict[int, Callable[..., Any]]:
+    """Those that run before it."""
+    return others(node.register_prehook(nothing))
+
+
+def others(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
+    """Remove a hook; returns all others at that place, in the dictionary that is used there."""
+    hooks: dict[int, Callable[..., Any]] | None = handle.hooks_dict_ref()
+    assert hooks is not None
+    handle.remove()
+    return hooks
+
+
+def nothing(*grads: Any) -> None:
+    """A hook."""
 
 
 def saved_option(node: Node, name: str) -> Any:

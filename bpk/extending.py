@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bpk.context import CTX
 from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.loss_recorder import record_composed
+from bpk.membership import mark, unmark
 from bpk.products import BlockProduct
 from bpk.recorder import forget_inputs, note_inputs, record, record_passage, remember_generators, stash
 from bpk.records import forget
@@ -32,7 +31,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     """Extend a model or a loss, recursively; returns the same object (with the converter: a graph of modules).
 
     Every layer that has a rule (and every layer without children) gets a forward hook that writes its calls
-    down; so do modules that hold parameters themselves. Extending twice changes nothing.
+    down; so do modules that hold parameters themselves. Extending twice changes nothing. If only a part of a model is
+    extended (`bpk.extend(model[-1])`), the parameters that it holds get fields, and no others.
 
     Args:
         module: An instance of `nn.Module`.
@@ -55,7 +55,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
         from bpk.converter import convert_if_possible  # torch.fx loads slowly
 
         module = convert_if_possible(module, debug)  # type: ignore[assignment]
-    attach(module, (), "", debug)
+    attach(module, "", debug)
     if note_inputs not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
         module.register_forward_hook(forget_inputs, always_call=True)
@@ -109,26 +109,22 @@ def check_module(module: object) -> None:
             )
 
 
-def attach(module: nn.Module, containers: tuple[nn.Module, ...], path: str, debug: bool) -> None:
+def attach(module: nn.Module, path: str, debug: bool) -> None:
     """Hook a layer, or descend into a container."""
     rule = REGISTRY.find(module)
     children = dict(module.named_children())
     layer = rule is not None or not children
     own = any(p is not None for p in module.parameters(recurse=False))
-    if (layer or own) and not isinstance(module, Plain):
-        fields, new = module.__dict__, not is_hooked(module)
-        if new:
-            hook(module, path, [*[record] * layer, *[record_passage] * (own and rule is None)])
-        if new or len(containers) > len(fields["_bpk_containers"].refs):  # the whole, after a part
-            fields["_bpk_containers"] = WeakModules(containers)
-        if debug and new:
+    if (layer or own) and not is_hooked(module) and not isinstance(module, Plain):
+        hook(module, path, [*[record] * layer, *[record_passage] * (own and rule is None)])
+        if debug:
             print(f"[bpk] extend {path or type(module).__name__}: {rule or 'no rule'}")
     if rule is None:
         if children and not path and not is_hooked(module) and next(module.parameters(), None) is None:
             hook(module, path, [record_composed])
         for name, child in children.items():
-            attach(child, (*containers, module), f"{path}.{name}" if path else name, debug)
-    CTX.add_module(module)
+            attach(child, f"{path}.{name}" if path else name, debug)
+    mark(module)
     module._backpack_extend = True  # type: ignore[assignment]
 
 
@@ -162,23 +158,8 @@ def detach(module: nn.Module) -> None:
             module._forward_hooks_always_called.pop(key, None)
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     forget(module)
+    unmark(module)
     module._backpack_extend = False  # type: ignore[assignment]
-
-
-class WeakModules:
-    """The containers of a layer, without keeping them alive (and left behind unless they are copied with the layer)."""
-
-    def __init__(self, modules: tuple[nn.Module, ...] = ()) -> None:
-        self.refs = tuple(weakref.ref(m) for m in modules)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self.refs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeakModules:
-        return WeakModules(tuple(memo[id(m)] for ref in self.refs if (m := ref()) is not None and id(m) in memo))
-
-    def __reduce__(self) -> tuple[type[WeakModules], tuple[()]]:
-        return WeakModules, ()
 
 
 def memory_cleanup(module: nn.Module) -> None:

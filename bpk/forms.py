@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.bystanders import beyond
 from bpk.dependence import matters, spread
 from bpk.graph import Source, consumers_first
 from bpk.records import Record
@@ -105,7 +106,7 @@ def form_of_stretch(source: Source) -> Hashable:
     for node in source.nodes:
         kind = type(node)
         read = matters(kind)
-        connected = [(numbers.get(above, ends.get((above, nr))), nr) for above, nr in node.next_functions]
+        connected = [(numbers.get(above, ends.get((above, nr))), nr) for above, nr in map(beyond, node.next_functions)]
         form.append((kind, engine.output_shapes(node), read and read(node), *connected))
     return source.stretch[1], tuple(form)
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from bpk import engine
+from bpk.bystanders import beyond, make_quiet, quieten_inside
 from bpk.context import CTX
 from bpk.jacobians.call import Call
+from bpk.membership import Held
 from bpk.ports import Port
 from bpk.records import Edge, Record, owner_of
 from bpk.recovery import recover
@@ -47,8 +49,8 @@ class Source:
 
     `consumer` is that call, `index` the input. `targets` are recorded calls with the graph edge of their output.
     Without a `stretch` the input *is* the output of the only target; with one, plain autograd lies in between and is
-    asked for the products. `leaves` are the parameters that the stretch uses directly, `functions` the names of its
-    nodes.
+    asked for the products. `leaves` are what the stretch uses directly, `trained` those that extended modules hold as
+    parameters, `functions` the names of its nodes.
 
     Columns are those that rules see (`[V, N, ...]`, batch axis in front); ports translate to autograd's tensors.
     """
@@ -58,6 +60,7 @@ class Source:
     targets: tuple[tuple[Record, Edge], ...]
     stretch: Edge | None = None
     leaves: tuple[Tensor, ...] = ()
+    trained: tuple[Tensor, ...] = ()
     nodes: tuple[Node, ...] = ()
 
     @cached_property
@@ -83,11 +86,6 @@ class Source:
         with torch.enable_grad(), CTX.quietly():
             at_end = self.entrance.one_to_graph(grad)
             return torch.autograd.grad(ends, self.beginnings(), (at_end,), retain_graph=True, create_graph=True)
-
-    @property
-    def trained(self) -> tuple[Tensor, ...]:
-        """The parameters among the leaves."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.nn.Parameter))
 
     def rows(self, mat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Individual products `[V, N, *p]` of columns `[V, N, *input]` with each parameter of the stretch.
@@ -133,6 +131,7 @@ def gradient_edge(edge: Edge) -> GradientEdge:
 def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
     """Let a rule ask autograd's graph about a call, whose output is at `node`: for products, and for what it saved."""
     here = (node, next(nr for nr, number in record.places.items() if number == record.used[0]))
+    quieten_layer(record, node)
     leave, enter = record.exit(record.used[0]), record.entrance(0)
 
     def pull(vector: Tensor) -> Tensor:
@@ -151,16 +150,29 @@ def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
         call.pull, call.saved = before
 
 
+def quieten_layer(record: Record, node: Node) -> None:
+    """Make quiet what users' hooks have put into the graph of a layer that has others inside."""
+    if record.module._modules:
+        quieten_inside(node, [edge[0] for edge in record.edges])
+
+
 def owner(edge: Edge) -> Record | None:
     """The recorded call whose output this edge leads to."""
     node, nr = edge
     record = owner_of(node) if node is not None else None
-    return record if record is not None and nr in record.places else None
+    if node is None or record is None or nr not in record.places:
+        return None
+    if record.module._backward_hooks:
+        make_quiet(engine.hooks_behind(node))  # those of `register_backward_hook` are at the output's own node
+    return record
 
 
-def trace(consumer: Record, index: int) -> Source | None:
-    """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none)."""
-    edge = consumer.edges[index]
+def trace(consumer: Record, index: int, held: Held) -> Source | None:
+    """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none).
+
+    `held` are the parameters that get fields.
+    """
+    edge = beyond(consumer.edges[index])
     node = edge[0]
     if node is None:
         return None
@@ -173,21 +185,23 @@ def trace(consumer: Record, index: int) -> Source | None:
     seen: dict[Node, None] = {node: None}
     waiting = [node]
     while waiting:
-        for upstream in waiting.pop().next_functions:
-            found = owner(upstream) or recover(upstream)
+        for upstream in map(beyond, waiting.pop().next_functions):
+            above = upstream[0]
+            known = above is None or above in seen
+            found = owner(upstream) or (None if known else recover(upstream))
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])
-            elif upstream[0] is not None and upstream[0] not in seen:
-                seen[upstream[0]] = None
-                waiting.append(upstream[0])
-                if upstream[0].name() == ACCUMULATE:
-                    leaves.append(upstream[0].variable)  # type: ignore[attr-defined]
-    return (
-        Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), tuple(seen))
-        if targets or leaves
-        else None
-    )
+            elif above is not None and not known:
+                seen[above] = None
+                waiting.append(above)
+                if above.name() == ACCUMULATE:
+                    leaves.append(above.variable)  # type: ignore[attr-defined]
+                    make_quiet(leaves[-1]._backward_hooks, inside=False)
+    if not targets and not leaves:
+        return None
+    trained = tuple(leaf for leaf in leaves if leaf in held)
+    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
 
 
 def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:

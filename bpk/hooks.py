@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from bpk.context import CTX
+from bpk.membership import containers_of
 
 
 class Hooks:
@@ -38,11 +39,8 @@ class Hooks:
         if self.hook is None:
             return
         last = dict(self.last)
-        for module in (*self.visited.values(), *self.last.values()):
-            for container in module.__dict__.get("_bpk_containers", ()):
-                holder = container()
-                if holder is not None:
-                    last[id(holder)] = holder
+        for container in containers_of((*self.visited.values(), *self.last.values())):
+            last[id(container)] = container
         for module in sorted(last.values(), key=lambda m: len(list(m.modules()))):
             if id(module) not in self.visited:
                 self.hook(module)

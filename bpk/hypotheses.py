@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.bystanders import beyond
 from bpk.graph import ACCUMULATE, VIEWS
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Record
@@ -92,13 +93,13 @@ def is_given_data(record: Record) -> bool:
 
 def is_given_parameters(record: Record) -> bool:
     """Whether a call's inputs are parameters, or views of them: it has no samples."""
-    return bool(record.edges) and all(is_parameter(node) for node, _ in record.edges)
+    return bool(record.edges) and all(is_parameter(node) for node, _ in map(beyond, record.edges))
 
 
 def is_parameter(node: Node | None) -> bool:
     """Whether a node of the graph hands out a parameter, or a view of one."""
     while node is not None and node.name() in VIEWS:
-        node = node.next_functions[0][0]
+        node, _ = beyond(node.next_functions[0])
     return node is not None and node.name() == ACCUMULATE
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.nn.modules._functions import BackwardHookFunction
 
 
 class Keep(torch.autograd.Function):
@@ -42,8 +41,8 @@ class Together(torch.autograd.Function):
         return grads
 
 
-IDENTITIES = tuple(function._backward_cls for function in (Keep, Together, BackwardHookFunction))
-"""The classes of their nodes; torch puts the last one before and behind modules with backward hooks."""
+IDENTITIES = tuple(function._backward_cls for function in (Keep, Together))
+"""The classes of their nodes."""
 
 
 def words(text: str) -> frozenset[str]:

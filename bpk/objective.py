@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.bystanders import beyond, passes_on
 from bpk.graph import ACCUMULATE, Source
 from bpk.identity import function_name, words
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
-from bpk.records import Record, owner_of
+from bpk.records import Edge, Record, owner_of
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 
@@ -57,10 +58,11 @@ class Outside:
         return leaf or call is not None
 
 
-def outside_of_losses(roots: Iterable[Node] | None) -> Outside:
+def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
     """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between."""
     found, losses = Outside(seen=roots is not None), list[Node]()
-    consumers: dict[Node, list[Node]] = {root: [] for root in roots or ()}
+    starts = [beyond(root)[0] for root in roots or ()]
+    consumers: dict[Node, list[Node]] = {root: [] for root in starts if root is not None}
     waiting = list(consumers)
     while waiting:
         node = waiting.pop()
@@ -68,7 +70,7 @@ def outside_of_losses(roots: Iterable[Node] | None) -> Outside:
         if call is not None and isinstance(call.rule, Loss):
             losses.append(node)
         elif not found.ends_at(node):
-            for above, _ in node.next_functions:
+            for above, _ in map(beyond, node.next_functions):
                 if above is not None and above not in consumers:
                     consumers[above] = []
                     waiting.append(above)
@@ -87,10 +89,10 @@ def outside_of_losses(roots: Iterable[Node] | None) -> Outside:
 
 def inside_of_loss(loss: Record, node: Node) -> Outside:
     """What a loss reaches from its `node` by itself, beside the inputs of its call."""
-    found, inputs = Outside(), set(loss.edges)
+    found, inputs = Outside(), set(map(beyond, loss.edges))
     waiting, seen = [node], {node}
     while waiting:
-        for edge in waiting.pop().next_functions:
+        for edge in map(beyond, waiting.pop().next_functions):
             above = edge[0]
             if above is not None and edge not in inputs and above not in seen:
                 seen.add(above)
@@ -101,6 +103,8 @@ def inside_of_loss(loss: Record, node: Node) -> Outside:
 
 def is_linear(node: Node) -> bool:
     """Whether autograd's function at a node is linear in all of its differentiable arguments, taken together."""
+    if passes_on(node):
+        return True
     name = function_name(node)
     differentiable = [above is not None for above, _ in node.next_functions]
     if name == FRACTION:

@@ -12,6 +12,7 @@ from bpk import engine
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.graph import parameter_edges
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.membership import wholes_of
 from bpk.records import Record, calls_by_parameter
 from bpk.statistics import Use, Uses
 from bpk.sweeps import Columns
@@ -222,17 +223,18 @@ def value_of(extension: BackpropExtension, uses: Uses) -> Any:
         ) from error
 
 
-def model_of(module: nn.Module) -> nn.Module:
-    """What was extended together with a layer: its outermost container."""
-    containers = module.__dict__.get("_bpk_containers", ())
-    return next((found for ref in containers if (found := ref()) is not None), module)
+def holds(model: nn.Module, param: Tensor) -> bool:
+    """Whether a parameter is one of the model's."""
+    return any(param is p for p in model.parameters())
 
 
 def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
     """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
     own = record.module._parameters
     for name, param in params.items():
-        if own.get(name) is not param and all(param is not p for p in model_of(record.module).parameters()):
+        if own.get(name) is not param and all(
+            param is not p for model in wholes_of([record.module]) for p in model.parameters()
+        ):
             raise RuntimeError(
                 explain(
                     f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.bystanders import passes_on
 from bpk.context import CTX
 from bpk.graph import parameter_edges
 from bpk.identity import Keep, Together
@@ -73,6 +75,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     if rule is not None and len(module._parameters) > len(written.params):
         require_names(written, node)
     written.drawn = drawn
+    written.handed = [weakref.ref(x) for x in (*binding.inputs, *together) if x.requires_grad]
     written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
@@ -117,6 +120,7 @@ def passage(module: nn.Module, result: Tensor) -> Tensor:
     kept, edge = keep(result)
     (marked,) = Together.apply(result)
     written = Record(module, PASSAGE, Binding(module, (kept,)), (kept,), (edge,), {0: marked.detach()}, {0: 0})
+    written.handed = [weakref.ref(result), weakref.ref(marked)]
     engine.belongings(marked.grad_fn)[OWNER] = written
     marked.grad_fn.register_prehook(Visit(written))
     return marked
@@ -146,7 +150,7 @@ def alone(results: dict[int, Tensor], inputs: tuple[Tensor, ...], in_place: bool
     ((number, out),) = results.items()
     node = out.grad_fn
     same = not in_place and any(out is x for x in inputs)
-    if same or node is None or owner_of(node) is not None:
+    if same or node is None or owner_of(node) is not None or passes_on(node):
         return {number: out.view_as(out)}  # the layer returned its input (nn.Identity, Dropout in evaluation)
     if out._is_view() and not shares_memory(out, inputs):
         return {number: Keep.apply(out)}  # no view of something internal, so that it may be changed in place

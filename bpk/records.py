@@ -72,15 +72,17 @@ class Record:
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
     of them an output of the graph node is. `used` are those that something behind the call has asked for. `given` are
     the shapes of the tensors with which the whole model was called. `contexts` are those that the thread of the forward
-    pass is in.
+    pass is in. `handed` refers to the tensors that the layer was given and has returned, for as long as they live.
     """
 
     __slots__ = (
+        "__weakref__",
         "binding",
         "contexts",
         "drawn",
         "edges",
         "given",
+        "handed",
         "inputs",
         "is_view",
         "module",
@@ -94,7 +96,6 @@ class Record:
         "training",
         "used",
         "versions",
-        "__weakref__",
     )
 
     def __init__(
@@ -113,6 +114,7 @@ class Record:
         for opened in self.contexts[-1:]:
             opened.recorded = True
         self.binding = binding
+        self.handed: list[weakref.ref[Tensor]] = []
         self.inputs = inputs
         self.edges = edges
         self.results = results

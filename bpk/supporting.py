@@ -18,6 +18,7 @@ from bpk.jacobians.binding import tensors_in
 from bpk.jacobians.call import Call
 from bpk.jacobians.function_module import Plain
 from bpk.jacobians.rule import Rule
+from bpk.membership import parts_of
 from bpk.rules import REGISTRY
 from bpk.support import Kind, Support
 from bpk.support import support as answer
@@ -52,7 +53,8 @@ def support(subject: Any, /, *rest: Any, inputs: Any = None, **named: Any) -> Su
     parameters that such functions use, have rows of their own.
 
     Args:
-        subject: The model, extended or not, in the mode (training, evaluation) that is meant.
+        subject: The model, in the mode (training, evaluation) that is meant. If only a part of it is extended, the
+            answer is about that part; if nothing is, about all of it.
         *rest: Which extensions (all by default).
         inputs: What the model is called with: a tensor, a tuple of arguments, or a mapping of named ones.
 
@@ -85,7 +87,12 @@ def support(subject: Any, /, *rest: Any, inputs: Any = None, **named: Any) -> Su
 
         return recorded(subject, extensions, inputs)
     return SupportTable(
-        tuple(cell for path, module in layers(subject, "") for cell in of_layer(path, module, extensions))
+        tuple(
+            cell
+            for start, part in parts_of(subject).items()
+            for path, module in layers(part, start)
+            for cell in of_layer(path, module, extensions)
+        )
     )
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from bpk.extending import extend
+from bpk.extending import attach, check_module
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.graph import Source, trace
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import UnsupportedLayer
 from bpk.jacobians.passage import PASSAGE
+from bpk.membership import Held, parts_of
 from bpk.placement import place
 from bpk.recorder import keep
 from bpk.records import Record
@@ -26,9 +27,12 @@ from bpk.verification.problem import Arguments, duplicate, undisturbed
 
 
 def recorded(model: nn.Module, extensions: Sequence[BackpropExtension], inputs: Any) -> SupportTable:
-    """The table of a copy of the model that is called once."""
+    """The table of a copy of the model that is called once; what is extended of the model is extended there."""
     with undisturbed(None, [p.device for p in model.parameters()]):
-        copy = extend(duplicate(model, None))
+        check_module(model)
+        copy = duplicate(model, None)
+        for path in parts_of(model):
+            attach(copy.get_submodule(path), path, False)
         given = Arguments.of(inputs, 0).map(lambda x: x.detach().clone())
         forward = Forward(copy, copy(*given.args, **given.kwargs), extensions)
         return SupportTable(tuple(forward.cells(extensions)))
@@ -45,6 +49,7 @@ class Forward:
         self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})
         self.root.module.__dict__["_bpk_path"] = "the output"
         self.known: dict[int, dict[int, Source]] = {}
+        self.members = Held()
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.order = {id(module): k for k, module in enumerate(model.modules())}
         self.refusal = ""
@@ -65,7 +70,7 @@ class Forward:
     def sources_of(self, record: Record) -> dict[int, Source]:
         """By input index: where the call's inputs come from."""
         if id(record) not in self.known:
-            traced = {index: trace(record, index) for index in range(len(record.edges))}
+            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
             self.known[id(record)] = {index: source for index, source in traced.items() if source is not None}
         return self.known[id(record)]
 
@@ -105,7 +110,7 @@ class Forward:
 
     def of_source(self, source: Source, extensions: Sequence[BackpropExtension]) -> list[Cell]:
         """Plain functions before a call, and the parameters that they use."""
-        if source.stretch is None:
+        if source.stretch is None or not (source.targets or source.trained):
             return []
         used = [self.names[id(p)] for p in source.trained if id(p) in self.names]
         more = f" and {len(used) - 1} more parameters" if len(used) > 1 else ""

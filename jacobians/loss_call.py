@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.again import call_again
 from bpk.jacobians.binding import Binding
 from bpk.jacobians.call import Options
 from bpk.jacobians.function_module import Slot, fill
@@ -72,7 +73,7 @@ def evaluate(filled: Filled, dtype: torch.dtype) -> Tensor:
     module, args, kwargs = filled
     state = {name: cast(x, dtype) for name, x in module.named_parameters()}
     state.update({name: cast(x, dtype).clone() for name, x in module.named_buffers()})  # forward may write to them
-    out: Tensor = torch.func.functional_call(module, state, args, kwargs)
+    out: Tensor = call_again(module, state, args, kwargs)
     return out
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.again import call_again
 from bpk.jacobians.binding import Binding, in_front
 from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.conversion import Conversion, Reader, convert
@@ -190,7 +191,7 @@ class Rule(ABC):
     # ---- the products: what a family must derive -------------------------------------------------
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         """The layer as a pure function. Default: the module, called with these parameters."""
-        out = torch.func.functional_call(options, dict(params), tuple(inputs))
+        out = call_again(options, params, tuple(inputs))
         return out if isinstance(out, Tensor) else out[0]
 
     def evaluate(self, call: Call, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.again import call_again
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.binding import Binding, Bound
 from bpk.jacobians.call import Call, Options
@@ -31,10 +32,10 @@ class DirectUse(Autodiff):
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         if not isinstance(options, Bound):
-            return torch.func.functional_call(options, dict(params), tuple(inputs))
+            return call_again(options, params, tuple(inputs))
         dtype = common_dtype([*params.values(), *inputs])
         constants = [c.to(dtype) if is_float(c) else c for c in options.arguments["constants"]]
-        return torch.func.functional_call(options.module, dict(params), (*inputs, *constants))
+        return call_again(options.module, params, (*inputs, *constants))
 
     def mixing(self, call: Call) -> str | None:
         """Whether the first sample's result, computed alone, is another than in the batch."""

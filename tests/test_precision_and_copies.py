@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.context import CTX
 from tests.compare import ALL, ON_ANY_GRAPH, agrees
 from tests.helpers import FIELDS, FIRST_ORDER, backward, data, extended, mlp, saved, values
 from tests.reference import Reference
@@ -107,6 +111,76 @@ def test_torch_save_after_backward() -> None:
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     assert list(model.state_dict()) == list(mlp().state_dict())
+
+
+def loaded(model: nn.Module) -> nn.Module:
+    """From a file."""
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    made: nn.Module = torch.load(buffer, weights_only=False)
+    return made
+
+
+COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), loaded]
+
+
+class Scaled(nn.Module):
+    """Containers, and a parameter that a container holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Sequential(nn.Sequential(nn.Linear(4, 3)), nn.Tanh()), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def hooked(model: nn.Module, loss_fn: nn.Module) -> list[nn.Module]:
+    """With which modules the extension hook is called, once each."""
+    seen: list[nn.Module] = []
+    x, y = data()
+    backward(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact(), extension_hook=seen.append)
+    assert len({id(m) for m in seen}) == len(seen)
+    return seen
+
+
+@pytest.mark.parametrize("made", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("converted", [False, True])
+def test_extension_hook_of_a_copy(made: Callable[[nn.Module], nn.Module], converted: bool) -> None:
+    """It is called with the containers of the copy, and with nothing of the original; fields are there."""
+    model = bpk.extend(Scaled().double(), use_converter=converted)
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    places = [name for name, m in model.named_modules() if any(m is seen for seen in hooked(model, loss_fn))]
+    twin = made(model)
+    assert {"", "body", "body.0", "body.0.0"} <= {*places}
+    mine = {id(loss_fn), *(id(twin.get_submodule(place)) for place in places)}
+    assert {id(m) for m in hooked(twin, loss_fn)} == mine
+    assert all(hasattr(p, "diag_ggn_exact") for p in twin.parameters())
+    old = weakref.ref(model)
+    del model
+    gc.collect()
+    assert old() is None
+    assert {id(m) for m in hooked(twin, loss_fn)} == mine
+
+
+@pytest.mark.parametrize("made", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+def test_copy_of_a_part(made: Callable[[nn.Module], nn.Module]) -> None:
+    """It knows nothing of the containers around the original."""
+    model, loss_fn = bpk.extend(Scaled().double()), bpk.extend(nn.CrossEntropyLoss())
+    part = made(model.body)
+    assert {id(m) for m in hooked(part, loss_fn)} == {id(m) for m in (*part.modules(), loss_fn)}
+    assert len(pickle.dumps(model.body[1])) < len(pickle.dumps(model.body)), "a part does not take its container along"
+    layer = made(model.body[0][0])
+    assert {id(m) for m in hooked(layer, loss_fn)} == {id(layer), id(loss_fn)}
+
+
+def test_hooks_of_a_copy_are_removed() -> None:
+    """`remove_hooks` ends all that is extended, copies included."""
+    model = bpk.extend(Scaled().double())
+    twin = copy.deepcopy(model)
+    CTX.remove_hooks()
+    assert not any(m._forward_hooks for m in (*model.modules(), *twin.modules()))
 
 
 # ---- differentiating the quantities ------------------------------------------------------------------

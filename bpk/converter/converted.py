@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
+from bpk.membership import mark_as
 
 REPORT = "bpk.conversion_report"
 """Key of the report in `GraphModule.meta`, which copies keep."""
@@ -145,6 +146,7 @@ def copy_init(module: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> None:
     """How `copy.deepcopy` sets up the copy of a converted model."""
     fx.GraphModule.__init__(module, root, graph, type(module).__name__)
     adopt(module, root)
+    mark_as(module, root.__dict__)
 
 
 def rebuild(reduced: tuple[Any, ...], report: ConversionReport, name: str) -> Converted:
@@ -155,7 +157,9 @@ def rebuild(reduced: tuple[Any, ...], report: ConversionReport, name: str) -> Co
     for kept in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         holder.__dict__[kept] = args[0][kept]
     holder.training = args[0]["training"]
-    return Converted(holder, plain.graph, report, name)
+    made = Converted(holder, plain.graph, report, name)
+    mark_as(made, args[0])
+    return made
 
 
 def rename(state: Any, prefix: str, report: ConversionReport) -> None:

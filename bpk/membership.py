@@ -1,0 +1,132 @@
+"""Which modules are extended, what they hold, and which of them hold others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from bpk.context import CTX
+
+MARK = "_bpk_mark"
+"""Under which name an extended module keeps its mark."""
+
+
+class Mark:
+    """Says that a module is extended; so are a copy of the module, and what is made from a pickle of it.
+
+    It refers weakly to its module, so that each copy finds its own.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = (lambda: None) if module is None else weakref.ref(module)
+        if module is not None:
+            CTX.add_module(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        return Mark(memo.get(id(self.module())))
+
+    def __reduce__(self) -> tuple[type[Mark], tuple[nn.Module, ...]]:
+        module = self.module()
+        if module is None or type(module).__reduce__ is not object.__reduce__:
+            return Mark, ()  # what pickles itself in its own way (fx.GraphModule) may not have begun to exist
+        return Mark, (module,)
+
+
+def mark(module: nn.Module) -> None:
+    """Note that a module is extended."""
+    fields = module.__dict__
+    if MARK not in fields or fields[MARK].module() is not module:
+        fields[MARK] = Mark(module)
+    CTX.add_module(module)
+
+
+def mark_as(module: nn.Module, fields: Mapping[str, Any]) -> None:
+    """Note that a module is extended if the one with these attributes is."""
+    if MARK in fields:
+        mark(module)
+
+
+def unmark(module: nn.Module) -> None:
+    """Note that a module is extended no more."""
+    module.__dict__.pop(MARK, None)
+    CTX.remove_module(module)
+
+
+def extended_modules() -> Iterator[nn.Module]:
+    """All extended modules, and those inside that were put there later."""
+    waiting, seen = CTX.all_modules(), set[int]()
+    while waiting:
+        module = waiting.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and MARK not in child.__dict__ and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+
+
+class Held:
+    """Which parameters extended modules hold, as of when it is asked first: these get fields, and no others."""
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {id(p) for module in extended_modules() for p in module._parameters.values()}
+
+    def __contains__(self, param: Tensor) -> bool:
+        return isinstance(param, nn.Parameter) and id(param) in self._ids
+
+
+def holders() -> dict[int, list[nn.Module]]:
+    """By `id` of a module: the extended modules that hold it directly."""
+    above: dict[int, list[nn.Module]] = {}
+    for module in extended_modules():
+        for child in module._modules.values():
+            above.setdefault(id(child), []).append(module)
+    return above
+
+
+def wholes_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The outermost extended modules that hold any of these, or are one of them."""
+    above, waiting = holders(), list(modules)
+    seen = {id(module): module for module in waiting}
+    found = []
+    while waiting:
+        module = waiting.pop()
+        holding = above.get(id(module), ())
+        if not holding:
+            found.append(module)
+        for holder in holding:
+            if id(holder) not in seen:
+                seen[id(holder)] = holder
+                waiting.append(holder)
+    return found
+
+
+def containers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The extended modules that hold any of these."""
+    above = holders()
+    found: dict[int, nn.Module] = {}
+    waiting = list(modules)
+    while waiting:
+        for holder in above.get(id(waiting.pop()), ()):
+            if id(holder) not in found:
+                found[id(holder)] = holder
+                waiting.append(holder)
+    return [module for module in found.values() if module in CTX.modules]
+
+
+def parts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a model that are extended, by path; all of it if none is: it will be."""
+    found: dict[str, nn.Module] = {}
+    waiting = {"": model}
+    while waiting:
+        path, module = waiting.popitem()
+        if MARK in module.__dict__:
+            found[path] = module
+        else:
+            waiting |= {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
+    order = {id(module): k for k, module in enumerate(model.modules())}
+    return dict(sorted(found.items(), key=lambda part: order[id(part[1])])) or {"": model}
