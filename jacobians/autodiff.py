@@ -112,10 +112,11 @@ class Autodiff(Rule):
             if weights is not None:
                 squares *= weights[here].reshape(squares.shape[:2] + (1,) * len(order))
             found = squares.sum(0) if per_sample else squares.flatten(0, 1).sum(0)
+            lead = found.dim() - len(order)  # each block lies in memory in its own way
+            found = found.permute([*range(lead), *(lead + order.index(axis) for axis in range(2, rows.dim()))])
             total = found if total is None else total.add_(found)
         assert total is not None
-        back = [order.index(axis) for axis in range(2, 2 + len(order))]
-        return total.permute(0, *(1 + k for k in back)) if per_sample else total.permute(back)
+        return total
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         if is_differentiated():
