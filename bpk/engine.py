@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,14 +49,23 @@ def belongings(node: Node) -> dict[str, Any]:
     return node.metadata  # type: ignore[return-value]  # a property, declared as a method in torch
 
 
-def saved_option(node: Node, name: str) -> Any:
-    """What a node keeps for its backward pass under `name` (see `torch.autograd.graph`; `None`: nothing)."""
-    return getattr(node, f"_saved_{name}", None)
+SAVED = "_saved_"
+
+
+@lru_cache(maxsize=64)
+def saved_names(kind: type[Node]) -> frozenset[str]:
+    """The names under which nodes of a class keep something for their backward pass (see `torch.autograd.graph`)."""
+    return frozenset(name.removeprefix(SAVED) for name in dir(kind) if name.startswith(SAVED))
+
+
+def saved(node: Node, name: str) -> Any:
+    """What a node keeps under a name; an error where it has none of that name, which is not the same as `None`."""
+    return getattr(node, SAVED + name)
 
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:
-    """The same, if it is a tensor."""
-    kept = saved_option(node, name)
+    """A tensor that can also be computed again: `None` where the node keeps none, or has no such name."""
+    kept = saved(node, name) if name in saved_names(type(node)) else None
     return kept if isinstance(kept, Tensor) else None
 
 
