@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -44,34 +45,33 @@ class Variance(GradientExtension):
     def value(self, uses: Uses) -> Tensor:
         n = uses.batch_size
         total, squares = uses.summed(), uses.squared_sum() / n
-        if cancels(squares.detach(), total.detach() / n):
+        if cancels(squares.detach(), total.detach(), n):
             return shifted(uses).to(total.dtype)
         if torch.is_grad_enabled():
             return (squares - (total / n).square()).clamp(min=0)
         return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)
 
 
-def cancels(squares: Tensor, mean: Tensor) -> bool:
-    """Whether `squares - mean^2` is rounding, or not much more, in some entry."""
+def cancels(squares: Tensor, total: Tensor, n: int) -> bool:
+    """Whether `squares - (total / n)^2` is rounding, or not much more, in some entry."""
     share = min(ROUNDINGS * torch.finfo(squares.dtype).eps, 1 / 16)
-    pieces = [(squares, mean)]
-    if squares.is_contiguous() and mean.is_contiguous():  # in pieces that stay in the processor's cache
+    pieces = [(squares, total)]
+    if squares.is_contiguous() and total.is_contiguous():  # in pieces that stay in the processor's cache
         size = CHUNK if squares.device.type == "cpu" else max(1, squares.numel())
-        pieces = list(zip(squares.view(-1).split(size), mean.view(-1).split(size), strict=True))
-    scale = -1 / (1 - share)
-    return any(bool(x.numel()) and bool(torch.addcmul(x, m, m, value=scale).min() < 0) for x, m in pieces)
+        pieces = list(zip(squares.view(-1).split(size), total.view(-1).split(size), strict=True))
+    scale = -1 / (n**2 * (1 - share))
+    return any(bool(x.numel()) and bool(torch.addcmul(x, g, g, value=scale).min() < 0) for x, g in pieces)
 
 
 def shifted(uses: Uses) -> Tensor:
     """The variance from individual gradients less a mean of some of them, which has nothing to cancel."""
-    sums = squares = mean = None
-    count, n = 0, uses.batch_size
-    for rows in pieces_of_rows(uses):
-        mean = wide(rows.mean(0)) if mean is None else mean
-        rows, count = wide(rows) - mean, count + len(rows)
-        first, second = rows.sum(0), rows.square().sum(0)
-        sums, squares = (first, second) if sums is None else (sums + first, squares + second)
-    assert sums is not None and squares is not None and mean is not None
+    pieces, n = pieces_of_rows(uses), uses.batch_size
+    rows = next(pieces)
+    mean, count = wide(rows.mean(0)), 0
+    sums, squares = torch.zeros_like(mean), torch.zeros_like(mean)
+    for part in chain([rows], pieces):
+        off, count = wide(part) - mean, count + len(part)
+        sums, squares = sums + off.sum(0), squares + off.square().sum(0)
     left = 1 - count / n  # of samples that are left out
     return (squares / n - (sums / n).square() + left * mean * (2 * sums + count * mean) / n).clamp(min=0)
 
