@@ -17,6 +17,7 @@ from bpk.jacobians import (
     gemm,
     linear_in_each,
     linear_map,
+    moments,
     recurrent_columns,
     sequence_gemm,
     standardize,
@@ -41,6 +42,7 @@ LIMITS = (
     (gemm, "CACHE"),
     (linear_in_each, "AT_ONCE"),
     (linear_map, "BLOCK"),
+    (moments, "LARGEST"),
     (recurrent_columns, "COLUMNS"),
     (recurrent_columns, "KEEP"),
     (sequence_gemm, "CACHE"),
@@ -125,6 +127,35 @@ def test_generic_way(rule: Rule, example: Example, monkeypatch: pytest.MonkeyPat
                 monkeypatch.setattr(autodiff, "BLOCK", 4 * step * call.batch_size * p.numel())
                 found = generic.squared_sum(call, mat, name, weights, per_sample)
                 torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.Conv3d(4, 2, 3, padding=1), (4, 6, 5)),
+        (nn.Conv3d(4, 2, (2, 3, 3), stride=(1, 2, 3), dilation=(2, 1, 1), padding=(0, 1, 2)), (6, 7, 8)),
+        (nn.Conv2d(12, 2, (2, 3), stride=2, dilation=(1, 2), padding=1), (5, 9)),
+        (nn.Conv2d(12, 2, 3, padding="same", padding_mode="reflect"), (5, 6)),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_factors_in_strips(layer: nn.Module, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that is too large is looked at in strips of positions, which together see each position once."""
+    torch.manual_seed(0)
+    layer, rule = layer.double(), REGISTRY.find(layer)
+    assert rule is not None
+    call = Call.of(layer, rand(2, layer.in_channels, *size), params=("weight",), rule=rule)
+    patches = rule.patches(call)[:, 0].transpose(1, 2).flatten(0, 1)
+    expected = patches.T @ patches / 2
+    cuts: list[int] = []
+    lines = moments._lines
+    monkeypatch.setattr(moments, "_lines", lambda x, *rest: cuts.append(x.shape[3]) or lines(x, *rest))
+    for largest in (1, 3000, 1 << 24):
+        cuts.clear()
+        monkeypatch.setattr(moments, "LARGEST", largest)
+        torch.testing.assert_close(rule.kron_input(call, "weight"), expected)
+        assert (len(cuts) > 2) is (largest < 1 << 24) or largest == 3000
 
 
 SUMS = (E.DiagGGNExact, E.BatchDiagGGNExact, E.KFLR)
