@@ -10,8 +10,8 @@ from torch import Tensor
 from bpk.jacobians import gemm
 from bpk.jacobians.unfold import windows
 
-LARGEST = 1 << 24
-"""How many numbers lines of patches hold at most; a larger sample is looked at in strips."""
+LARGEST = 1 << 22
+"""How many numbers lines of patches hold at most; a larger sample is looked at in strips, which is also faster."""
 
 Blocks = dict[tuple[int, int], Tensor]
 
