@@ -9,10 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from bpk.jacobians.probing import draw, tolerance
-
-ROUNDINGS = 16
-"""How many times the difference of two results that are the same may exceed that of one layer."""
+from bpk.jacobians.probing import draw, marks, same, tolerance
 
 Product = Callable[[list[Tensor]], list[Tensor]]
 """Columns `[K, N, *x]` for each beginning, times the second derivative."""
@@ -60,16 +57,19 @@ def blocks_of(product: Product, shapes: Sequence[torch.Size], like: Tensor) -> B
     """
     dims = {len(shape) for shape in shapes}
     axes = [a for a in range(1, min(dims)) if len(dims) == 1 and len({shape[a] for shape in shapes}) == 1]
+    most, apart = tolerance(like), []
     probe = [draw((1, *shape), like, k) for k, shape in enumerate(shapes)]
-    plain = product(probe)
-    scale = max(float(mat.nan_to_num(0.0).abs().max()) for mat in plain)
-    most = ROUNDINGS * tolerance(like) * scale
-    apart = []
-    for axis in axes:
-        f = draw((shapes[0][axis],), like, axis).reshape([-1 if axis == j else 1 for j in range(min(dims))])
-        scaled = product([f * mat for mat in probe])
-        off = [float((x - f * y).nan_to_num(0.0).abs().max()) for x, y in zip(scaled, plain, strict=True)]
-        if max(off) <= most:
+    plain = product(probe) if axes and most >= 0 else []
+
+    def is_apart(f: Tensor) -> bool:
+        scaled = product([f * mat for mat in probe])  # one column at a time, so that all are rounded alike
+        return all(same(x, f * y, most) for x, y in zip(scaled, plain, strict=True))
+
+    for axis in axes if most >= 0 else ():
+        size = shapes[0][axis]
+        factors = marks(torch.arange(size, device=like.device), size, like.dtype)
+        along = [-1 if axis == j else 1 for j in range(min(dims))]
+        if all(is_apart(f.reshape(along)) for f in factors):
             apart.append(axis)
     return Blocks(tuple(shapes), tuple(apart))
 

@@ -92,23 +92,36 @@ def output_shapes(node: Node) -> tuple[torch.Size, ...]:
     return tuple([torch.Size(one.shape) for one in node._input_metadata])
 
 
-@lru_cache(maxsize=1024)
-def attribute_names(kind: type) -> tuple[str, ...]:
-    """What nodes of one of torch's functions keep, beside tensors."""
-    saved = [name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")]
-    return tuple(name for name in saved if not hasattr(kind, f"_raw_saved_{name}"))
+SAVED = "_saved_"
+
+
+@lru_cache(maxsize=64)
+def saved_names(kind: type[Node]) -> frozenset[str]:
+    """The names under which nodes of a class keep something for their backward pass (see `torch.autograd.graph`)."""
+    return frozenset(name.removeprefix(SAVED) for name in dir(kind) if name.startswith(SAVED))
+
+
+def saved(node: Node, name: str) -> Any:
+    """What a node keeps under a name; an error where it has none of that name, which is not the same as `None`."""
+    return getattr(node, SAVED + name)
 
 
 @lru_cache(maxsize=1024)
-def reader(kind: type) -> Callable[[Node], Any]:
+def attribute_names(kind: type[Node]) -> tuple[str, ...]:
+    """The same, beside tensors."""
+    return tuple(name for name in sorted(saved_names(kind)) if not hasattr(kind, f"_raw{SAVED}{name}"))
+
+
+@lru_cache(maxsize=1024)
+def reader(kind: type[Node]) -> Callable[[Node], Any]:
     """Reads all of them at once."""
-    names = [f"_saved_{name}" for name in attribute_names(kind)]
+    names = [SAVED + name for name in attribute_names(kind)]
     return attrgetter(*names) if names else lambda node: None
 
 
 def attributes(node: Node) -> dict[str, Any]:
     """What a node of one of torch's functions keeps, beside tensors: axes, sizes, options."""
-    return {name: getattr(node, f"_saved_{name}") for name in attribute_names(type(node))}
+    return {name: getattr(node, SAVED + name) for name in attribute_names(type(node))}
 
 
 PASSING_ON: Mapping[type, int] = {
@@ -150,14 +163,9 @@ def nothing(*grads: Any) -> None:
     """A hook."""
 
 
-def saved_option(node: Node, name: str) -> Any:
-    """What a node keeps for its backward pass under `name` (see `torch.autograd.graph`; `None`: nothing)."""
-    return getattr(node, f"_saved_{name}", None)
-
-
 def saved_tensor(node: Node, name: str) -> Tensor | None:
-    """The same, if it is a tensor."""
-    kept = saved_option(node, name)
+    """A tensor that can also be computed again: `None` where the node keeps none, or has no such name."""
+    kept = saved(node, name) if name in saved_names(type(node)) else None
     return kept if isinstance(kept, Tensor) else None
 
 

@@ -67,9 +67,9 @@ class StretchResidual:
                 return None
             self.require_samples()
             if self.rows is None and not self.source.trained:
-                parts, signs = self.by_position().all()
+                parts, signs = self.by_position(balanced=False).all()
                 return list(parts.values()), signs
-            return self.by_sample()
+            return self.by_sample(balanced=False)
 
     def groups(self) -> Groups:
         """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes."""
@@ -79,9 +79,9 @@ class StretchResidual:
             self.require_samples()
             self.require_values_only()
             if self.rows is not None:
-                return [born_of(*self.by_sample())]
+                return [born_of(*self.by_sample(balanced=True))]
             if not self.source.trained:
-                return [self.by_position()]
+                return [self.by_position(balanced=True)]
             return [*([self.with_parameters()] if self.shapes else []), *self.of_parameters()]
 
     # ---- products --------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ class StretchResidual:
         """Along which axes targets are treated apart."""
         return blocks_of(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad)
 
-    def by_position(self) -> Born:
-        """Eigendecomposition of the blocks of all positions."""
-        vectors, signs = factor(self.of_targets().flatten(0, 1))
+    def by_position(self, balanced: bool) -> Born:
+        """Eigendecomposition of the blocks of all positions (`balanced`: see `factor`)."""
+        vectors, signs = factor(self.of_targets().flatten(0, 1), balanced)
         return self.spread(vectors.reshape(-1, *self.dense_shape), signs)
 
     def spread(self, vectors: Tensor, signs: Tensor, rows: Callable[[Tensor], list[Tensor]] | None = None) -> Born:
@@ -191,13 +191,13 @@ class StretchResidual:
         return max(1, AT_ONCE // sum(shape.numel() for shape in self.shapes))
 
     # ---- one sample after the other --------------------------------------------------------------------
-    def by_sample(self) -> Group:
+    def by_sample(self, balanced: bool) -> Group:
         """Eigendecomposition of the dense matrix of every sample, jointly over targets and parameters."""
         in_order = torch.arange(len(self.grad), device=self.grad.device)[:, None]
         end, *starts = [in_order] * (1 + len(self.shapes)) if self.rows is None else self.rows
         most = [max(map(len, start)) for start in starts]
         dense = [self.of_sample(end[n], [start[n] for start in starts], most) for n in range(len(end))]
-        vectors, signs = factor(torch.stack(dense))
+        vectors, signs = factor(torch.stack(dense), balanced)
         inner = [size * shape[1:].numel() for size, shape in zip(most, self.shapes, strict=True)]
         *parts, own = vectors.split([*inner, vectors.shape[2] - sum(inner)], 2)
         found = [part.new_zeros(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
@@ -238,7 +238,7 @@ class StretchResidual:
             mixed.append(self.to_blocks(self.product([*zeros, *self.by_parameter(part)])))
         border = torch.cat(mixed).permute(1, 2, 3, 0)  # [N, P, B, params]
         dense, basis = compressed(self.of_targets(), border)
-        vectors, signs = factor(dense.flatten(0, 1))
+        vectors, signs = factor(dense.flatten(0, 1), balanced=True)
         vectors = vectors.reshape(-1, n, positions, dense.shape[3])
 
         def rows(here: Tensor) -> list[Tensor]:
@@ -270,7 +270,7 @@ class StretchResidual:
             unit = torch.eye(size, dtype=flat.dtype, device=flat.device)
             found = self.pull((flat,), (unit,), len(self.shapes)) if flat.requires_grad else [torch.zeros_like(unit)]
             dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
-        vectors, signs = factor(torch.stack(dense))
+        vectors, signs = factor(torch.stack(dense), balanced=True)
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
         return [born_of([*nothing, *self.by_parameter(vectors)], signs)]
 

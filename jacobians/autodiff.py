@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
-from bpk.jacobians import probing
+from bpk.jacobians import factoring, probing
 from bpk.jacobians.autodiff_graph import Graph, by_sample, is_differentiated
+from bpk.jacobians.bordered import corner
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.rule import Residual, Rule
 
@@ -112,10 +113,11 @@ class Autodiff(Rule):
             if weights is not None:
                 squares *= weights[here].reshape(squares.shape[:2] + (1,) * len(order))
             found = squares.sum(0) if per_sample else squares.flatten(0, 1).sum(0)
+            lead = found.dim() - len(order)  # each block lies in memory in its own way
+            found = found.permute([*range(lead), *(lead + order.index(axis) for axis in range(2, rows.dim()))])
             total = found if total is None else total.add_(found)
         assert total is not None
-        back = [order.index(axis) for axis in range(2, 2 + len(order))]
-        return total.permute(0, *(1 + k for k in back)) if per_sample else total.permute(back)
+        return total
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         if is_differentiated():
@@ -126,6 +128,15 @@ class Autodiff(Rule):
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         ones = torch.ones_like(call.inputs[0])[None]
         return residual_mat_prod(self, call, grad_out, {0: ones})[0][0]
+
+    def signed_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """No eigenvectors: small entries beside large ones keep their precision."""
+        closed = any(isinstance(wrt, str) for wrt in wrts) and corner(self, call, wrts)
+        if closed or self.residual(call, wrts) is not Residual.GENERAL:
+            return super().signed_columns(call, grad_out, wrts)
+        return factoring.residual_columns(self, call, grad_out, wrts, balanced=True)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n`: by entries where `J_n` is diagonal, once where it is the same for all samples."""

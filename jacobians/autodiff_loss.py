@@ -203,7 +203,7 @@ class AutodiffLoss(Loss):
             along = [axis.reshape(1, -1).repeat(n, copies) for axis in axes]
             labels = [numbers.expand(n, copies * shape.numel()), *along]
             flat = exact.point.detach().reshape(labels[0].shape)
-            return separable(exact.flat_product, labels, flat, exact.floor, exact.eps**0.5)
+            return separable(exact.flat_product, labels, flat, exact.eps)
 
     def _dense(self, call: Call) -> tuple[Tensor, Tensor]:
         """Which entries of a prediction are coupled `[B, S]`, and the blocks `[N, B, S, S]` of the Hessian."""

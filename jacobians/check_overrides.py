@@ -8,7 +8,7 @@ from torch import Tensor
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.check_case import Case
 from bpk.jacobians.check_reference import as_rows
-from bpk.jacobians.rule import Rule
+from bpk.jacobians.rule import Rule, add_up
 from bpk.jacobians.several import SeveralOutputs
 
 BLOCK_LIMIT = 96
@@ -20,6 +20,8 @@ def shortcuts(case: Case) -> None:
     second_order = case.rule.obstacle(case.call) is None
     for param in case.call.params:
         squared_sum(case, param)
+        if case.exact:
+            in_blocks(case, param)
         norm_squared(case, param)
         if case.exact and second_order:
             kronecker(case, param)
@@ -41,6 +43,29 @@ def squared_sum(case: Case, param: str) -> None:
             got = case.run("squared_sum", rule.squared_sum, *arguments)
             axes, shown = (("sample",) if per_sample else ()), "the individual gradients"
             case.same("squared_sum", got, expected, param, axes, shown, loosen=4.0)
+
+
+def in_blocks(case: Case, param: str) -> None:
+    """Columns that come in blocks, of different numbers and orders in memory, add up to what all of them give."""
+    rule, call = case.rule, case.call
+    if type(rule).squared_sum is Rule.squared_sum:
+        return
+    mat, weights = case.cotangent(5), case.random(5, call.batch_size)
+    expected = case.run("squared_sum (default)", Rule.squared_sum, rule, call, mat, param, weights)
+    sizes = [2, 2, 1]
+    blocks = [mat[:2], last_axis_outermost(mat[2:4]), mat[4:]]
+    arguments = zip(blocks, weights.split(sizes), strict=True)
+    parts = [case.run("squared_sum", rule.squared_sum, call, m, param, w) for m, w in arguments]
+    if all(part is not None for part in parts):
+        case.same("squared_sum", add_up(parts), expected, param, (), "all columns at once", loosen=4.0)
+    together = case.run("squared_sum_of_blocks", rule.squared_sum_of_blocks, call, blocks, param, weights, False)
+    if together is not None:
+        case.same("squared_sum_of_blocks", together, expected, param, (), "all columns at once", loosen=4.0)
+
+
+def last_axis_outermost(x: Tensor) -> Tensor:
+    """The same numbers in another order in memory."""
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
 def norm_squared(case: Case, param: str) -> None:

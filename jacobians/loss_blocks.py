@@ -2,7 +2,8 @@
 
 `H` is block-diagonal over the values of a label of its entries if and only if `H diag(f) = diag(f) H` for an `f` that
 is constant where the label is, and different elsewhere. Both sides are applied to one random vector, with random `f`,
-which shows a difference with probability one. Axes of the prediction are labels, and so is the number of the sample.
+which shows a difference with probability one (see `probing.py`). Axes of the prediction are labels, and so is the
+number of the sample.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from bpk.jacobians.block_diagonal import Product
 from bpk.jacobians.loss import safe_sqrt
-from bpk.jacobians.probing import draw
+from bpk.jacobians.probing import ROUNDINGS, draw, marks, same
+
+FORMATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,21 @@ class Factors:
         return torch.zeros_like(own).index_copy(2, self.blocks.flatten(), own)
 
 
-def separable(product: Product, labels: Sequence[Tensor], point: Tensor, floor: float, tolerance: float) -> list[bool]:
+def separable(product: Product, labels: Sequence[Tensor], point: Tensor, eps: float) -> list[bool]:
     """By label (`[N, D]`, whole numbers): whether the Hessian at `point` `[N, D]` couples no two values of it.
 
-    Samples with NaN are not looked at. Differences below `floor` are rounding.
+    Entries with NaN are not looked at. `eps` is the rounding of a product; its format limits factors.
     """
-    probe = draw(point.shape, point, 0)
-    counts = [int(label.max()) + 1 if label.numel() else 1 for label in labels]
-    scales = [draw((count,), point, k)[label] for k, (count, label) in enumerate(zip(counts, labels, strict=True), 1)]
-    plain, *scaled = product(torch.stack([probe, *[scale * probe for scale in scales]]))
-    answers = []
-    for scale, found in zip(scales, scaled, strict=True):
-        expected = scale * plain
-        size = expected.norm(dim=1) + found.norm(dim=1)
-        answers.append(not bool(((found - expected).norm(dim=1) > tolerance * size + floor).any()))
-    return answers
+    within = next((dtype for dtype in FORMATS if torch.finfo(dtype).eps == eps), point.dtype)
+    probe, most = draw(point.shape, point, 0), min(ROUNDINGS * eps, eps**0.5)
+    plain = product(probe[None])[0]
+
+    def is_apart(label: Tensor) -> bool:
+        count = int(label.max()) + 1 if label.numel() else 1
+        factors = marks(label, count, point.dtype, within)
+        return all(same(product((f * probe)[None])[0], f * plain, most) for f in factors)
+
+    return [is_apart(label) for label in labels]
 
 
 def factorise(dense: Tensor, blocks: Tensor, eps: float, floor: float) -> Factors:

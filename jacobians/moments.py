@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 from torch import Tensor
 
 from bpk.jacobians import gemm
 from bpk.jacobians.unfold import windows
+
+LARGEST = 1 << 22
+"""How many numbers lines of patches hold at most; a larger sample is looked at in strips, which is also faster."""
 
 Blocks = dict[tuple[int, int], Tensor]
 
@@ -33,18 +36,34 @@ def patch_moment(
     width = channels * prod(rest)
     blocks: Blocks = {}
     for part in gemm.chunks(n, width * first.shape[2] * prod(size[1:]) // 8, first.device):
-        lines = _lines(gemm.wide(padded(part)), rest, stride[1:], dilation[1:])
-        for gap in range(rows):
-            for members in _shared(rows - gap, stride[0], dilation[0]):
-                _add_shared(blocks, lines, members, gap, stride[0], dilation[0], size[0])
+        for strip in _strips(padded(part), kernel, stride, dilation, size, width):
+            lines = _lines(gemm.wide(strip), rest, stride[1:], dilation[1:])
+            for gap in range(rows):
+                for members in _shared(rows - gap, stride[0], dilation[0]):
+                    _add_shared(blocks, lines, members, gap, stride[0], dilation[0], size[0])
     if not blocks:
         return first.new_zeros(channels * prod(kernel), channels * prod(kernel))
     moment = next(iter(blocks.values())).new_empty(channels, rows, prod(rest), channels, rows, prod(rest))
-    for (k, j), block in blocks.items():
+    while blocks:  # what has been copied is let go, so that little exists twice
+        (k, j), block = blocks.popitem()
         moment[:, k, :, :, j] = block.view(channels, prod(rest), channels, prod(rest))
         if k != j:
             moment[:, j, :, :, k] = block.T.reshape(channels, prod(rest), channels, prod(rest))
     return moment.view(channels * prod(kernel), -1)
+
+
+def _strips(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], size: Sequence[int], width: int
+) -> Iterator[Tensor]:
+    """Padded samples cut along their second axis, each strip with what its output positions see."""
+    numbers = width * len(x) * x.shape[2] * prod(size[1:])
+    if len(size) < 2 or numbers <= LARGEST:
+        yield x
+        return
+    step = max(1, LARGEST // (numbers // size[1]))
+    for start in range(0, size[1], step):
+        last = min(start + step, size[1]) - 1
+        yield x[:, :, :, start * stride[1] : last * stride[1] + dilation[1] * (kernel[1] - 1) + 1]
 
 
 def _lines(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:

@@ -106,6 +106,7 @@ RULES = (
             case(ScaledDotProductAttention, is_causal=True, scale=0.7, shapes=((3, 2, 2), (3, 3, 2), (3, 3, 2))),
             case(ScaledDotProductAttention, shapes=((3, 2, 2, 2), (3, 2, 3, 2), (3, 2, 3, 2), (3, 1, 2, 3))),
             case(ScaledDotProductAttention, shapes=((3, 2, 2, 2), (3, 1, 3, 2), (3, 1, 3, 2))),
+            case(ScaledDotProductAttention, enable_gqa=True, shapes=((3, 4, 2, 1), (3, 2, 3, 1), (3, 2, 3, 2))),
         ),
     ),
 )

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from bpk.extensions.firstorder.base import GradientExtension
-from bpk.statistics import Uses
+from bpk.jacobians.gemm import wide
+from bpk.statistics import CHUNK, Uses
+from bpk.sweeps import PIECE
+
+ROUNDINGS = 1024
+"""A variance that is so many roundings of the mean square, or less, is not left to the difference of the two."""
 
 
 class Variance(GradientExtension):
     """Elementwise biased variance `[*p]` of the individual gradients, in the field `variance`.
 
-    `variance = sum_n g_n^2 / N - (sum_n g_n / N)^2` with the scaled individual gradients `g_n` of `BatchGrad`.
+    `variance = sum_n g_n^2 / N - (sum_n g_n / N)^2` with the scaled individual gradients `g_n` of `BatchGrad`. Where
+    this difference would consist of rounding errors, because gradients hardly differ, it is taken of `g_n` less their
+    mean; that takes the gradients themselves, a few samples at a time.
 
     Args:
         subsampling: Indices of the samples in the sums (all by default); `N` stays the full batch's.
@@ -37,6 +45,46 @@ class Variance(GradientExtension):
     def value(self, uses: Uses) -> Tensor:
         n = uses.batch_size
         total, squares = uses.summed(), uses.squared_sum() / n
+        if cancels(squares.detach(), total.detach(), n):
+            return shifted(uses).to(total.dtype)
         if torch.is_grad_enabled():
             return (squares - (total / n).square()).clamp(min=0)
         return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)
+
+
+def cancels(squares: Tensor, total: Tensor, n: int) -> bool:
+    """Whether `squares - (total / n)^2` is rounding, or not much more, in some entry."""
+    share = min(ROUNDINGS * torch.finfo(squares.dtype).eps, 1 / 16)
+    pieces = [(squares, total)]
+    if squares.is_contiguous() and total.is_contiguous():  # in pieces that stay in the processor's cache
+        size = CHUNK if squares.device.type == "cpu" else max(1, squares.numel())
+        pieces = list(zip(squares.view(-1).split(size), total.view(-1).split(size), strict=True))
+    scale = -1 / (n**2 * (1 - share))
+    return any(bool(x.numel()) and bool(torch.addcmul(x, g, g, value=scale).min() < 0) for x, g in pieces)
+
+
+def shifted(uses: Uses) -> Tensor:
+    """The variance from individual gradients less a mean of some of them, which has nothing to cancel."""
+    pieces, n = pieces_of_rows(uses), uses.batch_size
+    rows = next(pieces)
+    mean, count = wide(rows.mean(0)), 0
+    sums, squares = torch.zeros_like(mean), torch.zeros_like(mean)
+    for part in chain([rows], pieces):
+        off, count = wide(part) - mean, count + len(part)
+        sums, squares = sums + off.sum(0), squares + off.square().sum(0)
+    left = 1 - count / n  # of samples that are left out
+    return (squares / n - (sums / n).square() + left * mean * (2 * sums + count * mean) / n).clamp(min=0)
+
+
+def pieces_of_rows(uses: Uses) -> Iterator[Tensor]:
+    """Individual gradients `[B, *p]` of a few samples at a time, where they come from one call and are not kept."""
+    uses.spare = None  # it holds the squares
+    use, step = uses.uses[0], max(1, PIECE // max(1, uses.param.numel()))
+    if not uses.simple or uses.keeps_rows or torch.is_grad_enabled() or use.call.batch_size <= step:
+        yield uses.all_rows()[0]
+        return
+    for columns, _ in uses.blocks():
+        for start in range(0, use.call.batch_size, step):
+            samples = range(start, min(start + step, use.call.batch_size))
+            part = columns[:, start : samples.stop]
+            yield use.rule.jac_t_mat_prod(use.call.subset(samples), part, use.name, sum_batch=False)[0]
