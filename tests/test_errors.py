@@ -195,7 +195,7 @@ def test_sample_index_out_of_range(extension: type, bad: list[int]) -> None:
     works_afterwards(model, loss_fn)
 
 
-@pytest.mark.parametrize("bad", ["01", 1.5, [0.5], [True, "a"], [-1], [1, 1]], ids=str)
+@pytest.mark.parametrize("bad", ["01", 1.5, [0.5], [True, "a"], [-1], [0, -1, 0]], ids=str)
 @pytest.mark.parametrize("extension", FIELDS, ids=ids)
 def test_subsampling_is_not_indices(extension: type, bad: Any) -> None:
     with pytest.raises(ValueError, match="subsampling"):
@@ -435,6 +435,28 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
 def test_two_extensions_with_one_field_are_refused() -> None:
     with pytest.raises(ValueError, match="both save 'grad_batch'"):
         bpk.backpack(E.BatchGrad(), E.BatchGrad(subsampling=[0]))
+
+
+@pytest.mark.parametrize("extension", [E.HMP, E.GGNMP, E.PCHMP], ids=ids)
+def test_products_take_one_vector_or_several(extension: type) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 3)).double())
+    model[0].scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    loss_fn = bpk.extend(nn.MSELoss())
+    x, y = data()
+    with bpk.backpack(extension()):
+        loss_fn(model(x) * model[0].scale, torch.randn(5, 3, dtype=torch.float64)).backward()
+    name = extension().savefield
+    for p in model.parameters():  # among them [4] and [4, 4], whose first axis might be taken for that of vectors
+        product, vectors = getattr(p, name), torch.randn(4, *p.shape, dtype=torch.float64)
+        found = product(vectors)
+        assert found.shape == vectors.shape and bool(found.any())
+        for v, expected in zip(vectors, found, strict=True):
+            assert product(v).shape == p.shape
+            torch.testing.assert_close(product(v), expected)
+        for bad in ((2, 2, *p.shape), (*p.shape, 2, 2), (1, *p.shape, 1)):
+            with pytest.raises(ValueError, match=r"(?s)expects shape.*\[V, .*Why:.*Do:"):
+                product(torch.zeros(bad, dtype=torch.float64))
 
 
 def test_product_with_vectors_of_another_precision_is_refused() -> None:

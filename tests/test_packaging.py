@@ -72,7 +72,7 @@ def test_version_is_the_one_that_the_changelog_opens_with() -> None:
 
 
 def test_import_derives_nothing_and_leaves_sympy_alone() -> None:
-    """Importing `bpk` after torch brings in neither a rule file, nor the converter, nor more of sympy than torch has."""
+    """Importing `bpk` after torch brings in no rule file, no converter, and no more of sympy than torch has."""
     code = (
         "import sys, torch; before = set(sys.modules); import bpk, bpk.extensions; new = set(sys.modules) - before\n"
         "print(sorted(m for m in new if m.startswith(('sympy', 'bpk.rules.', 'bpk.converter', 'torch.fx'))))"

@@ -13,12 +13,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.rule import add_up
 from bpk.verification.layers import Layers, bias_of
 from bpk.verification.objective import Objective, Points
 from bpk.verification.place import Place
 from bpk.verification.problem import NoReference, Problem, differentiable_twice
 from bpk.verification.samples import SamplesMix
-from bpk.verification.split import Split, grads
+from bpk.verification.split import Split, each_once, grads
 
 KEPT_GRAPHS = 3
 """How many gradients are kept with the graph that makes them differentiable."""
@@ -209,6 +210,10 @@ class Reference:
     # ---- Hessian -----------------------------------------------------------------------------------
     def live_gradient(self, name: str, chosen: Sequence[int]) -> Tensor:
         """The gradient `[*p]` of the loss of some samples, to be differentiated again."""
+        return add_up([self.live_gradient_of(name, part) for part in each_once(chosen)])
+
+    def live_gradient_of(self, name: str, chosen: Sequence[int]) -> Tensor:
+        """The same for samples that are named once each."""
         key = tuple(chosen)
         if key not in self._live:
             pred = self.whole.pred
