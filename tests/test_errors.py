@@ -443,7 +443,7 @@ def test_products_take_one_vector_or_several(extension: type) -> None:
     model, loss_fn = extended(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 3)).double())
     model[0].scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     loss_fn = bpk.extend(nn.MSELoss())
-    x, y = data()
+    x, _ = data()
     with bpk.backpack(extension()):
         loss_fn(model(x) * model[0].scale, torch.randn(5, 3, dtype=torch.float64)).backward()
     name = extension().savefield

@@ -30,8 +30,8 @@ class BackpropExtension:
         savefield: Name of the field on each parameter.
         module_exts: Module extensions by layer class; they take precedence over rules.
         fail_mode: What happens at a layer that is not supported.
-        subsampling: Indices of the samples to consider, in this order; a sample counts as often as it is named. Divisors
-            stay the full batch's.
+        subsampling: Indices of the samples to consider, in this order; a sample counts as often as it is named.
+            Divisors stay the full batch's.
     """
 
     second_order = False
