@@ -143,6 +143,7 @@ class Backward:
         self.context.backwards.pop(self.task, None)
         self.parameters.clear()
         self.sweeps, self.sources, self.above = {}, {}, {}
+        self.hooks.forget()
         self.hooks = Hooks(None)
         self.kept = []
 
@@ -165,7 +166,10 @@ class Backward:
         if record.rule is not None:
             self.apply_rule(record, record.rule, grad, written)
         if not (self.context.retain_graph or engine.keeps_graph()):
-            record.release()
+            waits = self.hooks.waits_for(record.module)
+            if waits:
+                self.hooks.store(record.module, record.output)
+            record.release(keeps_fields=waits)
         else:
             record.close()
             self.kept.append(record)
