@@ -24,6 +24,7 @@ class MatrixProduct(SecondOrderBackpropExtension):
     """
 
     curvature: Curvature
+    sums_samples = True
 
     def sweep(self) -> Sweep:
         return Tape(self.subsampling)
