@@ -156,8 +156,9 @@ class Tape(Sweep):
         at_input = step.full.inputs[index]
         scale = step.grad[None] if not isinstance(step.rule, Loss) else step.grad.reshape(1)
         share = step.rule.jac_t_mat_prod(step.full, scale, index)[0]
-        stretch = Stretch(source, at_input, share, self.samples, self.factored)
-        if self.factored and stretch.columns is not None and step.samples_of_rows is not None:
+        merged = self.attribution.is_one_sample(source.consumer)
+        stretch = Stretch(source, at_input, share, self.samples, self.factored, merged)
+        if self.factored and stretch.columns is not None and step.samples_of_rows is not None and not merged:
             raise UnsupportedLayer(
                 explain(
                     f"PCHMP cannot pass the nonlinear function before '{step.record.path}'.",

@@ -106,6 +106,14 @@ class StretchResidual:
 
         return Born(born.count, make)
 
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """Whether the rows of a merged batch are treated one by one, each giving one at the end (or nothing bends)."""
+        if self.is_zero:
+            return True
+        same = all(shape[1:2] == self.grad.shape[1:2] for shape in self.shapes)
+        return same and bool(self.shapes) and 1 in self.blocks.apart
+
     # ---- products --------------------------------------------------------------------------------
     def product(self, mats: Sequence[Tensor]) -> list[Tensor]:
         """Columns `[K, N, *target]` by target, and `[K, *p]` by parameter, times `R`.
@@ -236,7 +244,7 @@ class StretchResidual:
         """
         of_sample = torch.zeros_like(self.grad)
         of_sample[here] = self.grad[here]
-        gradients, exits = self.source.gradients(of_sample), self.source.exits
+        gradients, exits = self.pulled(of_sample), self.exits
         with torch.enable_grad():
             seen = [port.one_to_rule(g) for port, g in zip(exits, gradients, strict=False)]
             own = [filled(g[rows], size, 0) for g, rows, size in zip(seen, at, most, strict=True)]

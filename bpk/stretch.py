@@ -34,10 +34,17 @@ class Stretch:
         share: The gradient at that tensor, `[N, *in]`.
         samples: The samples considered, or `None`.
         factored: Whether to factor the residual into signed columns, so that it can be made positive.
+        merged: Whether the batch is one sample, because samples mix.
     """
 
     def __init__(
-        self, source: Source, at_input: Tensor, share: Tensor, samples: tuple[int, ...] | None, factored: bool
+        self,
+        source: Source,
+        at_input: Tensor,
+        share: Tensor,
+        samples: tuple[int, ...] | None,
+        factored: bool,
+        merged: bool = False,
     ) -> None:
         self.samples = samples
         self.counts = None if samples is None else times_named(samples, share)
@@ -52,10 +59,13 @@ class Stretch:
         self.probes: Sequence[Tensor] = ()
         self.bent: Sequence[Tensor | None] = ()
         self.columns: Group | None = None
+        self.merged = False  # whether columns have an axis for the only sample
         self.refusal: UnsupportedLayer | None = None
         try:
             if factored:
-                self.columns = StretchResidual(source, share).columns()
+                residual = StretchResidual(source, share, merged=merged)
+                self.merged = merged and not residual.keeps_rows_apart
+                self.columns = (residual if merged == self.merged else StretchResidual(source, share)).columns()
             else:
                 with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
                     self.probes, self.bent = self.bend(source, share)
@@ -111,7 +121,11 @@ class Stretch:
         names: list[Wrt] = [k if port is not None else f"parameter {k}" for k, port in enumerate(self.ports)]
         pairs = [(name, t, part) for name, t, part in zip(names, tangents, parts, strict=True) if t is not None]
         known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}
+        if self.merged:
+            known = {name: t[:, None] if isinstance(name, int) else t for name, t in known.items()}
         found = through_columns({name: part for name, _, part in pairs}, positive(signs, modify), known)
+        if self.merged:
+            found = {name: mat[:, 0] if isinstance(name, int) else mat for name, mat in found.items()}
         if self.samples is not None:
             found = {name: self.once(mat) if isinstance(name, int) else mat for name, mat in found.items()}
         return [found.get(name) for name in names]

@@ -226,7 +226,7 @@ def test_positive_curvature(name: str, modify: str) -> None:
 @pytest.mark.parametrize("name", ["MLP", "functions"])
 def test_those_of_samples_are_refused(extension: type, beside: tuple, name: str) -> None:
     parts = problem(name)
-    with pytest.raises(NotImplementedError, match=r"(?s)(mixes samples|Rows are not samples).*Why:.*Do:"):
+    with pytest.raises(NotImplementedError, match=r"(?s)(mixes samples|Rows are not samples).*Do:"):
         run(*parts, *[e() for e in beside], extension())
     assert not any(vars(p) for p in parts[0].parameters())
 
@@ -274,11 +274,9 @@ def test_two_losses() -> None:
     other = bpk.extend(nn.MSELoss())
     x, y = parts[2:]
     target = torch.randn(4, 2, dtype=torch.float64)
-    state = {k: v.clone() for k, v in model.state_dict().items()}
     with bpk.backpack(*[e() for e in SUMS]):
         out = model(x)
         (2 * loss_fn(out, y) + 3 * other(out, target)).backward()
-    model.load_state_dict(state)
 
     class Both(nn.Module):
         def forward(self, out: Tensor, y: Tensor) -> Tensor:
