@@ -56,7 +56,7 @@ BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
 
 SUMS = "Sums over the batch exist: DiagGGNExact, DiagGGNMC, DiagHessian, HMP, GGNMP, PCHMP."
-WHOLE_BATCH = "samples mix: the quantity is that of the whole batch, and autograd itself carries what travels through it."
+WHOLE_BATCH = "The quantity is that of the whole batch, and autograd itself carries what travels through the layer."
 
 USE_HESSIAN = "use quantities of the exact Hessian: DiagHessian, BatchDiagHessian or HMP."
 
@@ -91,7 +91,7 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
     mixing = rule.mixing(call) if call is not None else None
     if extension.second_order and mixing is not None and not isinstance(rule, Loss):
         if extension.sums_samples and extension.subsampling is None:
-            return Support(Kind.GENERIC, WHOLE_BATCH)
+            return Support(Kind.GENERIC, f"{mixing.rstrip('.')}. {WHOLE_BATCH}")
         do = "leave out subsampling=." if extension.sums_samples else f"{WAY_OUT} {SUMS}"
         return Support(Kind.REFUSED, mixing.rstrip(".") + ".", do)
     if reason is not None:

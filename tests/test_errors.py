@@ -232,7 +232,7 @@ def test_vector_of_the_wrong_shape(field: str) -> None:
     model, loss_fn = extended()
     backward(model, loss_fn, *data(), E.HMP(), E.GGNMP(), E.PCHMP())
     product: Callable[[Tensor], Tensor] = getattr(model[0].weight, field)
-    for shape in ((3, 4), (2, 4, 3), (12,), (2, 3, 5)):
+    for shape in ((4, 3), (2, 4, 3), (12,), (2, 3, 5)):
         with pytest.raises(ValueError, match="shape"):
             product(torch.zeros(shape, dtype=torch.float64))
 
@@ -364,7 +364,7 @@ def test_unknown_layer_that_mixes_samples_is_refused() -> None:
 
     model, loss_fn = extended(with_unknown(Centre()))
     with refuses(model, NotImplementedError, "Rows are not samples", "Why:", "Do:"):
-        backward(model, loss_fn, *data(), E.DiagGGNExact())
+        backward(model, loss_fn, *data(), E.BatchDiagGGNExact())
 
 
 # ---- exceptions in the middle of backward ------------------------------------------------------------
@@ -402,9 +402,9 @@ def test_messages_are_laid_out() -> None:
     model, loss_fn = extended(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
     x, y = data()
     with pytest.raises(UnsupportedLayer) as caught:
-        backward(model, loss_fn, x, y, E.DiagGGNExact())
+        backward(model, loss_fn, x, y, E.BatchDiagGGNExact())
     first, *rest = str(caught.value).splitlines()
-    assert first.endswith(".") and "DiagGGNExact" in first
+    assert first.endswith(".") and "BatchDiagGGNExact" in first
     assert any(line.startswith("  Why: ") for line in rest)
     assert any(line.startswith("  Do:  ") for line in rest)
 
@@ -467,7 +467,7 @@ def test_product_with_vectors_of_another_precision_is_refused() -> None:
         model.weight.hmp(torch.zeros(1, 3, 2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("extension", [E.DiagGGNExact, E.DiagHessian, E.KFAC, E.KFRA], ids=ids)
+@pytest.mark.parametrize("extension", [E.BatchDiagGGNExact, E.BatchDiagHessian, E.KFAC, E.KFRA], ids=ids)
 def test_a_refused_pass_is_freed(extension: type) -> None:
     """The graph owns what was recorded: with the graph, everything goes."""
 

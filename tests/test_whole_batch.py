@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 
 import bpk
@@ -131,18 +133,19 @@ class Reference:
         params = {name: p.detach() for name, p in model.named_parameters()}
         self.hessian: dict[str, Tensor] = {}
         self.ggn: dict[str, Tensor] = {}
+
+        def predict(name: str, value: Tensor) -> Tensor:
+            fresh = {k: b.clone() for k, b in buffers.items()}
+            return functional_call(model, {**params, **fresh, name: value.reshape(params[name].shape)}, (x,))
+
+        def curvature(pred: Tensor) -> Tensor:
+            return hessian(lambda f: loss_fn(f.reshape(pred.shape), y), pred.flatten())
+
         for name, p in params.items():
-
-            def predict(value: Tensor, name: str = name) -> Tensor:
-                given = {**params, **{k: b.clone() for k, b in buffers.items()}, name: value.reshape(params[name].shape)}
-                return functional_call(model, given, (x,))
-
-            flat = p.flatten()
-            self.hessian[name] = torch.autograd.functional.hessian(lambda v: loss_fn(predict(v), y), flat)
-            jac = torch.autograd.functional.jacobian(predict, flat).flatten(0, -2)
-            out = predict(flat)
-            curved = torch.autograd.functional.hessian(lambda f: loss_fn(f.reshape(out.shape), y), out.flatten())
-            self.ggn[name] = jac.T @ curved @ jac
+            of = partial(predict, name)
+            self.hessian[name] = hessian(lambda v, of=of: loss_fn(of(v), y), p.flatten())
+            jac = jacobian(of, p.flatten()).flatten(0, -2)
+            self.ggn[name] = jac.T @ curvature(of(p)) @ jac
 
 
 def problem(name: str, loss: str = "CE") -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
@@ -162,11 +165,15 @@ def run(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor, *exts: Backp
 
 def agree(model: nn.Module, ref: Reference) -> None:
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.diag_ggn_exact.flatten(), ref.ggn[name].diag(), msg=lambda m: f"{name} ggn {m}")
-        torch.testing.assert_close(p.diag_h.flatten(), ref.hessian[name].diag(), msg=lambda m: f"{name} hessian {m}")
         unit = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
-        torch.testing.assert_close(p.ggnmp(unit).flatten(1), ref.ggn[name], msg=lambda m: f"{name} ggnmp {m}")
-        torch.testing.assert_close(p.hmp(unit).flatten(1), ref.hessian[name], msg=lambda m: f"{name} hmp {m}")
+        found = {
+            "diag_ggn_exact": (p.diag_ggn_exact.flatten(), ref.ggn[name].diag()),
+            "diag_h": (p.diag_h.flatten(), ref.hessian[name].diag()),
+            "ggnmp": (p.ggnmp(unit).flatten(1), ref.ggn[name]),
+            "hmp": (p.hmp(unit).flatten(1), ref.hessian[name]),
+        }
+        for field, (value, expected) in found.items():
+            torch.testing.assert_close(value, expected, msg=lambda m, of=f"{name}.{field}": f"{of}: {m}")
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"memory": 2000}], ids=str)
@@ -229,6 +236,24 @@ def test_those_of_samples_are_refused(extension: type, beside: tuple, name: str)
     with pytest.raises(NotImplementedError, match=r"(?s)(mixes samples|Rows are not samples).*Do:"):
         run(*parts, *[e() for e in beside], extension())
     assert not any(vars(p) for p in parts[0].parameters())
+
+
+def test_a_loss_behind_which_samples_were_apart() -> None:
+    """The backward pass comes to that loss first, so that its columns are on their way."""
+    model, loss_fn, x, y = problem("MLP")
+    plain, other = bpk.extend(nn.Linear(3, 2).double()), bpk.extend(nn.CrossEntropyLoss())
+    model, loss_fn = bpk.extend(model), bpk.extend(loss_fn)
+    with bpk.backpack(E.DiagGGNExact()):
+        mixed = loss_fn(model(x), y)
+        apart = other(plain(x), y)  # the later one: autograd begins there
+        with pytest.raises(NotImplementedError, match=r"(?s)Samples mix behind.*Why:.*Do:.*one backward pass"):
+            (mixed + apart).backward()
+        apart = other(plain(x), y)
+        mixed = loss_fn(model(x), y)
+        (mixed + apart).backward()
+    ref = Reference(plain, loss_fn, x, y)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(p.diag_ggn_exact.flatten(), ref.ggn[name].diag())
 
 
 def test_subsampling_is_refused() -> None:

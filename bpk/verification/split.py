@@ -12,24 +12,28 @@ from torch import Tensor
 from bpk.jacobians.rule import add_up
 from bpk.verification.objective import Points
 from bpk.verification.problem import Problem
-from bpk.verification.samples import owners
+from bpk.verification.samples import SamplesMix, owners
 
 
 class Split:
     """The predictions `[P]`, side by side if there are several, and derivatives of the objective with respect to them.
 
-    Raises:
-        SamplesMix: If an entry depends on several samples.
+    If an entry depends on several samples, all belong to one, the whole batch, and `mixing` says why.
     """
 
     def __init__(self, problem: Problem, points: Points) -> None:
         self.n = problem.inputs.n
         self.points = points
         self.pred = side_by_side(points.tensors)
-        found = owners(
-            lambda inputs: [x.detach() for x in points.again(inputs)], problem.inputs, points.tensors, self.n
-        )
-        self.owner = torch.cat([x.flatten() for x in found])
+        self.mixing = ""
+        try:
+            found = owners(
+                lambda inputs: [x.detach() for x in points.again(inputs)], problem.inputs, points.tensors, self.n
+            )
+            self.owner = torch.cat([x.flatten() for x in found])
+        except SamplesMix as error:
+            self.n, self.mixing = 1, str(error)
+            self.owner = torch.zeros_like(self.pred, dtype=torch.long)
         self.point = self.pred.detach().requires_grad_()
         value = self.value(self.point)
         self.slope = torch.autograd.grad(value, self.point, create_graph=True)[0]  # of the loss, at the predictions
