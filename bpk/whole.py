@@ -3,8 +3,8 @@
 The columns of a loss are those of single samples. A layer that mixes samples (BatchNorm in training mode) spreads each
 of them over the batch, so that none of what is beyond belongs to a sample. Sums over the batch exist all the same:
 `diag(J^T H J)` with the Jacobian `J` of all predictions. If all rows are those of one sample, columns are written out
-row by row at the loss, rows of a parameter are summed before they are squared, and cross terms are right. Calls that mix
-are left to autograd, whose products are those of the batch.
+row by row at the loss, rows of a parameter are summed before they are squared, and cross terms are right. Calls that
+mix are left to autograd, whose products are those of the batch.
 """
 
 from __future__ import annotations

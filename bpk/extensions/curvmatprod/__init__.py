@@ -100,7 +100,7 @@ class PCHMP(MatrixProduct):
     torch.Size([2, 3, 4])
     """
 
-    curvature = Curvature.PCH
+    curvature = Curvature.PCH_CLIP
 
     def __init__(
         self, savefield: str = "pchmp", modify: str = "clip", subsampling: Sequence[int] | None = None
@@ -109,6 +109,7 @@ class PCHMP(MatrixProduct):
             raise ValueError(f"modify must be 'clip' or 'abs', got {modify!r}.")
         super().__init__(savefield, subsampling=subsampling)
         self.modify: Modify = "clip" if modify == "clip" else "abs"
+        self.curvature = Curvature.PCH_CLIP if modify == "clip" else Curvature.PCH_ABS
 
     def sweep(self) -> Sweep:
         return Tape(self.subsampling, factored=True)
