@@ -54,7 +54,8 @@ class HBP(SecondOrderBackpropExtension):
         curv_type: The curvature that is approximated. The Hessian and the positive-curvature Hessian (`PCH_CLIP`,
             `PCH_ABS`) need `BATCH_AVERAGE`: `G` of a layer is `mean_n J_n^T G' J_n + sum_n R_n`, with `R_n` the layer's
             second derivative contracted with the gradient, and negative eigenvalues of `sum_n R_n` clipped or made
-            positive. The Hessian's factors may be indefinite. Second derivatives with respect to parameters are left out.
+            positive. Factors of the Hessian may be indefinite. Second derivatives with respect to parameters are left
+            out.
         loss_hessian_strategy: Exact columns, sampled columns, or the sum over samples.
         backprop_strategy: Backpropagate a square root (KFAC, KFLR) or a batch average (KFRA).
         ea_strategy: How the expectation is split.
