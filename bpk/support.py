@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from bpk.by_hand import ByHand
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain, warn
@@ -81,7 +82,7 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         name: How the advice calls the layer's class.
     """
     sweep = extension.sweep()
-    if sweep is None:
+    if sweep is None or isinstance(sweep, ByHand):
         return Support(
             Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND
         )
