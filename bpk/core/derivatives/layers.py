@@ -20,8 +20,8 @@ class LayerDerivatives:
     """Products with a layer's Jacobians and second derivative, at its last forward pass.
 
     `module` is an extended layer that still keeps `input0` and `output`. Columns `mat` have the layout of the layer's
-    own tensors, with `V` free columns in front: `[V, *input]`, `[V, *output]`, `[V, *p]`; without, it is one vector. With
-    `subsampling` they have as many samples as it lists.
+    own tensors, with `V` free columns in front: `[V, *input]`, `[V, *output]`, `[V, *p]`; without, it is one vector.
+    With `subsampling` they have as many samples as it lists.
     """
 
     def __init__(self, rule: Rule) -> None:
