@@ -17,7 +17,7 @@ roots, and products with curvature blocks.
 from bpk import context, extensions
 from bpk.context import CTX, backpack, disable
 from bpk.dropin import install_as_backpack
-from bpk.extending import extend, memory_cleanup
+from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
 from bpk.registering import check_rule, register, unregister
@@ -33,6 +33,7 @@ __all__ = [
     "backpack",
     "check_rule",
     "context",
+    "convert_module_to_backpack",
     "disable",
     "extend",
     "extensions",

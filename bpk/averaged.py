@@ -98,9 +98,17 @@ class Averaged(Sweep):
         if row:
             others = stacked(row)
             self.cross(row, [(end(source), pull_mean(step, others, i)) for i, source in step.sources.items()])
+        self.bend(step)
         for source in step.sources.values():
             self.pass_stretch(source)
+            self.bend_stretch(step, source)
         return averages
+
+    def bend(self, step: Step) -> None:
+        """Add the second derivative of a call, for curvatures that have it."""
+
+    def bend_stretch(self, step: Step, source: Source) -> None:
+        """Add that of the plain autograd before an input."""
 
     def hand_over(self, record: Record) -> Tensor:
         return self.waiting[id(record)][id(record)]
@@ -124,6 +132,7 @@ class Averaged(Sweep):
             self.add(end(step.sources[i]), end(step.sources[j]), block)
         for source in step.sources.values():
             self.pass_stretch(source)
+            self.bend_stretch(step, source)
 
     def add(self, a: int, b: int, block: Tensor) -> None:
         """Add to `G_ab`."""

@@ -41,7 +41,6 @@ from bpk.objective import (
     require_no_penalty,
 )
 from bpk.parameters import Parameters, is_trained, require_own
-from bpk.placement import place
 from bpk.positions import ByPosition
 from bpk.records import Record
 from bpk.rounds import columns_at_a_time, go_round, matched
@@ -50,6 +49,7 @@ from bpk.statistics import Use
 from bpk.support import announce, check_samples, require_batch, require_support, tell
 from bpk.survey import require_layers, require_whole_batch, upstream
 from bpk.sweeps import DIRECT, Gradient, Step, Sweep
+from bpk.whole import one_sample, place_or_merge, require_before
 
 if TYPE_CHECKING:
     from bpk.extensions.backprop_extension import BackpropExtension
@@ -84,6 +84,7 @@ class Backward:
         self.largest = 1
         self.too_small = False  # the limit of memory, for a single column
         self.attribution = Attribution()
+        self.merged: Attribution | None = None  # of second order, where samples mix: the batch is one sample
         self.combining: set[Hashable] = set()  # sweeps whose columns may go one after the other
         for key, sweep in self.sweeps.items():
             mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
@@ -153,6 +154,7 @@ class Backward:
         self.under_way.pop(self.task, None)
         self.parameters.clear()
         self.sweeps, self.sources, self.above = {}, {}, {}
+        self.hooks.forget()
         self.hooks = Hooks(None)
         self.kept = []
         self.closed = True  # now: what interrupts this finds it open
@@ -177,7 +179,10 @@ class Backward:
         if record.rule is not None:
             self.apply_rule(record, record.rule, grad, written)
         if not (self.context.retain_graph or engine.keeps_graph()):
-            record.release()
+            waits = self.hooks.waits_for(record.module)
+            if waits:
+                self.hooks.store(record.module, record.output)
+            record.release(keeps_fields=waits)
         else:
             record.close()
             self.kept.append(record)
@@ -197,8 +202,15 @@ class Backward:
             self.onlookers.find(record.handed)
             if record.problem or record.rule is None:  # its rows need not be samples: say so before they are looked for
                 self.require(record)
-        placement = place(root, self.sources_of, self.second_order, self.sources.clear, self.by_hand)
+        placement, merges = place_or_merge(
+            root, self.sources_of, self.extensions, self.sources.clear, self.by_hand, self.merged is not None
+        )
         above = placement.above
+        if merges and self.merged is None:
+            require_before(root, list(self.above))
+            self.merged = Attribution()
+            for sweep in self.sweeps.values():
+                sweep.attribution = self.merged if sweep.second_order else sweep.attribution
         for record in above:
             before = self.used.get(id(record), record.used)
             self.used[id(record)] = tuple(record.used)
@@ -219,6 +231,8 @@ class Backward:
             require_whole_batch(self.extensions, root)
         for record in (*above, root):
             self.attribution.add(record, placement.rows.get(id(record)), placement.n)
+            if self.merged is not None:
+                self.merged.add(record, one_sample(record), 1)
         for record in (*above, root):
             for source in self.sources_of(record).values():
                 self.parameters.held.update(id(p) for p in source.trained)
@@ -326,7 +340,6 @@ class Backward:
         states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
         later = {name: self.parameters.is_shared(p, record) for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
-        samples, batch_size = self.attribution.rows(record), self.attribution.batch_size(record)
         views: dict[tuple[int, ...] | None, Call] = {None: call}
         with connected(record, call, engine.current_node()):
             if self.second_order or call.drawn is not None:
@@ -337,6 +350,7 @@ class Backward:
                 if sweep.samples not in views:
                     assert sweep.samples is not None
                     views[sweep.samples] = call if loss else call.subset(sweep.samples)
+                samples, batch_size = sweep.attribution.rows(record), sweep.attribution.batch_size(record)
                 sources = self.feeding(record) if sweep.second_order else dict[int, Source]()
                 view = views[sweep.samples]
                 step = Step(record, rule, call, view, grad, sources, reused, self.largest, samples, batch_size)

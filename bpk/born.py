@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.call import Wrt
+from bpk.samples import slots, to_samples
 
 Chunk = tuple[Mapping[Wrt, Tensor], Tensor]
 """Columns `[K, N, ...]` by what they belong to, and signs `[K, N]`."""
@@ -52,3 +53,33 @@ def diagonal(diag: Tensor) -> Born:
         return {0: columns.reshape(-1, *diag.shape)}, signs[start:stop]
 
     return Born(flat.shape[1], make)
+
+
+def split_rows(born: Born, samples: Tensor, n: int) -> Born:
+    """Columns of their own for each row of a sample: of `K` columns `[K, R, ...]` `K S`, with signs `[K S, N]`.
+
+    `samples` `[R]` says which of the `n` samples a row belongs to. What belongs to a parameter comes by sample.
+    """
+    slot = slots(samples)
+    count = int(slot.max()) + 1
+
+    def make(start: int, stop: int) -> Chunk:
+        here = torch.arange(start, stop, device=slot.device)
+        column, place = here // count, here % count
+        first, last = start // count, (stop - 1) // count + 1
+        mats, signs = born.make(first, last)
+        mask = slot == place[:, None]  # [K, R]
+
+        def apart(rows: Tensor) -> Tensor:
+            chosen = rows[column - first]
+            return chosen * mask.reshape(*mask.shape, *[1] * (rows.dim() - 2)).to(rows.dtype)
+
+        def by_sample(rows: Tensor) -> Tensor:
+            if n == 1:  # each column has one row
+                return rows[column - first, place][:, None]
+            return to_samples(apart(rows), samples, n)
+
+        parts = {wrt: apart(mat) if isinstance(wrt, int) else by_sample(mat) for wrt, mat in mats.items()}
+        return parts, by_sample(signs)
+
+    return Born(born.count * count, make)

@@ -294,19 +294,28 @@ class Context(threading.local):
 CTX = Context()
 
 
-@contextmanager
-def disable() -> Iterator[None]:
+class disable:
     """Run the forward pass of extended modules without storing anything (in this thread).
 
     >>> import torch, bpk
     >>> model = bpk.extend(torch.nn.Linear(2, 1))
     >>> with bpk.disable():
     ...     out = model(torch.ones(3, 2))
-    >>> "input0" in vars(model)
-    False
+    >>> "input0" in vars(model), bpk.disable.should_store_io()
+    (False, True)
     """
-    before, CTX.disabled = CTX.disabled, True
-    try:
-        yield
-    finally:
-        CTX.disabled = before
+
+    def __init__(self) -> None:
+        self.before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self.before.append(CTX.disabled)
+        CTX.disabled = True
+
+    def __exit__(self, *error: object) -> None:
+        CTX.disabled = self.before.pop()
+
+    @staticmethod
+    def should_store_io() -> bool:
+        """Whether a forward pass now would store inputs and outputs on extended modules: `False` inside `disable`."""
+        return not CTX.disabled

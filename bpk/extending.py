@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -17,6 +17,9 @@ from bpk.products import BlockProduct
 from bpk.recorder import forget_inputs, note_inputs, record, record_passage, remember_generators, stash
 from bpk.records import forget
 from bpk.rules import REGISTRY
+
+if TYPE_CHECKING:
+    from bpk.converter import Converted
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -60,6 +63,30 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
         module.register_forward_hook(forget_inputs, always_call=True)
     return module
+
+
+def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> Converted:
+    """Rewrite a model as a graph of modules, which shares its parameters, without extending it.
+
+    See `bpk.custom_module.graph_utils.convert_module_to_backpack`; this is the same, and loads the converter when it is
+    called.
+
+    Args:
+        module: The model.
+        debug: Print the report.
+
+    Raises:
+        ConversionError: If the forward pass depends on values; the message names the line.
+
+    >>> import torch, bpk
+    >>> bpk.convert_module_to_backpack(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+    Sequential(
+      (0): Linear(in_features=2, out_features=1, bias=True)
+    )
+    """
+    from bpk.converter import convert_module_to_backpack  # torch.fx loads slowly
+
+    return convert_module_to_backpack(module, debug)
 
 
 def check_module(module: object) -> None:

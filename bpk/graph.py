@@ -87,15 +87,18 @@ class Source:
             at_end = self.entrance.one_to_graph(grad)
             return torch.autograd.grad(ends, self.beginnings(), (at_end,), retain_graph=True, create_graph=True)
 
-    def rows(self, mat: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def rows(self, mat: Tensor, together: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Individual products `[V, N, *p]` of columns `[V, N, *input]` with each parameter of the stretch.
 
-        Autograd sums over samples, so it is asked for one sample after the other.
+        Autograd sums over samples, so it is asked for one sample after the other; `together`, for their sum
+        `[V, 1, *p]`.
         """
         if self.stretch is None or not self.trained:
             return []
         ends, found = [gradient_edge(self.stretch)], []
-        for n in range(mat.shape[1]):
+        if together:
+            found.append(pull_columns(ends, self.trained, (self.entrance.to_graph(mat),)))
+        for n in range(mat.shape[1]) if not together else ():
             alone = torch.zeros_like(mat).index_copy(1, torch.tensor([n], device=mat.device), mat[:, n : n + 1])
             found.append(pull_columns(ends, self.trained, (self.entrance.to_graph(alone),)))
         by_leaf = zip(self.trained, zip(*found, strict=True), strict=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.context import CTX
 from bpk.membership import containers_of
+from bpk.records import forget
 
 
 class Hooks:
@@ -18,6 +19,22 @@ class Hooks:
         self.visited: dict[int, nn.Module] = {}
         self.last: dict[int, nn.Module] = {}
         self.done: set[int] = set()
+        self.stored: dict[int, tuple[nn.Module, Tensor]] = {}
+
+    def waits_for(self, module: nn.Module) -> bool:
+        """Whether the hook of a layer is still to come."""
+        return self.hook is not None and id(module) not in self.done
+
+    def store(self, module: nn.Module, output: Tensor) -> None:
+        """A layer keeps its inputs and this output (`module.input0`, ...) until its hook has run."""
+        if module.__dict__.get("output") is output:
+            self.stored[id(module)] = (module, output)
+
+    def forget(self) -> None:
+        """Nothing reads what layers keep any more."""
+        for module, output in self.stored.values():
+            forget(module, output)
+        self.stored = {}
 
     def visit(self, module: nn.Module) -> None:
         """A layer has been reached."""
@@ -33,6 +50,8 @@ class Hooks:
             self.done.add(id(module))
             with CTX.aloud():
                 self.hook(module)
+            if id(module) in self.stored:
+                forget(*self.stored.pop(id(module)))
 
     def run_last(self) -> None:
         """Containers come last, from the inside out, and so do layers that were left to autograd: all is final then."""
@@ -44,3 +63,4 @@ class Hooks:
         for module in sorted(last.values(), key=lambda m: len(list(m.modules()))):
             if id(module) not in self.visited:
                 self.hook(module)
+        self.forget()

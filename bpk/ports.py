@@ -52,5 +52,24 @@ class Port:
         return x if self.plain else self.to_graph(x[None])[0]
 
 
+@dataclass(frozen=True)
+class OneSample:
+    """A port through which the whole batch is seen as one sample: `[V, 1, N, *out]`."""
+
+    port: Port
+
+    def to_rule(self, mat: Tensor) -> Tensor:
+        """Columns of the graph, with an axis for the only sample."""
+        return self.port.to_rule(mat)[:, None]
+
+    def to_graph(self, mat: Tensor) -> Tensor:
+        """The way back."""
+        return self.port.to_graph(mat[:, 0])
+
+    def one_to_rule(self, x: Tensor) -> Tensor:
+        """A single tensor of the graph, with an axis for the only sample."""
+        return self.port.one_to_rule(x)[None]
+
+
 PLAIN = Port()
 """Batch axis in front, and the only result that is used."""

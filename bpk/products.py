@@ -156,8 +156,9 @@ class Tape(Sweep):
         at_input = step.full.inputs[index]
         scale = step.grad[None] if not isinstance(step.rule, Loss) else step.grad.reshape(1)
         share = step.rule.jac_t_mat_prod(step.full, scale, index)[0]
-        stretch = Stretch(source, at_input, share, self.samples, self.factored)
-        if self.factored and stretch.columns is not None and step.samples_of_rows is not None:
+        merged = self.attribution.is_one_sample(source.consumer)
+        stretch = Stretch(source, at_input, share, self.samples, self.factored, merged)
+        if self.factored and stretch.columns is not None and step.samples_of_rows is not None and not merged:
             raise UnsupportedLayer(
                 explain(
                     f"PCHMP cannot pass the nonlinear function before '{step.record.path}'.",
@@ -174,7 +175,7 @@ def number_of(param: Tensor) -> int:
 
 
 class BlockProduct:
-    """Callable `[V, *p] -> [V, *p]`: multiply with the diagonal block of one parameter."""
+    """Multiply with the diagonal block of one parameter: one vector `[*p]`, or several, `[V, *p]`."""
 
     def __init__(self, uses: Uses, curvature: Curvature, modify: Modify | None = None) -> None:
         tape, _ = uses.uses[-1].arrived
@@ -191,13 +192,15 @@ class BlockProduct:
         return f"BlockProduct({self.curvature.value}, {tuple(self.param.shape)})"
 
     def __call__(self, mat: Tensor) -> Tensor:
-        """Multiply every `mat[v]` with the block."""
-        if mat.shape[1:] != self.param.shape or mat.dim() != self.param.dim() + 1:
+        """Multiply `mat`, or every `mat[v]`, with the block: the number of axes says which."""
+        several = mat.dim() == self.param.dim() + 1
+        if mat.shape[several:] != self.param.shape:
+            shape = ", ".join(map(str, self.param.shape))
             raise ValueError(
                 explain(
-                    f"The product expects shape [V, {', '.join(map(str, self.param.shape))}], got {list(mat.shape)}.",
-                    "it multiplies V vectors at once, each of the parameter's shape.",
-                    "for a single vector write p.hmp(v[None])[0].",
+                    f"The product expects shape [{shape}] or [V, {shape}], got {list(mat.shape)}.",
+                    "it multiplies one vector of the parameter's shape, or V of them at once.",
+                    "reshape it, such as v.reshape(p.shape) or v.reshape(-1, *p.shape).",
                 )
             )
         if mat.dtype != self.param.dtype:
@@ -211,7 +214,7 @@ class BlockProduct:
         for frame in self.frames:
             frame.verify()
         with CTX.quietly(), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
-            return self.multiply(mat)
+            return self.multiply(mat) if several else self.multiply(mat[None])[0]
 
     def multiply(self, mat: Tensor) -> Tensor:
         """Tangents forward, adjoints backward."""

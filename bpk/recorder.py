@@ -22,7 +22,7 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd, owner_of, parameters_of
+from bpk.records import OWNER, Edge, Left, Record, Visit, leave_on, leave_to_autograd, owner_of, parameters_of
 from bpk.rules import REGISTRY
 
 UNRECORDED = object()
@@ -42,23 +42,28 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """Forward hook of every extended layer and loss."""
     fields = module.__dict__
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
-    if stashed is UNRECORDED or CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
+    if CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
-    if not results:
-        return None
     if CTX.disabled:
-        leave_note(module, next(iter(results.values())))
+        for result in list(results.values())[:1]:
+            leave_note(module, result)
         return None
     rule = REGISTRY.find(module)
+    if not results or (stashed is not None and stashed[1] is UNRECORDED):
+        leave_unrecorded(module, rule, args, kwargs, output, None if stashed is None else stashed[0])
+        return None
     if rule is None and not fields.get("_bpk_path") and is_loss(module, output):
         rule = GENERIC_LOSS
     if any(p.requires_grad and not p.is_leaf for p in parameters_of(module, rule).values()):
+        leave_unrecorded(module, rule, args, kwargs, output)
         return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)
     if rule is not None and not binding.inputs and not binding.problem:
+        leave_unrecorded(module, rule, args, kwargs, output)
         return None  # it only passes on what is no tensor, such as a tuple inside a tuple
     if len(results) > 1 and rule is None:  # autograd knows which result depends on what
+        leave_unrecorded(module, rule, args, kwargs, output)
         return None if module._parameters else record_passage(module, args, kwargs, output)
     if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
         binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
@@ -79,11 +84,35 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
-    for name, x in zip(INPUT_NAMES, inputs, strict=False):
-        fields[name] = x.detach()
-    fields["output"] = written.output
+    leave_on(module, inputs, written.output)
     changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
     return substitute(output, changed) if changed else None
+
+
+def leave_unrecorded(
+    module: nn.Module,
+    rule: Rule | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+    overwritten: Tensor | None = None,
+) -> None:
+    """Leave inputs and output on a module whose call is not recorded; `overwritten` is an input as it was.
+
+    If the output has a graph, a backward pass through it takes them away.
+    """
+    out = next(iter(tensors_in(output)), None)
+    if out is None:
+        return
+    inputs = list(bind(module, rule, args, kwargs).inputs)
+    stored = out.detach()
+    leave_on(module, [overwritten, *inputs[1:]] if overwritten is not None else inputs, stored)
+    for result in tensors_in(output):
+        whole = result._base if result._is_view() else result  # what was changed in place lives on in the viewed tensor
+        node = result.grad_fn if whole is None or whole.grad_fn is None else whole.grad_fn
+        if node is not None:
+            node.register_prehook(Left(module, stored))
+            return
 
 
 def require_names(written: Record, node: Node) -> None:
@@ -195,18 +224,18 @@ def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of layers that may work in place: keep the input that they will overwrite."""
     if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed():
         return
-    if not args or not args[0].requires_grad:
+    if not args or not torch.is_grad_enabled():
         return
-    x = args[0]
-    if x._is_view():
-        dissolve(x.grad_fn)
-        module.__dict__["_bpk_stash"] = UNRECORDED
+    x, rule = args[0], REGISTRY.find(module)
+    copied = rule is not None and not rule.from_output
+    if not x.requires_grad or x._is_view():
+        if x.requires_grad:
+            dissolve(x.grad_fn)
+        edge = UNRECORDED if x.requires_grad else (None, 0)
+        module.__dict__["_bpk_stash"] = (x.detach().clone() if copied else x, edge)
         return
     kept, edge = keep(x)
-    rule = REGISTRY.find(module)
-    if rule is not None and not rule.from_output and torch.is_grad_enabled():
-        kept = Keep.apply(x.clone())
-    module.__dict__["_bpk_stash"] = (kept, edge)
+    module.__dict__["_bpk_stash"] = (Keep.apply(x.clone()) if copied else kept, edge)
 
 
 def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:

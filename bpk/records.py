@@ -48,9 +48,19 @@ INPUT_NAMES = tuple(f"input{k}" for k in range(16))
 """Under which names the inputs of a layer are left on it."""
 
 
-def forget(module: nn.Module) -> None:
-    """Remove the tensors that `record` left on a module (`input0`, ..., `output`)."""
+def leave_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> None:
+    """Leave aliases of inputs and output on a module: `input0`, ..., `output`."""
     fields = module.__dict__
+    for name, x in zip(INPUT_NAMES, inputs, strict=False):
+        fields[name] = x.detach()
+    fields["output"] = output
+
+
+def forget(module: nn.Module, output: Tensor | None = None) -> None:
+    """Remove the tensors that `leave_on` left on a module; if an `output` is given, only those that came with it."""
+    fields = module.__dict__
+    if output is not None and fields.get("output") is not output:
+        return
     fields.pop("output", None)
     for name in INPUT_NAMES:
         if fields.pop(name, None) is None:
@@ -287,12 +297,12 @@ class Record:
         """This use of the parameters is over."""
         self.open = False
 
-    def release(self) -> None:
-        """Let go of the tensors of the forward pass."""
+    def release(self, keeps_fields: bool = False) -> None:
+        """Let go of the tensors of the forward pass, also of those left on the module unless it `keeps_fields`."""
         self.close()
         LIVE.discard(weakref.ref(self))
-        if self.output is self.module.__dict__.get("output"):
-            forget(self.module)
+        if not keeps_fields and self.results:
+            forget(self.module, self.output)
         self.inputs, self.results, self.seen, self.binding = (), {}, None, self.binding.without_tensors()
 
     @property
@@ -328,6 +338,7 @@ def leave_to_autograd(record: Record, node: Node) -> None:
     record.close()
     del engine.belongings(node)[OWNER]
     engine.belongings(node)[LEFT] = True
+    node.register_prehook(Left(record.module, record.output))
     record.module = DISSOLVED
 
 
@@ -346,3 +357,28 @@ class Visit:
             return (None,) * len(grads)
         CTX.visit(self.record, grads)
         return None
+
+
+class Left:
+    """The hook on the output of a call that is not recorded: a backward pass takes away what was left on the module.
+
+    An extension hook that may read it comes first.
+    """
+
+    __slots__ = ("module", "output")
+
+    def __init__(self, module: nn.Module, output: Tensor) -> None:
+        self.module = module
+        self.output = output
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        if CTX.quiet or CTX.get_retain_graph() or engine.keeps_graph():
+            return
+        if CTX.get_extension_hook() is not None:
+            engine.when_finished(self.forget)
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """Remove what this call has left."""
+        forget(self.module, self.output)

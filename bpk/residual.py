@@ -22,6 +22,7 @@ from bpk.jacobians.bordered import compressed
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.factoring import factor
 from bpk.jacobians.probing import draw
+from bpk.ports import OneSample, Port
 from bpk.vjp import pull_columns
 
 Group = tuple[list[Tensor], Tensor]
@@ -51,18 +52,27 @@ class StretchResidual:
         source: The stretch.
         grad: The gradient at its end, as the consumer's rule sees it.
         rows: For the consumer, then for each target, which rows are those of sample `n` (left out: row `n`).
+        merged: Whether all rows are those of one sample. Inside, this sample has an axis of its own in front of them.
     """
 
-    def __init__(self, source: Source, grad: Tensor, rows: Sequence[Sequence[Tensor]] | None = None) -> None:
+    def __init__(
+        self, source: Source, grad: Tensor, rows: Sequence[Sequence[Tensor]] | None = None, merged: bool = False
+    ) -> None:
         self.source = source
-        self.grad = grad
+        self.merged = merged
+        self.exits: list[Port | OneSample] = [OneSample(port) if merged else port for port in source.exits]
+        self.grad = grad[None] if merged else grad
         self.rows = rows
-        self.gradients = source.gradients(grad.detach())
-        self.shapes = [p.one_to_rule(g).shape for p, g in zip(source.exits, self.gradients, strict=False)]
+        self.gradients = self.pulled(self.grad.detach())
+        self.shapes = [p.one_to_rule(g).shape for p, g in zip(self.exits, self.gradients, strict=False)]
+
+    def pulled(self, grad: Tensor) -> tuple[Tensor, ...]:
+        """The gradient at the beginnings, from one at the end."""
+        return self.source.gradients(grad[0] if self.merged else grad)
 
     def columns(self) -> Group | None:
         """Its eigendecomposition, jointly over targets and parameters, sample by sample (`None`: it is zero)."""
-        with differentiable_twice(self.source, self.grad):
+        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
             if self.is_zero:
                 return None
             self.require_samples()
@@ -73,7 +83,7 @@ class StretchResidual:
 
     def groups(self) -> Groups:
         """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes."""
-        with differentiable_twice(self.source, self.grad):
+        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
             if self.is_zero:
                 return []
             self.require_samples()
@@ -81,8 +91,28 @@ class StretchResidual:
             if self.rows is not None:
                 return [born_of(*self.by_sample(balanced=True))]
             if not self.source.trained:
-                return [self.by_position(balanced=True)]
-            return [*([self.with_parameters()] if self.shapes else []), *self.of_parameters()]
+                return [self.without_axis(self.by_position(balanced=True))]
+            found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters()]
+            return [self.without_axis(born) for born in found]
+
+    def without_axis(self, born: Born) -> Born:
+        """Columns at targets as `[K, N, *x]`, where inside the only sample has an axis of its own."""
+        if not self.merged:
+            return born
+
+        def make(start: int, stop: int) -> Chunk:
+            mats, signs = born.make(start, stop)
+            return {k: mat[:, 0] if int(k) < len(self.shapes) else mat for k, mat in mats.items()}, signs
+
+        return Born(born.count, make)
+
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """Whether the rows of a merged batch are treated one by one, each giving one at the end (or nothing bends)."""
+        if self.is_zero:
+            return True
+        same = all(shape[1:2] == self.grad.shape[1:2] for shape in self.shapes)
+        return same and bool(self.shapes) and 1 in self.blocks.apart
 
     # ---- products --------------------------------------------------------------------------------
     def product(self, mats: Sequence[Tensor]) -> list[Tensor]:
@@ -90,14 +120,14 @@ class StretchResidual:
 
         Columns may be left out from behind; results are there for all.
         """
-        given = [p.to_graph(m) for p, m in zip(self.source.exits, mats, strict=False)] + [*mats[len(self.shapes) :]]
+        given = [p.to_graph(m) for p, m in zip(self.exits, mats, strict=False)] + [*mats[len(self.shapes) :]]
         pairs = [(g, m) for g, m in zip(self.gradients, given, strict=False) if g.requires_grad]
         k = len(mats[0])
         if not pairs:
             return [self.grad.new_zeros(k, *shape) for shape in self.all_shapes]
         ends, columns = [g for g, _ in pairs], [m for _, m in pairs]
         full = self.pull(ends, columns)
-        seen = [port.to_rule(f) for port, f in zip(self.source.exits, full, strict=False)]
+        seen = [port.to_rule(f) for port, f in zip(self.exits, full, strict=False)]
         return [*seen, *full[len(seen) :]]
 
     def pull(self, ends: Sequence[Tensor], columns: Sequence[Tensor], first: int = 0) -> list[Tensor]:
@@ -214,7 +244,7 @@ class StretchResidual:
         """
         of_sample = torch.zeros_like(self.grad)
         of_sample[here] = self.grad[here]
-        gradients, exits = self.source.gradients(of_sample), self.source.exits
+        gradients, exits = self.pulled(of_sample), self.exits
         with torch.enable_grad():
             seen = [port.one_to_rule(g) for port, g in zip(exits, gradients, strict=False)]
             own = [filled(g[rows], size, 0) for g, rows, size in zip(seen, at, most, strict=True)]
@@ -264,7 +294,7 @@ class StretchResidual:
         for n in range(len(self.grad)):
             of_sample = torch.zeros_like(self.grad)
             of_sample[n] = self.grad[n]
-            own = self.source.gradients(of_sample)[len(self.shapes) :]
+            own = self.pulled(of_sample)[len(self.shapes) :]
             with torch.enable_grad():
                 flat = torch.cat([g.flatten() for g in own])
             unit = torch.eye(size, dtype=flat.dtype, device=flat.device)

@@ -70,7 +70,7 @@ def go_round(backward: Backward, key: Hashable, sweep: Sweep, root: Record) -> N
         if record.released:  # autograd has passed by without a gradient: the columns are zero as well
             continue
         call = matched(record.output, record.call())[1]
-        fed, rows, n = sources[id(record)], backward.attribution.rows(record), backward.attribution.batch_size(record)
+        fed, rows, n = sources[id(record)], sweep.attribution.rows(record), sweep.attribution.batch_size(record)
         with connected(record, call, node):
             record.rule.capture(call)
             view = call if sweep.samples is None else call.subset(sweep.samples)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.born import Born, diagonal, known
+from bpk.born import Born, diagonal, known, split_rows
 from bpk.columns import ColumnSweep
 from bpk.graph import Source
 from bpk.jacobians.call import Wrt
@@ -17,8 +17,7 @@ from bpk.jacobians.rule import Residual
 from bpk.parameters import is_trained
 from bpk.records import Record
 from bpk.residual import StretchResidual
-from bpk.samples import to_samples
-from bpk.sweeps import Columns, Step, add_direct, apart
+from bpk.sweeps import Columns, Step, add_direct
 
 Send = Callable[[Hashable, Mapping[Wrt, Tensor], Tensor | None], None]
 """Hands on some columns under a key, with their signs."""
@@ -48,11 +47,9 @@ class SignedHessian(ColumnSweep):
         joint = step.joint(loss)
         root, signs = joint.rule.hessian_columns(joint.call)
         columns: dict[Wrt, Tensor] = dict(joint.split(root).items())
-        if step.samples_of_rows is not None:
-            columns, signs = split_rows(columns, signs, step.samples_of_rows, step.batch_size)
         scaled: dict[Wrt, Tensor] = {k: self.rows(mat, 1) * step.grad.abs().sqrt() for k, mat in columns.items()}
         signs = self.rows(signs, 1) * step.grad.sign()
-        self.emit(step, "loss", known(scaled, signs), partial(self.send_to_inputs, step, None))
+        self.emit(step, "loss", self.split(step, known(scaled, signs)), partial(self.send_to_inputs, step, None))
         for index, source in step.sources.items():
             for name, born in self.bent(step, index):
                 self.emit(step, name, born, partial(self.send_from_stretch, source))
@@ -86,13 +83,16 @@ class SignedHessian(ColumnSweep):
     def born(self, step: Step, wrts: tuple[Wrt, ...]) -> Born:
         """The columns of a call's residual, jointly over inputs and parameters."""
         grad = self.rows(step.grad)
-        alone = wrts == (0,) and step.samples_of_rows is None and step.at_most is not None
+        alone = wrts == (0,) and step.at_most is not None
         if alone and step.rule.residual(step.call, wrts) is Residual.DIAGONAL:
-            return diagonal(step.rule.residual_diag(step.call, grad))
-        born, signs = step.rule.signed_columns(step.call, grad, wrts)
-        if step.samples_of_rows is not None:
-            born, signs = split_rows(born, signs, step.samples_of_rows, step.batch_size)
-        return known(born, signs)
+            return self.split(step, diagonal(step.rule.residual_diag(step.call, grad)))
+        return self.split(step, known(*step.rule.signed_columns(step.call, grad, wrts)))
+
+    def split(self, step: Step, born: Born) -> Born:
+        """Columns of their own for each row, where a sample has several."""
+        if step.samples_of_rows is None:
+            return born
+        return split_rows(born, step.samples_of_rows, step.batch_size)
 
     def make_room(self, step: Step, count: int) -> None:
         """If so many more columns are too many, let those on their way go ahead."""
@@ -117,13 +117,13 @@ class SignedHessian(ColumnSweep):
             self.send(source, key, mats[index], signs)
         for name in step.reused if columns is not None else ():
             assert columns is not None
-            keep_share(step, columns, name, key, mats[name], signs)
+            columns.add_own(name, key, mats[name], signs)
 
     def add_curvature(self, step: Step, name: str, columns: Columns) -> None:
         """The residual of a parameter that the layer is not linear in, and that nothing further up uses."""
         if step.rule.residual(step.call, (name,)) is not Residual.ZERO:
             mats, signs = self.born(step, (name,)).all()
-            keep_share(step, columns, name, ("residual", id(step.record), name), mats[name], signs)
+            columns.add_own(name, ("residual", id(step.record), name), mats[name], signs)
 
     def bent(self, step: Step, index: int) -> list[tuple[Hashable, Born]]:
         """The columns of the residual of the plain autograd that lies between this call's input and its producers."""
@@ -131,7 +131,10 @@ class SignedHessian(ColumnSweep):
         if source.stretch is None:
             return []
         share = step.rule.jac_t_mat_prod(step.full, step.grad[None], index)[0]
-        groups = StretchResidual(source, share, self.rows_of_samples(source)).groups()
+        if self.attribution.is_one_sample(source.consumer):
+            groups = StretchResidual(source, share, merged=True).groups()
+        else:
+            groups = StretchResidual(source, share, self.rows_of_samples(source)).groups()
         return [(("stretch", index, k), born) for k, born in enumerate(groups)]
 
     def send_from_stretch(
@@ -152,15 +155,3 @@ class SignedHessian(ColumnSweep):
         n = self.attribution.batch_size(source.consumer)
         each = [torch.arange(n) if samples is None else samples for samples in found]
         return [[(samples == k).nonzero()[:, 0] for k in range(n)] for samples in each]
-
-
-def keep_share(step: Step, columns: Columns, name: str, key: Hashable, share: Tensor, signs: Tensor | None) -> None:
-    """Note what columns of a residual hold for a parameter itself."""
-    if step.samples_of_rows is not None:
-        share = to_samples(share, step.samples_of_rows, step.batch_size)
-    columns.add_own(name, key, share, signs)
-
-
-def split_rows(columns: dict[Wrt, Tensor], signs: Tensor, samples: Tensor, n: int) -> tuple[dict[Wrt, Tensor], Tensor]:
-    """Columns of their own for each row of a sample: `[K, R, ...]` to `[K S, R, ...]`, signs `[K, R]` to `[K S, N]`."""
-    return {wrt: apart(mat, samples) for wrt, mat in columns.items()}, to_samples(apart(signs, samples), samples, n)

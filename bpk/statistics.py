@@ -114,8 +114,9 @@ class Uses:
         for use in self.uses:
             parts = []
             if key in use.arrived.blocks:
-                rows = use.rule.jac_t_mat_prod(use.call, use.arrived.blocks[key], use.name, sum_batch=False)
-                parts.append(self.by_sample(rows, use))
+                together = use.samples is not None and self.batch_size == 1  # all rows are those of one sample
+                rows = use.rule.jac_t_mat_prod(use.call, use.arrived.blocks[key], use.name, sum_batch=together)
+                parts.append(rows[:, None] if together else self.by_sample(rows, use))
             if key in use.arrived.own.get(use.name, ()):
                 parts.append(use.arrived.own[use.name][key])
             for part in parts:

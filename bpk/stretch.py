@@ -34,12 +34,22 @@ class Stretch:
         share: The gradient at that tensor, `[N, *in]`.
         samples: The samples considered, or `None`.
         factored: Whether to factor the residual into signed columns, so that it can be made positive.
+        merged: Whether the batch is one sample, because samples mix.
     """
 
     def __init__(
-        self, source: Source, at_input: Tensor, share: Tensor, samples: tuple[int, ...] | None, factored: bool
+        self,
+        source: Source,
+        at_input: Tensor,
+        share: Tensor,
+        samples: tuple[int, ...] | None,
+        factored: bool,
+        merged: bool = False,
     ) -> None:
         self.samples = samples
+        self.counts = None if samples is None else times_named(samples, share)
+        if self.counts is not None:  # what belongs to a parameter is a sum over samples, each as often as it is named
+            share = share * spread(self.counts, share.dim())
         self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
         self.cotangent = torch.zeros_like(at_input, requires_grad=True)
         self.pulled = source.gradients(self.cotangent)
@@ -49,10 +59,13 @@ class Stretch:
         self.probes: Sequence[Tensor] = ()
         self.bent: Sequence[Tensor | None] = ()
         self.columns: Group | None = None
+        self.merged = False  # whether columns have an axis for the only sample
         self.refusal: UnsupportedLayer | None = None
         try:
             if factored:
-                self.columns = StretchResidual(source, share).columns()
+                residual = StretchResidual(source, share, merged=merged)
+                self.merged = merged and not residual.keeps_rows_apart
+                self.columns = (residual if merged == self.merged else StretchResidual(source, share)).columns()
             else:
                 with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
                     self.probes, self.bent = self.bend(source, share)
@@ -85,7 +98,9 @@ class Stretch:
 
     def pull(self, adjoint: Tensor) -> list[Tensor | None]:
         """`J^T a`, by producer."""
-        return self.each(derivative((self.pushed,), self.tangents, (self.widen(adjoint),)))
+        if self.counts is not None:
+            adjoint = self.widen(adjoint) * spread(self.counts, adjoint.dim() - 1)
+        return self.each(derivative((self.pushed,), self.tangents, (adjoint,)))
 
     def curve(self, tangents: Sequence[Tensor | None], modify: Modify | None) -> list[Tensor | None]:
         """The residual times the tangents, by producer."""
@@ -106,9 +121,13 @@ class Stretch:
         names: list[Wrt] = [k if port is not None else f"parameter {k}" for k, port in enumerate(self.ports)]
         pairs = [(name, t, part) for name, t, part in zip(names, tangents, parts, strict=True) if t is not None]
         known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}
+        if self.merged:
+            known = {name: t[:, None] if isinstance(name, int) else t for name, t in known.items()}
         found = through_columns({name: part for name, _, part in pairs}, positive(signs, modify), known)
+        if self.merged:
+            found = {name: mat[:, 0] if isinstance(name, int) else mat for name, mat in found.items()}
         if self.samples is not None:
-            found = {name: self.narrow(mat) if isinstance(name, int) else mat for name, mat in found.items()}
+            found = {name: self.once(mat) if isinstance(name, int) else mat for name, mat in found.items()}
         return [found.get(name) for name in names]
 
     def at_graph(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -119,7 +138,7 @@ class Stretch:
     def each(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Columns of each producer as its rule sees them, restricted to the considered samples."""
         pairs = zip(mats, self.ports, strict=True)
-        return [m if m is None or port is None else self.narrow(port.to_rule(m)) for m, port in pairs]
+        return [m if m is None or port is None else self.once(port.to_rule(m)) for m, port in pairs]
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns over the whole batch, zero for samples that are left out."""
@@ -133,6 +152,20 @@ class Stretch:
         if self.samples is None:
             return mat
         return mat.index_select(1, torch.as_tensor(self.samples, device=mat.device))
+
+    def once(self, mat: Tensor) -> Tensor:
+        """Columns over the considered samples, from columns in which each counts as often as it is named."""
+        return mat if self.counts is None else self.narrow(mat / spread(self.counts.clamp(min=1), mat.dim() - 1))
+
+
+def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:
+    """`[N]`: how often each sample of a batch `[N, ...]` is named."""
+    return torch.bincount(torch.as_tensor(samples, device=like.device), minlength=len(like)).to(like.dtype)
+
+
+def spread(counts: Tensor, dims: int) -> Tensor:
+    """Numbers of samples, to be multiplied with rows `[N, ...]` of so many axes, or with columns of them."""
+    return counts.reshape(-1, *[1] * (dims - 1))
 
 
 def positive(values: Tensor, modify: Modify) -> Tensor:

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from bpk.by_hand import ByHand
 from bpk.jacobians.autodiff import Autodiff
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain, warn
@@ -55,6 +56,9 @@ WRITE_LOSS = "bpk.register() a rule for it (bpk.register(AutodiffLoss({name})) i
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
 
+SUMS = "Sums over the batch exist: DiagGGNExact, DiagGGNMC, DiagHessian, HMP, GGNMP, PCHMP."
+WHOLE_BATCH = "The quantity is that of the whole batch, and autograd itself carries what travels through the layer."
+
 USE_HESSIAN = "use quantities of the exact Hessian: DiagHessian, BatchDiagHessian or HMP."
 
 OTHER_LOSS = "use a loss that adds up terms of single samples, or a first-order extension."
@@ -78,13 +82,19 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         name: How the advice calls the layer's class.
     """
     sweep = extension.sweep()
-    if sweep is None:
+    if sweep is None or isinstance(sweep, ByHand):
         return Support(
             Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND
         )
     if rule is None:
         return Support(Kind.GENERIC, NO_RULE, WRITE_RULE)
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
+    mixing = rule.mixing(call) if call is not None else None
+    if extension.second_order and mixing is not None and not isinstance(rule, Loss):
+        if extension.sums_samples and extension.subsampling is None:
+            return Support(Kind.GENERIC, f"{mixing.rstrip('.')}. {WHOLE_BATCH}")
+        do = "leave out subsampling=." if extension.sums_samples else f"{WAY_OUT} {SUMS}"
+        return Support(Kind.REFUSED, mixing.rstrip(".") + ".", do)
     if reason is not None:
         do = OTHER_LOSS if isinstance(rule, Loss) else WAY_OUT
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
@@ -92,7 +102,6 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         reason = rule.no_root(call)
         if reason is not None:
             return Support(Kind.REFUSED, f"{reason}.", USE_HESSIAN)
-    mixing = rule.mixing(call) if call is not None else None
     caution = mixing.rstrip(".") + "." if mixing is not None else ""
     generic = isinstance(rule, Autodiff) and not isinstance(rule, Loss)
     return Support(Kind.GENERIC if generic else Kind.SUPPORTED, caution, CHAIN_RULE if caution else "")

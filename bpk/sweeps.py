@@ -199,8 +199,9 @@ class Sweep(ABC):
 
 def collect_rows(sweep: Sweep, source: Source, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
     """Columns at the end of a stretch, pulled back to the parameters that its functions use."""
-    for param, rows in source.rows(mat):
-        of_samples = sweep.rows(sweep.attribution.by_sample(source.consumer, rows), 1)
+    together = sweep.attribution.is_one_sample(source.consumer)
+    for param, rows in source.rows(mat, together):
+        of_samples = rows if together else sweep.rows(sweep.attribution.by_sample(source.consumer, rows), 1)
         add_direct(sweep, param, source, key, of_samples, signs)
 
 

@@ -125,6 +125,7 @@ class BatchNormRule(PerChannel):
     """Evaluation mode: `out = weight (x - mean) / sqrt(var + eps) + bias` with the running statistics of every channel.
 
     In training mode, and without running statistics, mean and variance are those of the batch, so that samples mix.
+    Sums over the batch then go through autograd (`bpk/whole.py`), and second order by sample is refused.
     First-order quantities are then those of the chain rule, layer by layer: with `g` the gradient of the output,
     row `n` is the sum over positions of `g_n x̂_n` for the weight and of `g_n` for the bias (their sums over
     `n` are the gradients), where `x̂` is standardised with the statistics of the whole batch.

@@ -103,7 +103,7 @@ def mix(m: Assembled, x: Tensor) -> Tensor:
     return m.second(z - z.mean(0))
 
 
-def test_mixing_function_warns_first_order_and_is_refused_second_order() -> None:
+def test_mixing_function_warns_first_order_and_is_refused_by_sample() -> None:
     model = Assembled(mix, first=nn.Linear(2, 4), second=nn.Linear(4, 3)).double()
     model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
     x, y = rand(N, 2), torch.randint(3, (N,))
@@ -111,7 +111,7 @@ def test_mixing_function_warns_first_order_and_is_refused_second_order() -> None
         loss_fn(model(x), y).backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
-    with pytest.raises(NotImplementedError, match="mixes samples"), bpk.backpack(E.DiagGGNExact()):
+    with pytest.raises(NotImplementedError, match="mixes samples"), bpk.backpack(E.BatchDiagGGNExact()):
         loss_fn(model(x), y).backward()
 
 

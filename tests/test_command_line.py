@@ -122,7 +122,7 @@ def test_verify_a_model_alone(here: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_what_is_wrong_or_not_verified(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = ["verify", "models_of_mine:normalised", "--quantities", "DiagGGNExact"]
+    refused = ["verify", "models_of_mine:normalised", "--quantities", "BatchDiagGGNExact"]
     assert main(refused) == 1
     assert "nothing was verified" in capsys.readouterr().out
     assert main([*refused, "--eval"]) == 0

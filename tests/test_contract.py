@@ -159,6 +159,23 @@ def test_disable_stores_nothing() -> None:
     assert torch.equal(model[0].input0, x)
 
 
+def test_disable_says_whether_inputs_are_stored() -> None:
+    assert bpk.disable.should_store_io()
+    with bpk.disable():
+        assert not bpk.disable.should_store_io()
+        with bpk.disable():
+            assert not bpk.disable.should_store_io()
+        assert not bpk.disable.should_store_io()
+    assert bpk.disable.should_store_io()
+    again = bpk.disable()
+    with again, again:
+        assert not again.should_store_io()
+    assert again.should_store_io()
+    with pytest.raises(ZeroDivisionError), bpk.disable():
+        raise ZeroDivisionError
+    assert bpk.disable.should_store_io()
+
+
 def test_inputs_and_output_exist_between_forward_and_backward() -> None:
     model, loss_fn = extended()
     x, y = data()

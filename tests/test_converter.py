@@ -106,6 +106,13 @@ def table(module: nn.Module) -> list[str]:
     return [f"{n.op} {n.name} {n.target} {n.args} {n.kwargs}" for n in nodes]
 
 
+def test_converting_from_the_top() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    converted = bpk.convert_module_to_backpack(model)
+    assert type(converted).__mro__[1:] == type(convert_module_to_backpack(model)).__mro__[1:]
+    assert converted.get_submodule("0").weight is model[0].weight
+
+
 def test_table_of_the_recurrent_tutorial() -> None:
     assert table(convert(CharRNN().eval())) == CHAR_RNN.strip().splitlines()
 

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 NAMES = {
-    "": "CTX backpack disable extend extensions install_as_backpack memory_cleanup context",
+    "": "CTX backpack convert_module_to_backpack disable extend extensions install_as_backpack memory_cleanup context",
     "context": "CTX backpack disable",
     "extensions": "BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNExact DiagGGNMC BatchDiagGGNExact "
     "BatchDiagGGNMC DiagHessian BatchDiagHessian SqrtGGNExact SqrtGGNMC KFAC KFLR KFRA HBP HMP GGNMP PCHMP",

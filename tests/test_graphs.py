@@ -368,7 +368,7 @@ def test_samples_mixed_by_a_function() -> None:
     layers = {"one": nn.Linear(3, 4), "two": nn.Linear(4, 4), "three": nn.Linear(4, 3)}
     model, loss_fn = extended(Assembled(forward, **layers).double())
     with pytest.raises(NotImplementedError, match="sample"):
-        backward(model, loss_fn, rand(3, 3), torch.tensor([0, 1, 2]), E.DiagGGNExact())
+        backward(model, loss_fn, rand(3, 3), torch.tensor([0, 1, 2]), E.BatchDiagGGNExact())
 
 
 @pytest.mark.parametrize("exts", [FIRST_ORDER, (E.DiagGGNExact,), (E.DiagHessian,), (E.HMP,)], ids=str)

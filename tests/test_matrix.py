@@ -301,10 +301,10 @@ def test_same_seed_same_draw(net: Network) -> None:
 HAND_MADE = [n for n in NETWORKS if n.name in {"mlp", "cnn", "linear-extra-axis", "reused-layer", "siamese"}]
 
 
-@pytest.mark.parametrize("subsampling", [[0], [2, 0]], ids=str)
+@pytest.mark.parametrize("subsampling", [[0], [2, 0], [1, 1], [2, 0, 2, 1, 2]], ids=str)
 @pytest.mark.parametrize("net", [pytest.param(n, id=str(n)) for n in HAND_MADE])
 def test_subsampling(net: Network, subsampling: list[int]) -> None:
-    """Only the chosen samples, in the order given; divisors stay the whole batch's."""
+    """Only the chosen samples, in the order given, as often as they are named; divisors stay the whole batch's."""
     ref = reference(net.name)
     per_sample = {
         "grad_batch": ref.grad_batch,

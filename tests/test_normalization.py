@@ -244,8 +244,8 @@ def test_running_statistics_are_updated_once() -> None:
     torch.testing.assert_close(model[1].running_var, plain[1].running_var)
 
 
-@pytest.mark.parametrize("extension", [E.DiagGGNExact, E.DiagHessian, E.KFAC, E.HMP])
-def test_second_order_is_refused_with_the_reason(extension: Any) -> None:
+@pytest.mark.parametrize("extension", [E.BatchDiagGGNExact, E.BatchDiagHessian, E.KFAC, E.SqrtGGNMC])
+def test_second_order_of_samples_is_refused_with_the_reason(extension: Any) -> None:
     model, lossfunc, x, y = batch_norm_network()
     model, lossfunc = bpk.extend(model), bpk.extend(lossfunc)
     with (

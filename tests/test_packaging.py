@@ -72,10 +72,10 @@ def test_version_is_the_one_that_the_changelog_opens_with() -> None:
 
 
 def test_import_derives_nothing_and_leaves_sympy_alone() -> None:
-    """Importing `bpk` after torch brings in neither a rule file nor more of sympy than torch already has."""
+    """Importing `bpk` after torch brings in no rule file, no converter, and no more of sympy than torch has."""
     code = (
         "import sys, torch; before = set(sys.modules); import bpk, bpk.extensions; new = set(sys.modules) - before\n"
-        "print(sorted(m for m in new if m.startswith(('sympy', 'bpk.rules.', 'torch.fx.experimental'))))"
+        "print(sorted(m for m in new if m.startswith(('sympy', 'bpk.rules.', 'bpk.converter', 'torch.fx'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

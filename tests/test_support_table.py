@@ -149,7 +149,10 @@ def test_matrix_shows_every_rule() -> None:
     assert {cell.layer for cell in table.cells} == served
     assert len(table.extensions) == len(every_extension())
     shown = {cell.layer: cell for cell in table.cells if cell.extension == "DiagGGNExact"}
-    assert "In some cases: BatchNorm in training mode mixes samples" in shown["BatchNorm2d"].reason
+    assert "BatchNorm in training mode mixes samples" in shown["BatchNorm2d"].reason
+    assert "that of the whole batch" in shown["BatchNorm2d"].reason
+    by_sample = next(c for c in table.cells if c.extension == "BatchDiagGGNExact" and c.layer == "BatchNorm2d")
+    assert "In some cases: BatchNorm in training mode mixes samples" in by_sample.reason
     assert shown["Linear"].kind is Kind.SUPPORTED and shown["LPPool1d"].kind is Kind.GENERIC
     assert json.loads(json.dumps(table.to_dict()))[0]["extension"] == "BatchGrad"
     head, rule, *rows = table.to_markdown().split("\n\n")[0].splitlines()

@@ -13,6 +13,9 @@ import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians import Elementwise
+from bpk.jacobians.normalization import Normalization
+from bpk.jacobians.rule import Residual
+from bpk.rules import REGISTRY
 from bpk.verification import Row, Verdict, Verification
 from bpk.verification.run import every_extension
 from tests.compare import Assembled
@@ -193,16 +196,47 @@ def test_mixed_samples() -> None:
     assert "BatchNorm in training mode mixes samples" in result.of(Verdict.REFUSED)[0].note
 
 
+class Centred(nn.Module):
+    """A function that mixes samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x - x.mean(0))
+
+
+SUMS = (E.DiagGGNExact, E.DiagGGNMC, E.DiagHessian, E.HMP, E.GGNMP, E.PCHMP)
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm1d(3), Centred], ids=["BatchNorm1d", "function"])
+def test_sums_where_samples_mix(norm: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), norm(), nn.Tanh(), nn.Linear(3, 2))
+    data = (model, nn.CrossEntropyLoss(), torch.randn(4, 4), torch.tensor([0, 1, 1, 0]))
+    result = bpk.verify(*data, *[extension() for extension in SUMS])
+    assert not result.wrong, str(result)
+    assert {row.quantity for row in result.of(Verdict.OK)} == {extension.__name__ for extension in SUMS}
+
+
+@pytest.mark.parametrize("extension", [E.DiagGGNExact, E.DiagHessian, E.HMP], ids=lambda e: e.__name__)
+def test_a_sum_of_samples_that_mix_is_not_taken_for_one_of_samples(extension: type, monkeypatch: Any) -> None:
+    """Without the terms between samples, values are wrong, and `verify` says so."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    data = (model, nn.CrossEntropyLoss(), torch.randn(4, 4), torch.tensor([0, 1, 1, 0]))
+    monkeypatch.setattr(bpk.whole, "mixes", lambda record: False)
+    monkeypatch.setattr(type(REGISTRY.find(model[1])), "mixing", lambda self, call: None)
+    monkeypatch.setattr(Normalization, "residual", lambda self, call, wrts=(0,): Residual.ZERO)
+    assert bpk.verify(*data, extension()).wrong
+
+
 def test_batch_axis() -> None:
     model = Assembled(lambda m, x: m.out(m.rnn(x)[0]).flatten(0, 1), rnn=nn.GRU(3, 3), out=nn.Linear(3, 2))
     data = (model, nn.CrossEntropyLoss(), torch.randn(4, 3, 3), torch.randint(2, (12,)))
     assert bpk.verify(*data, E.BatchGrad(), E.DiagGGNExact(), batch_axis=1)
     result = bpk.verify(*data, E.BatchGrad(), E.DiagGGNExact())
     assert not result.wrong
-    assert {row.note for row in result.rows} == {
+    assert {row.note for row in result.rows if row.quantity == "BatchGrad"} == {
         "samples mix: entries of the prediction depend on several of them "
         "(is another axis than batch_axis= the batch axis?)"
     }
+    assert {row.verdict for row in result.rows if row.quantity == "DiagGGNExact"} == {Verdict.OK}  # a sum has no axis
 
 
 def test_nan() -> None:

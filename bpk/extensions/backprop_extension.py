@@ -30,7 +30,8 @@ class BackpropExtension:
         savefield: Name of the field on each parameter.
         module_exts: Module extensions by layer class; they take precedence over rules.
         fail_mode: What happens at a layer that is not supported.
-        subsampling: Indices of the samples to consider; divisors stay the full batch's.
+        subsampling: Indices of the samples to consider, in this order; a sample counts as often as it is named.
+            Divisors stay the full batch's.
     """
 
     second_order = False
@@ -43,6 +44,8 @@ class BackpropExtension:
     """Whether values from some of the columns, and from the others, give the whole (see `combine`)."""
     sums_rows = False
     """Whether the value adds up rows, exact ones of a square root, so that each may count as a sample of its own."""
+    sums_samples = False
+    """Whether the value (of second order) is one of the whole batch, so that it exists where samples mix."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
 
@@ -108,16 +111,16 @@ class BackpropExtension:
 
 
 def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Sample indices as a tuple; refuses negative, repeated and non-integer ones."""
+    """Sample indices as a tuple; refuses negative and non-integer ones."""
     if subsampling is None:
         return None
     given = subsampling.tolist() if isinstance(subsampling, Tensor) else subsampling
     indices = tuple(given) if isinstance(given, Iterable) else (given,)
     whole = all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in indices)
-    if not isinstance(given, Iterable) or not whole or len(set(indices)) < len(indices):
+    if not isinstance(given, Iterable) or not whole:
         raise ValueError(
             explain(
-                f"subsampling={subsampling!r} is not a list of distinct sample indices.",
+                f"subsampling={subsampling!r} is not a list of sample indices.",
                 "each index names one sample of the batch, from 0 to N - 1.",
                 "pass for example subsampling=[0, 2, 5].",
             )

@@ -30,7 +30,7 @@ class ModuleExtension:
     def __init__(self, params: Sequence[str] | None = None) -> None:
         self.params = list(params or [])
         for name in self.params:
-            if not callable(type(self).__dict__.get(name) or getattr(type(self), name, None)):
+            if not callable(getattr(self, name, None)):
                 raise NotImplementedError(f"{type(self).__name__} lists parameter '{name}' but has no method '{name}'.")
 
     def backpropagate(

@@ -22,7 +22,6 @@ from bpk.verification.progress import Progress
 from bpk.verification.quantities import CHECKS, Check
 from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
-from bpk.verification.samples import SamplesMix
 from bpk.verification.structure import in_words, tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
@@ -70,12 +69,15 @@ def rows(
             measurement = measured.run(extension, check, here, extent)
         found.append(measurement)
     del measured
-    reference = reference_of(problem, places, extensions, effort, bar)
+    definition = reference_of(problem, places, extensions, effort, bar)
     tolerance = Tolerance.of(next(iter(trained.values())).dtype, effort.relative, effort.absolute)
     table: list[Row] = []
     for extension, check, here, measurement in zip(extensions, checks, at, found, strict=True):
         bar.step(f"autograd: {extension}")
         name = type(extension).__name__
+        reference: Reference | str = definition
+        if definition.whole.mixing:
+            here, reference = of_batch(extension, here, definition)
         if check is None or not check.sampled or draws is None or isinstance(reference, str):
             table += rows_of(name, check, here, measurement, reference, tolerance)
             continue
@@ -87,13 +89,19 @@ def rows(
 
 def reference_of(
     problem: Problem, places: dict[str, Place], extensions: Sequence[BackpropExtension], effort: Effort, bar: Progress
-) -> Reference | str:
-    """The reference, or why there is none."""
+) -> Reference:
+    """The reference."""
     factors = any(isinstance(extension, HBP) for extension in extensions)
-    try:
-        return Reference(problem, places, effort.passes, factors, bar.detail)
-    except SamplesMix as error:
-        return f"{error}{mixing(problem.model)}"
+    return Reference(problem, places, effort.passes, factors, bar.detail)
+
+
+def of_batch(
+    extension: BackpropExtension, places: dict[str, Place], reference: Reference
+) -> tuple[dict[str, Place], Reference | str]:
+    """Where samples mix: sums are those of the whole batch, one sample; for all else, why there is no reference."""
+    if not extension.sums_samples or extension.subsampling is not None:
+        return places, f"{reference.whole.mixing}{mixing(reference.problem.model)}"
+    return {name: replace(place, n=1, chosen=(0,), looked=(0,)) for name, place in places.items()}, reference
 
 
 def judged(rows: list[Row], draws: Draws, reference: Reference, effort: Effort, seed: int) -> list[Row]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
 from bpk.verification.layers import Side, bias_of
 from bpk.verification.place import Extent, Place
@@ -27,6 +28,9 @@ def check_of(extension: HBP) -> Check:
     sampled = extension.loss_hessian_strategy is LossHessianStrategy.SAMPLING
     if extension.approximation != "default":
         return Unknown(f"approximation={extension.approximation!r}: {PROPERTIES}", averaged)
+    if extension.curv_type is not Curvature.GGN:
+        definite = extension.curv_type is not Curvature.HESSIAN
+        return Unknown(PROPERTIES if definite else "no more than symmetry is checked", averaged, definite)
     if averaged:
         return Unknown(PROPERTIES, averaged) if sampled else Averaged()
     return Factors(sampled)
@@ -34,6 +38,9 @@ def check_of(extension: HBP) -> Check:
 
 class Factors(Check):
     """`[G, A]` of a layer's weight, `[G]` of every other parameter, at some entries of each factor."""
+
+    definite = True
+    """Whether factors have no negative eigenvalues."""
 
     def __init__(self, sampled: bool = False) -> None:
         self.sampled = sampled
@@ -58,7 +65,7 @@ class Factors(Check):
             rounding = 1e3 * torch.finfo(part.dtype).eps * max(scale, torch.finfo(part.dtype).tiny)
             if float((part - part.T).abs().max()) > rounding:
                 raise Mismatch("a factor is not symmetric")
-            if float(torch.linalg.eigvalsh(wide)[0]) < -rounding:
+            if self.definite and float(torch.linalg.eigvalsh(wide)[0]) < -rounding:
                 raise Mismatch("a factor has negative curvature")
         return part
 
@@ -136,8 +143,9 @@ class Averaged(Factors):
 class Unknown(Factors):
     """Factors of which only properties are checked."""
 
-    def __init__(self, reason: str, averaged: bool) -> None:
+    def __init__(self, reason: str, averaged: bool, definite: bool = True) -> None:
         super().__init__()
+        self.definite = definite
         self.reason, self.averaged = reason, averaged
 
     def on_the_way(self, extent: Extent) -> int:

@@ -164,7 +164,7 @@ class Layers:
         for use in side.uses:
             found = use(entries)
             for seen in found:
-                if len(chosen) < n:
+                if list(chosen) != list(range(n)):
                     if seen.shape[1] != n:
                         raise NoReference("the rows of this layer are not the samples")
                     seen = seen[:, list(chosen)]

@@ -1,7 +1,8 @@
 """Every quantity at some entries, by its definition and with plain autograd: nothing of `bpk` computes here.
 
 `L` is the loss, `f_n` the prediction of sample `n`, and `L_n` the loss as a function of `f_n` alone (the other
-predictions are constants), so that divisors, class weights and ignored targets are those of the whole batch.
+predictions are constants), so that divisors, class weights and ignored targets are those of the whole batch. Where
+samples mix, the whole batch is one sample.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.rule import add_up
 from bpk.verification.layers import Layers, bias_of
 from bpk.verification.objective import Objective, Points
 from bpk.verification.place import Place
 from bpk.verification.problem import NoReference, Problem, differentiable_twice
-from bpk.verification.samples import SamplesMix
-from bpk.verification.split import Split, grads
+from bpk.verification.split import Split, each_once, grads
 
 KEPT_GRAPHS = 3
 """How many gradients are kept with the graph that makes them differentiable."""
@@ -45,7 +46,6 @@ class Reference:
         say: Callable[[str], None] = say_nothing,
     ) -> None:
         self.problem, self.say, self.passes = problem, say, passes
-        self.n = problem.inputs.n
         self.layers = Layers(problem.model if factors else nn.Module())
         self.entries = {name: place.entries for name, place in places.items()}
         self.share = passes // max(1, len(places))
@@ -56,6 +56,7 @@ class Reference:
                 objective = Objective(problem)
             self.layers.close(objective.value)
             self.whole = Split(problem, objective.whole())
+            self.n = self.whole.n
             self.inside = objective.inside()
         for weight, sides in self.layers.sides.items():
             for k, side in enumerate(sides if weight in places else ()):
@@ -76,10 +77,10 @@ class Reference:
         inside: Points | None = self.inside
         if inside is None:
             return self.whole
-        try:
-            return Split(self.problem, inside)
-        except SamplesMix as error:
-            raise NoReference(f"{error}, inside of the loss") from error
+        split = Split(self.problem, inside)
+        if split.mixing and not self.whole.mixing:
+            raise NoReference(f"{split.mixing}, inside of the loss")
+        return split
 
     # ---- first order -------------------------------------------------------------------------------
     @cached_property
@@ -209,6 +210,10 @@ class Reference:
     # ---- Hessian -----------------------------------------------------------------------------------
     def live_gradient(self, name: str, chosen: Sequence[int]) -> Tensor:
         """The gradient `[*p]` of the loss of some samples, to be differentiated again."""
+        return add_up([self.live_gradient_of(name, part) for part in each_once(chosen)])
+
+    def live_gradient_of(self, name: str, chosen: Sequence[int]) -> Tensor:
+        """The same for samples that are named once each."""
         key = tuple(chosen)
         if key not in self._live:
             pred = self.whole.pred

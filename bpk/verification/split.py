@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from bpk.jacobians.rule import add_up
 from bpk.verification.objective import Points
 from bpk.verification.problem import Problem
-from bpk.verification.samples import owners
+from bpk.verification.samples import SamplesMix, owners
 
 
 class Split:
     """The predictions `[P]`, side by side if there are several, and derivatives of the objective with respect to them.
 
-    Raises:
-        SamplesMix: If an entry depends on several samples.
+    If an entry depends on several samples, all belong to one, the whole batch, and `mixing` says why.
     """
 
     def __init__(self, problem: Problem, points: Points) -> None:
         self.n = problem.inputs.n
         self.points = points
         self.pred = side_by_side(points.tensors)
-        found = owners(
-            lambda inputs: [x.detach() for x in points.again(inputs)], problem.inputs, points.tensors, self.n
-        )
-        self.owner = torch.cat([x.flatten() for x in found])
+        self.mixing = ""
+        try:
+            found = owners(
+                lambda inputs: [x.detach() for x in points.again(inputs)], problem.inputs, points.tensors, self.n
+            )
+            self.owner = torch.cat([x.flatten() for x in found])
+        except SamplesMix as error:
+            self.n, self.mixing = 1, str(error)
+            self.owner = torch.zeros_like(self.pred, dtype=torch.long)
         self.point = self.pred.detach().requires_grad_()
         value = self.value(self.point)
         self.slope = torch.autograd.grad(value, self.point, create_graph=True)[0]  # of the loss, at the predictions
@@ -45,8 +51,8 @@ class Split:
         return wanted[self.owner]
 
     def of_samples(self, chosen: Sequence[int], x: Tensor) -> Tensor:
-        """A vector like the predictions, zero where it does not belong to some samples."""
-        return torch.where(self.belongs(chosen), x, torch.zeros_like(x))
+        """A vector like the predictions, as often as each of its samples is chosen."""
+        return add_up([torch.where(self.belongs(part), x, torch.zeros_like(x)) for part in each_once(chosen)])
 
     def by_sample(self, x: Tensor) -> Tensor:
         """`[E, P]` summed over the entries of each sample: `[E, N]`."""
@@ -79,3 +85,9 @@ def grads(
         return [torch.zeros_like(w) for w in wrt]
     found = torch.autograd.grad(output, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
+
+
+def each_once(chosen: Sequence[int]) -> list[list[int]]:
+    """Samples, which may be named several times, as lists that name each once."""
+    counts = Counter(chosen)
+    return [sorted(n for n in counts if counts[n] > k) for k in range(max([1, *counts.values()]))]

@@ -7,7 +7,7 @@ from bpk import jacobians
 
 FIRST = ("extend", "backpack", "disable", "support", "support_matrix", "verify", "register", "unregister", "check_rule")
 """The functions of `bpk`, in the order in which they are needed."""
-LAST = ("memory_cleanup", "install_as_backpack")
+LAST = ("memory_cleanup", "convert_module_to_backpack", "install_as_backpack")
 ELSEWHERE = ("Autodiff", "CTX", "Rule", "context", "extensions")
 """Names of `bpk` that other pages describe."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -20,8 +20,8 @@ class LayerDerivatives:
     """Products with a layer's Jacobians and second derivative, at its last forward pass.
 
     `module` is an extended layer that still keeps `input0` and `output`. Columns `mat` have the layout of the layer's
-    own tensors, with `V` free columns in front: `[V, *input]`, `[V, *output]`, `[V, *p]`. With `subsampling` they have
-    as many samples as it lists.
+    own tensors, with `V` free columns in front: `[V, *input]`, `[V, *output]`, `[V, *p]`; without, it is one vector.
+    With `subsampling` they have as many samples as it lists.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -45,8 +45,11 @@ class LayerDerivatives:
     ) -> Tensor:
         """`J m` with `J = d output / d input0`: `[V, *input] -> [V, *output]`."""
         state = state_of(self.rule, module, subsampling)
-        columns = state.entrance.to_rule(given(mat))
-        return state.exit.to_graph(self.rule.jac_mat_prod(state.call, columns, 0))
+
+        def push(columns: Tensor) -> Tensor:
+            return state.exit.to_graph(self.rule.jac_mat_prod(state.call, state.entrance.to_rule(columns), 0))
+
+        return one_or_several(push, given(mat), state.call.inputs[0].dim())
 
     def jac_t_mat_prod(
         self,
@@ -58,8 +61,11 @@ class LayerDerivatives:
     ) -> Tensor:
         """`J^T m` with `J = d output / d input0`: `[V, *output] -> [V, *input]`."""
         state = state_of(self.rule, module, subsampling)
-        columns = state.exit.to_rule(given(mat))
-        return state.entrance.to_graph(self.rule.jac_t_mat_prod(state.call, columns, 0))
+
+        def pull(columns: Tensor) -> Tensor:
+            return state.entrance.to_graph(self.rule.jac_t_mat_prod(state.call, state.exit.to_rule(columns), 0))
+
+        return one_or_several(pull, given(mat), state.call.output.dim())
 
     def param_jac_mat_prod(
         self,
@@ -73,7 +79,11 @@ class LayerDerivatives:
         """`J m` with `J = d output / d parameter`: `[V, *p] -> [V, *output]`."""
         state = state_of(self.rule, module, subsampling)
         self.require_parameter(state, param_str, module)
-        return state.exit.to_graph(self.rule.jac_mat_prod(state.call, given(mat), param_str))
+
+        def push(columns: Tensor) -> Tensor:
+            return state.exit.to_graph(self.rule.jac_mat_prod(state.call, columns, param_str))
+
+        return one_or_several(push, given(mat), state.call.params[param_str].dim())
 
     def param_mjp(
         self,
@@ -88,8 +98,11 @@ class LayerDerivatives:
         """`J^T m` with `J = d output / d parameter`: `[V, *output] -> [V, *p]`, or `[V, N, *p]` for every sample."""
         state = state_of(self.rule, module, subsampling)
         self.require_parameter(state, param_str, module)
-        columns = state.exit.to_rule(given(mat))
-        return self.rule.jac_t_mat_prod(state.call, columns, param_str, sum_batch=sum_batch)
+
+        def pull(columns: Tensor) -> Tensor:
+            return self.rule.jac_t_mat_prod(state.call, state.exit.to_rule(columns), param_str, sum_batch=sum_batch)
+
+        return one_or_several(pull, given(mat), state.call.output.dim())
 
     def ea_jac_t_mat_jac_prod(
         self, module: nn.Module, g_inp: Grads = None, g_out: Grads = None, mat: Tensor | None = None
@@ -135,6 +148,11 @@ class LayerDerivatives:
     def structure(self, module: nn.Module) -> Residual:
         """Zero, diagonal, or general."""
         return self.rule.residual(state_of(self.rule, module).call, (0,))
+
+
+def one_or_several(product: Callable[[Tensor], Tensor], mat: Tensor, dims: int) -> Tensor:
+    """A product with columns `[V, ...]`, or with one vector of so many axes."""
+    return product(mat[None])[0] if mat.dim() == dims else product(mat)
 
 
 def given(mat: Tensor | None) -> Tensor:

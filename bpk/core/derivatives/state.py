@@ -33,8 +33,8 @@ def state_of(rule: Rule, module: nn.Module, subsampling: Sequence[int] | None = 
         raise RuntimeError(
             explain(
                 f"{type(module).__name__} has kept no forward pass (module.input0, module.output).",
-                "it was not extended, has not been evaluated since, its backward pass has freed what was kept, or "
-                "nothing in its forward pass requires grad.",
+                "it was not extended, has not been evaluated since, ran under torch.no_grad() or bpk.disable(), or its "
+                "backward pass has freed what was kept.",
                 "call bpk.extend(module), then module(x), before you ask for its derivatives; keep what is stored with "
                 "backpack(..., retain_graph=True).",
             )

@@ -17,12 +17,14 @@ __all__ = ["GGNMP", "HMP", "PCHMP", "MatrixProduct"]
 
 
 class MatrixProduct(SecondOrderBackpropExtension):
-    """Common part: the field is a callable `[V, *p] -> [V, *p]` that stays valid after the backward pass.
+    """Common part: the field is a callable `[V, *p] -> [V, *p]`, or `[*p] -> [*p]` for one vector.
 
-    It keeps the forward pass's tensors that it needs, and refuses once they, or parameters, were changed.
+    It stays valid after the backward pass: it keeps the forward pass's tensors that it needs, and refuses once they, or
+    parameters, were changed.
     """
 
     curvature: Curvature
+    sums_samples = True
 
     def sweep(self) -> Sweep:
         return Tape(self.subsampling)
@@ -98,7 +100,7 @@ class PCHMP(MatrixProduct):
     torch.Size([2, 3, 4])
     """
 
-    curvature = Curvature.PCH
+    curvature = Curvature.PCH_CLIP
 
     def __init__(
         self, savefield: str = "pchmp", modify: str = "clip", subsampling: Sequence[int] | None = None
@@ -107,6 +109,7 @@ class PCHMP(MatrixProduct):
             raise ValueError(f"modify must be 'clip' or 'abs', got {modify!r}.")
         super().__init__(savefield, subsampling=subsampling)
         self.modify: Modify = "clip" if modify == "clip" else "abs"
+        self.curvature = Curvature.PCH_CLIP if modify == "clip" else Curvature.PCH_ABS
 
     def sweep(self) -> Sweep:
         return Tape(self.subsampling, factored=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bpk.by_hand import ByHand
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.square_root import SquareRoot
 from bpk.sweeps import Sweep
@@ -13,6 +14,10 @@ class SecondOrderBackpropExtension(BackpropExtension):
     """An extension that starts at an extended, scalar loss and backpropagates more than the gradient."""
 
     second_order = True
+
+    def sweep(self) -> Sweep:
+        """Default: whatever module extensions return."""
+        return ByHand(self.subsampling)
 
 
 class SquareRootExtension(SecondOrderBackpropExtension):

@@ -40,6 +40,7 @@ class DiagGGNExact(DiagGGN):
     """
 
     sums_rows = True
+    sums_samples = True
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
         super().__init__("diag_ggn_exact", None, subsampling)
@@ -63,6 +64,8 @@ class DiagGGNMC(DiagGGN):
     >>> model.weight.diag_ggn_mc.shape
     torch.Size([3, 4])
     """
+
+    sums_samples = True
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
         super().__init__("diag_ggn_mc", positive("mc_samples", mc_samples), subsampling)

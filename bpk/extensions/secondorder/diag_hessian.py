@@ -43,6 +43,8 @@ class DiagHessian(HessianDiagonal):
     torch.Size([3, 4])
     """
 
+    sums_samples = True
+
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
         super().__init__("diag_h", subsampling=subsampling)
 

@@ -8,9 +8,11 @@ from enum import Enum
 from torch import Tensor
 
 from bpk.averaged import Averaged
+from bpk.bent import Bent
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.jacobians.errors import explain
 from bpk.square_root import SquareRoot
 from bpk.statistics import Uses
 from bpk.sweeps import Sweep
@@ -49,7 +51,11 @@ class HBP(SecondOrderBackpropExtension):
     a parameter used several times sums over its uses likewise, groups of a convolution are averaged in `A`.
 
     Args:
-        curv_type: The curvature that is approximated (only the GGN has square roots).
+        curv_type: The curvature that is approximated. The Hessian and the positive-curvature Hessian (`PCH_CLIP`,
+            `PCH_ABS`) need `BATCH_AVERAGE`: `G` of a layer is `mean_n J_n^T G' J_n + sum_n R_n`, with `R_n` the layer's
+            second derivative contracted with the gradient, and negative eigenvalues of `sum_n R_n` clipped or made
+            positive. Factors of the Hessian may be indefinite. Second derivatives with respect to parameters are left
+            out.
         loss_hessian_strategy: Exact columns, sampled columns, or the sum over samples.
         backprop_strategy: Backpropagate a square root (KFAC, KFLR) or a batch average (KFRA).
         ea_strategy: How the expectation is split.
@@ -81,9 +87,13 @@ class HBP(SecondOrderBackpropExtension):
         subsampling: Sequence[int] | None = None,
     ) -> None:
         super().__init__(savefield, subsampling=subsampling)
-        if curv_type is not Curvature.GGN:
+        if curv_type is not Curvature.GGN and backprop_strategy is BackpropStrategy.SQRT:
             raise ValueError(
-                f"HBP approximates Curvature.GGN; got {curv_type}. Use HMP or DiagHessian for the Hessian."
+                explain(
+                    f"HBP({curv_type}) cannot use BackpropStrategy.SQRT.",
+                    "a square root stands for the GGN, and second derivatives of layers are no part of it.",
+                    "pass backprop_strategy=BackpropStrategy.BATCH_AVERAGE, or use HMP, PCHMP or DiagHessian.",
+                )
             )
         if approximation not in APPROXIMATIONS:
             raise ValueError(f"approximation must be one of {APPROXIMATIONS}, got {approximation!r}.")
@@ -107,6 +117,8 @@ class HBP(SecondOrderBackpropExtension):
         drawn = self.get_num_mc_samples()
         if self.backprop_strategy is BackpropStrategy.SQRT:
             return SquareRoot(drawn, self.subsampling)
+        if self.curv_type is not Curvature.GGN:
+            return Bent(self.curv_type, drawn, self.subsampling)
         return Averaged(drawn, self.subsampling)
 
     def value(self, uses: Uses) -> list[Tensor]:
