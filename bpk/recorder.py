@@ -19,12 +19,8 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd, owner_of, parameters_of
+from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, owner_of, parameters_of
 from bpk.rules import REGISTRY
-
-UNRECORDED = object()
-"""Stashed where a layer changes a view in place: autograd then rebuilds the graph around the viewed tensor, so the
-layer is left to autograd as part of the stretch between two recorded calls."""
 
 
 class Keep(torch.autograd.Function):
@@ -67,9 +63,18 @@ class Together(torch.autograd.Function):
 
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
+    viewed = module.__dict__.pop("_bpk_viewed", None)
+    changed = write_down(module, args, kwargs, output)
+    if viewed is None:
+        return changed
+    return viewed.copy_(output if changed is None else changed)  # what the layer did to a copy
+
+
+def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Record a call; returns what takes the place of its output, if anything does."""
     fields = module.__dict__
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
-    if stashed is UNRECORDED or CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
+    if CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:
@@ -102,7 +107,6 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     if rule is not None and len(module._parameters) > len(written.params):
         require_names(written, node)
     written.drawn = drawn
-    written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
     for name, x in zip(INPUT_NAMES, inputs, strict=False):
@@ -201,38 +205,37 @@ def remember_generators(module: nn.Module, args: tuple[Any, ...]) -> None:
     module.__dict__["_bpk_drawn"] = RandomState.now(torch.device("cpu") if parameter is None else parameter.device)
 
 
-def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of layers that may work in place: keep the input that they will overwrite."""
-    if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed():
-        return
-    if not args or not args[0].requires_grad:
-        return
+def stash(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of layers that may work in place: keep the input that they will overwrite.
+
+    Where that is a view, autograd rebuilds the graph around the viewed tensor, and no call could be found there. So the
+    layer works on a copy, and its result is copied into the view.
+    """
+    fields = module.__dict__
+    fields.pop("_bpk_stash", None), fields.pop("_bpk_viewed", None)  # of a call that failed
+    if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed() or not torch.is_grad_enabled():
+        return None
+    if not args or not isinstance(args[0], Tensor) or not args[0].requires_grad:
+        return None
     x = args[0]
+    memory = x if x._base is None else x._base
+    producer = None if memory.grad_fn is None else owner_of(memory.grad_fn)
+    if producer is not None:
+        producer.keep_output()
     if x._is_view():
-        dissolve(x.grad_fn)
-        module.__dict__["_bpk_stash"] = UNRECORDED
-        return
+        fields["_bpk_viewed"] = x
+        x = x.clone()
     kept, edge = keep(x)
     rule = REGISTRY.find(module)
-    if rule is not None and not rule.from_output and torch.is_grad_enabled():
+    if rule is not None and not rule.from_output:
         kept = Keep.apply(x.clone())
-    module.__dict__["_bpk_stash"] = (kept, edge)
+    fields["_bpk_stash"] = (kept, edge)
+    return (x, *args[1:])
 
 
 def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
     """Whether a view looks at memory that an input looks at, too."""
     return any(out._base is (x._base if x._is_view() else x) for x in inputs)
-
-
-def dissolve(node: Node | None) -> None:
-    """Forget the records of views that lead to a tensor which is about to be changed in place."""
-    while node is not None:
-        found = owner_of(node)
-        if found is not None and not found.is_view:
-            return
-        if found is not None:
-            leave_to_autograd(found, node)
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
 
 
 class Forgotten:
