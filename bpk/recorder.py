@@ -15,6 +15,7 @@ from bpk.graph import parameter_edges
 from bpk.jacobians.autodiff_loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
@@ -85,6 +86,8 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     rule = REGISTRY.find(module)
     if rule is None and not fields.get("_bpk_path") and is_loss(module, output):
         rule = GENERIC_LOSS
+    if any(t.is_complex() for t in (*results.values(), *tensors_in(args))) and not isinstance(rule, Loss):
+        return None  # rules have products with real numbers; autograd knows what to conjugate
     if any(p.requires_grad and not p.is_leaf for p in parameters_of(module, rule).values()):
         return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)
@@ -164,6 +167,9 @@ def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: di
     if any(x.is_nested for x in binding.inputs):
         reason = "it was given a nested tensor, whose samples have different lengths."
         return dataclasses.replace(binding, problem=reason, do="pad the samples to one length (with a mask).")
+    if isinstance(rule, Loss) and any(x.is_complex() for x in binding.inputs):
+        reason = "it was given complex numbers, and Hessians are those with respect to real ones."
+        return dataclasses.replace(binding, problem=reason, do="compute a real prediction from them in the model.")
     for k, x in enumerate(binding.inputs):
         if binding.axis(k) is None and x.requires_grad and not binding.problem:
             reason = f"its input {k} has no batch axis, and depends on parameters."
