@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import hessian, jacrev, vjp
 
 import bpk
 from bpk import extensions as E
@@ -17,7 +18,7 @@ from bpk.custom_module.graph_utils import BackpackTracer, ConversionError, conve
 from bpk.jacobians.function_module import FunctionModule, ParametricFunction, PlainFunction
 from tests.compare import ON_ANY_GRAPH, Assembled, agrees, rand
 from tests.helpers import backward
-from tests.reference import Reference
+from tests.reference import Reference, positive
 
 
 class Renamed:
@@ -388,6 +389,93 @@ def test_tied_weights() -> None:
     converted = check(Tied(), torch.randint(3, (4, 2)), exts=exts)
     assert [n for n, _ in converted.named_parameters()] == ["embedding.weight", "layer.weight", "layer.bias"]
     assert converted.get_submodule("linear0").weight is converted.embedding.weight
+
+
+class OwnAndComputed(nn.Module):
+    """A weight in its layer, and in a function of a function of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(torch.tanh(self.layer(x)), self.layer.weight.sigmoid()))
+
+
+@pytest.mark.parametrize("width", [1, 3])  # of width 1, both blocks have the same size
+def test_kfra_of_a_weight_in_a_layer_and_in_a_function_is_refused(width: int) -> None:
+    model, loss_fn = convert(OwnAndComputed(width).double()), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.raises(NotImplementedError, match=f"KFRA cannot be .*shape \\[{width}, {width}\\].*layer"):
+        backward(model, loss_fn, rand(3, width), torch.tensor([0, 2, 1]), E.KFRA())
+    check(OwnAndComputed(width), rand(3, width))
+
+
+class TiedKernel(nn.Module):
+    """The kernel of a convolution, in a second one that is a function."""
+
+    def __init__(self, second: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(2, 2, 2, padding=1), second
+        self.head = nn.Linear(len(second(torch.zeros(1, 2, 4), self.first.weight).flatten()), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.sigmoid(self.second(torch.tanh(self.first(x)), self.first.weight)).flatten(1))
+
+
+SECOND = {
+    "same": F.conv1d,
+    "transposed": F.conv_transpose1d,
+    "flipped": lambda x, w: F.conv1d(x, w.flip(2)),
+    "computed": lambda x, w: F.conv1d(x, w.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+@pytest.mark.parametrize("second", SECOND)
+def test_pchmp_of_a_tied_kernel_is_its_definition(second: str, modify: Any) -> None:
+    model = TiedKernel(SECOND[second]).double()
+    x, y, weight, head = rand(2, 2, 3), torch.tensor([2, 0]), model.first.weight.detach(), copy.deepcopy(model.head)
+    calls = (
+        lambda h, w: F.conv1d(h, w, model.first.bias.detach(), padding=1),
+        lambda h, w: torch.tanh(h),
+        lambda h, w: model.second(h, w),
+        lambda h, w: torch.sigmoid(h),
+        lambda h, w: F.linear(h.flatten(1), head.weight.detach(), head.bias.detach()),
+    )
+    expected = sum(
+        positive_block(calls, weight, x[n : n + 1], lambda out, n=n: F.cross_entropy(out, y[n : n + 1]) / 2, modify)
+        for n in range(2)
+    )
+    converted = convert(model)
+    backward(converted, bpk.extend(nn.CrossEntropyLoss()), x, y, E.PCHMP(modify=modify))
+    unit = torch.eye(weight.numel(), dtype=x.dtype).reshape(-1, *weight.shape)
+    torch.testing.assert_close(converted.first.weight.pchmp(unit).flatten(1), expected)
+
+
+def positive_block(calls: Any, weight: Tensor, x: Tensor, loss: Any, modify: str) -> Tensor:
+    """`[P, P]` of one sample: `Z^T R Z` of each call, with its positive residual `R` over input and weight together,
+    and `Z` the derivative of both by the weight; and the loss's `Z^T H Z`."""
+    size = weight.numel()
+    points = [x]
+    for call in calls:
+        points.append(call(points[-1], weight))
+    grad = jacrev(loss)(points[-1])
+    grads = [grad]
+    for call, point in reversed(list(zip(calls, points[:-1], strict=True))):
+        grads.insert(0, vjp(lambda h, f=call: f(h, weight), point)[1](grads[0])[0])
+    slope, total = torch.zeros(x.numel(), size, dtype=x.dtype), torch.zeros(size, size, dtype=x.dtype)
+    for call, point, after in zip(calls, points[:-1], grads[1:], strict=True):
+        both = torch.cat([point.flatten(), weight.flatten()])
+
+        def whole(z: Tensor, f: Any = call, at: Tensor = point) -> Tensor:
+            return f(z[: at.numel()].reshape(at.shape), z[at.numel() :].reshape(weight.shape)).flatten()
+
+        tangent = torch.cat([slope, torch.eye(size, dtype=x.dtype)])
+        moving = tangent.abs().sum(1) > 0  # the network's input stands still
+        bent = hessian(lambda z, f=whole, g=after: f(z) @ g.flatten())(both)[moving][:, moving]
+        total += tangent[moving].T @ positive(bent[None], modify)[0] @ tangent[moving]
+        slope = jacrev(whole)(both) @ tangent
+    return total + slope.T @ hessian(lambda out: loss(out.reshape(points[-1].shape)))(points[-1].flatten()) @ slope
 
 
 # ---- recurrent layers ------------------------------------------------------------------------------------
