@@ -15,6 +15,7 @@ from bpk.graph import parameter_edges
 from bpk.jacobians.autodiff_loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.function_module import FunctionModule
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
@@ -91,6 +92,8 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     if any(p.requires_grad and not p.is_leaf for p in parameters_of(module, rule).values()):
         return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)
+    if binding.problem and isinstance(module, FunctionModule):
+        return None  # autograd takes any function, and its parameters sample by sample
     if rule is not None and not binding.inputs and not binding.problem:
         return None  # it only passes on what is no tensor, such as a tuple inside a tuple
     if len(results) > 1 and rule is None:  # autograd knows which result depends on what

@@ -1,4 +1,4 @@
-"""Complex numbers between real layers: parameters used as parts of complex ones, spectral layers, complex predictions."""
+"""Complex numbers between real layers: parameters as parts of complex ones, spectral layers, complex predictions."""
 
 from __future__ import annotations
 
