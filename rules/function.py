@@ -14,7 +14,6 @@ from bpk.jacobians.call import Call, Options
 from bpk.jacobians.function_module import ParametricFunction, Slot, Step, common_dtype, is_float
 from bpk.jacobians.rule import case
 
-
 KNOWN = 16
 """For how many shapes of inputs it is kept whether one sample alone can be computed."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import hessian, jacrev, vjp
+from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
 
 import bpk
 from bpk import extensions as E
@@ -672,6 +672,57 @@ def test_control_flow_names_the_line() -> None:
     message = str(info.value)
     assert "test_converter.py:" in message and "if x.sum() > 0:" in message
     assert "without use_converter" in message
+
+
+class Transforming(nn.Module):
+    """Calls of `torch.func`, and parameters that the forward pass computes with before it uses its input."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.scale, self.head, self.how = linear(), nn.Parameter(torch.randn(4)), linear(4, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "functional_call":
+            halved = {name: p / 2 for name, p in self.layer.named_parameters()}
+            return self.head(functional_call(self.layer, halved, (x,)))
+        if self.how == "vmap":
+            return self.head(vmap(lambda row: self.layer(row).tanh())(x))
+        if self.how == "ensemble":
+            copies = {name: torch.stack([p, 2 * p]) for name, p in self.layer.named_parameters()}
+            return self.head(vmap(lambda p: functional_call(self.layer, p, (x,)))(copies).mean(0))
+        if self.how == "jvp":
+            return self.head(sum(jvp(self.layer, (x,), (torch.ones_like(x),))))
+        if self.how == "parameters alone":
+            return self.head(self.layer(x) * vmap(torch.exp)(dict(self.named_parameters())["scale"]))
+        return self.head(self.layer(x) * functional_call(Scale(), {"weight": self.scale.exp()}, (x,)))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("how", ["functional_call", "vmap", "ensemble", "jvp", "another module"])
+def test_transforms_are_refused_for_what_they_are(how: str) -> None:
+    model = Transforming(how)
+    with pytest.raises(ConversionError, match=r"transform of torch\.func, or a module with other parameters") as error:
+        convert_module_to_backpack(model)
+    assert "test_converter.py:" in error.value.where
+    model.double()
+    x = rand(3, 4)
+    with pytest.warns(UserWarning, match="extended without the converter"):
+        assert bpk.extend(model, use_converter=True) is model
+    assert model(x).shape == (3, 3)
+
+
+def test_what_is_computed_from_parameters_alone_is_not_fixed_at_the_conversion() -> None:
+    with pytest.raises(ConversionError, match="computes a tensor from parameters") as error:
+        convert_module_to_backpack(Transforming("parameters alone"))
+    assert "named_parameters" in error.value.where
 
 
 def test_what_cannot_be_converted_is_extended_as_it_is() -> None:
