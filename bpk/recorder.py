@@ -110,7 +110,7 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     places = {x.output_nr: k for k, x in zip(results, together, strict=True)}
     detached = {k: x.detach() for k, x in zip(results, together, strict=True)}
     written = Record(module, rule, binding, inputs, edges, detached, places)
-    if rule is not None and len(module._parameters) > len(written.params):
+    if rule is not None and (module._modules or len(module._parameters) > len(written.params)):
         require_names(written, node)
     written.drawn = drawn
     engine.belongings(node)[OWNER] = written
@@ -124,10 +124,9 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def require_names(written: Record, node: Node) -> None:
     """Refuse a rule that leaves out a parameter which the layer uses: it would get no field."""
-    own = written.module._parameters.items()
-    others: dict[str, Tensor] = {
-        name: p for name, p in own if p is not None and p.requires_grad and name not in written.params
-    }
+    named = {id(p) for p in written.params.values()}
+    own = written.module.named_parameters()
+    others: dict[str, Tensor] = {name: p for name, p in own if p.requires_grad and id(p) not in named}
     for name in parameter_edges(node, written.edges, others) if others else ():
         kind = type(written.module).__name__
         raise RuleError(
