@@ -15,9 +15,9 @@ from bpk.jacobians.rule import Rule
 class Registry:
     """Rules by module class and by function, loaded on first look-up.
 
-    `load` yields the rules that exist beforehand, `announced` those of other packages, with a name for each package: one
-    whose rules cannot be added is left out, and told. `add` brings in one more. Look-up is by exact class, then by a base
-    class whose `forward` was not overridden.
+    `load` yields the rules that exist beforehand, `announced` those of other packages, with a name for each package:
+    one whose rules cannot be added is left out, and told. `add` brings in one more. Look-up is by exact class, then by
+    a base class whose `forward` was not overridden.
     """
 
     def __init__(

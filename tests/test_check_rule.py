@@ -527,7 +527,7 @@ def test_a_parameter_of_an_inner_layer_that_is_not_named() -> None:
     assert "uses its parameter 'inner.bias', which the rule does not name" in finding(rule)
     bpk.register(rule)
     try:
-        with pytest.raises(RuleError, match="does not name its parameter 'inner.bias'"):
+        with pytest.raises(RuleError, match=r"does not name its parameter 'inner\.bias'"):
             bpk.extend(Pair())(torch.ones(4, 3), torch.ones(4, 2))
     finally:
         bpk.unregister(rule)
