@@ -168,7 +168,8 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     if movable and axis and len(record.used) > 1 and not record.params:
         raise NotInFront([record])  # its results come side by side, without axes of their own
     if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
-        shared = record.batch_size != n or not record.inputs[0].is_floating_point()
+        passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `follow`)
+        shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
         if (movable or axis == 0) and shared and not record.knows_batch and n not in behind_first_axis(record):
             raise Shared(what)
         raise mixed(f"one {what}")

@@ -58,6 +58,7 @@ class Averaged(Sweep):
         super().__init__(samples)
         self.mc_samples = mc_samples
         self.params: set[int] = set()
+        self.whole: dict[int, bool] = {}
         self.leaves: set[int] = set()
 
     @property
@@ -204,6 +205,10 @@ class Averaged(Sweep):
             block = row.get(key)
             if block is not None:
                 pulled = pull_mean(step, block.T, name)
+                if pulled.shape[0] != pulled.shape[1] or self.whole[key] != whole(step, name, len(pulled)):
+                    kind = type(step.record.module).__name__
+                    used = f"'{step.record.path}' ({kind}) uses, and a function or a layer of another kind, too"
+                    raise uses_of_two_kinds(step.record.params[name], used)
                 found[name] = pulled + pulled.T
                 if name not in step.reused:
                     del row[key]
@@ -217,14 +222,23 @@ class Averaged(Sweep):
         for name in step.reused:
             key = owner(step, name)
             for index, source in step.sources.items():
-                self.link(end(source), key, mean_between(step, matrix, index, name))
+                between = mean_between(step, matrix, index, name)
+                self.whole[key] = whole(step, name, between.shape[1])
+                self.link(end(source), key, between)
             if outputs:
-                self.cross(outputs, [(key, pull_mean(step, stacked(outputs), name))])
+                pulled = pull_mean(step, stacked(outputs), name)
+                self.whole[key] = whole(step, name, pulled.shape[1])
+                self.cross(outputs, [(key, pulled)])
 
 
 def owner(step: Step, name: str) -> int:
     """What a parameter is called in the blocks; uses that see it transposed have blocks of their own."""
     return ~id(step.record.params[name]) if step.rule.transposes(name) else id(step.record.params[name])
+
+
+def whole(step: Step, name: str, width: int) -> bool:
+    """Whether the block of a parameter, of this width, is that of all its entries, and no Kronecker factor."""
+    return width == step.record.params[name].numel() and step.rule.kron_input(step.call, name) is None
 
 
 def end(source: Source) -> int:
@@ -242,14 +256,19 @@ def require_functions_only(source: Source, params: set[int]) -> None:
     """A parameter of a layer has a Kronecker factor, one that functions use its whole block: they cannot be added."""
     for leaf in source.trained:
         if id(leaf) in params or is_awaited(leaf):
-            raise UnsupportedLayer(
-                explain(
-                    f"KFRA cannot be computed for a parameter of shape {list(leaf.shape)}, which a layer uses, and "
-                    f"plain functions before '{source.consumer.path}' ({type(source.consumer.module).__name__}), too.",
-                    "the recursion gives the layer's use a Kronecker factor, and the functions' use a whole block.",
-                    "use KFLR or KFAC.",
-                )
-            )
+            consumer = f"'{source.consumer.path}' ({type(source.consumer.module).__name__})"
+            raise uses_of_two_kinds(leaf, f"a layer uses, and plain functions before {consumer}, too")
+
+
+def uses_of_two_kinds(param: Tensor, used: str) -> UnsupportedLayer:
+    """The error where one use of a parameter has a Kronecker factor, and another one does not."""
+    return UnsupportedLayer(
+        explain(
+            f"KFRA cannot be computed for a parameter of shape {list(param.shape)}, which {used}.",
+            "the recursion gives one of these uses a Kronecker factor, and the other one a whole block.",
+            "use KFLR or KFAC.",
+        )
+    )
 
 
 def require_samples(record: Record, apart: bool) -> None:

@@ -18,16 +18,14 @@ from bpk.identity import Keep, Together
 from bpk.jacobians.autodiff_loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.binding import Binding, tensors_in
 from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.function_module import FunctionModule
+from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import OWNER, Edge, Left, Record, Visit, leave_on, leave_to_autograd, owner_of, parameters_of
+from bpk.records import OWNER, Edge, Left, Record, Visit, leave_on, owner_of, parameters_of
 from bpk.rules import REGISTRY
-
-UNRECORDED = object()
-"""Stashed where a layer changes a view in place: autograd then rebuilds the graph around the viewed tensor, so the
-layer is left to autograd as part of the stretch between two recorded calls."""
 
 
 def keep(x: Tensor) -> tuple[Tensor, Edge]:
@@ -40,6 +38,15 @@ def keep(x: Tensor) -> tuple[Tensor, Edge]:
 
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
+    viewed = module.__dict__.pop("_bpk_viewed", None)
+    changed = write_down(module, args, kwargs, output)
+    if viewed is None:
+        return changed
+    return viewed.copy_(output if changed is None else changed)  # what the layer did to a copy
+
+
+def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Record a call; returns what takes the place of its output, if anything does."""
     fields = module.__dict__
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
     if CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
@@ -50,15 +57,21 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
             leave_note(module, result)
         return None
     rule = REGISTRY.find(module)
-    if not results or (stashed is not None and stashed[1] is UNRECORDED):
+    if not results:
         leave_unrecorded(module, rule, args, kwargs, output, None if stashed is None else stashed[0])
         return None
     if rule is None and not fields.get("_bpk_path") and is_loss(module, output):
         rule = GENERIC_LOSS
+    if any(t.is_complex() for t in (*results.values(), *tensors_in(args))) and not isinstance(rule, Loss):
+        leave_unrecorded(module, rule, args, kwargs, output)
+        return None  # rules have products with real numbers; autograd knows what to conjugate
     if any(p.requires_grad and not p.is_leaf for p in parameters_of(module, rule).values()):
         leave_unrecorded(module, rule, args, kwargs, output)
         return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)
+    if binding.problem and isinstance(module, FunctionModule):
+        leave_unrecorded(module, rule, args, kwargs, output)
+        return None  # autograd takes any function, and its parameters sample by sample
     if rule is not None and not binding.inputs and not binding.problem:
         leave_unrecorded(module, rule, args, kwargs, output)
         return None  # it only passes on what is no tensor, such as a tuple inside a tuple
@@ -77,11 +90,10 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     places = {x.output_nr: k for k, x in zip(results, together, strict=True)}
     detached = {k: x.detach() for k, x in zip(results, together, strict=True)}
     written = Record(module, rule, binding, inputs, edges, detached, places)
-    if rule is not None and len(module._parameters) > len(written.params):
+    if rule is not None and (module._modules or len(module._parameters) > len(written.params)):
         require_names(written, node)
     written.drawn = drawn
     written.handed = [weakref.ref(x) for x in (*binding.inputs, *together) if x.requires_grad]
-    written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
     leave_on(module, inputs, written.output)
@@ -117,10 +129,9 @@ def leave_unrecorded(
 
 def require_names(written: Record, node: Node) -> None:
     """Refuse a rule that leaves out a parameter which the layer uses: it would get no field."""
-    own = written.module._parameters.items()
-    others: dict[str, Tensor] = {
-        name: p for name, p in own if p is not None and p.requires_grad and name not in written.params
-    }
+    named = {id(p) for p in written.params.values()}
+    own = written.module.named_parameters()
+    others: dict[str, Tensor] = {name: p for name, p in own if p.requires_grad and id(p) not in named}
     for name in parameter_edges(node, written.edges, others) if others else ():
         kind = type(written.module).__name__
         raise RuleError(
@@ -164,6 +175,9 @@ def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: di
     if any(x.is_nested for x in binding.inputs):
         reason = "it was given a nested tensor, whose samples have different lengths."
         return dataclasses.replace(binding, problem=reason, do="pad the samples to one length (with a mask).")
+    if isinstance(rule, Loss) and any(x.is_complex() for x in binding.inputs):
+        reason = "it was given complex numbers, and Hessians are those with respect to real ones."
+        return dataclasses.replace(binding, problem=reason, do="compute a real prediction from them in the model.")
     for k, x in enumerate(binding.inputs):
         if binding.axis(k) is None and x.requires_grad and not binding.problem:
             reason = f"its input {k} has no batch axis, and depends on parameters."
@@ -220,38 +234,38 @@ def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
         CTX.called, CTX.given = None, ()
 
 
-def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of layers that may work in place: keep the input that they will overwrite."""
-    if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed():
-        return
-    if not args or not torch.is_grad_enabled():
-        return
+def stash(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of layers that may work in place: keep the input that they will overwrite.
+
+    Where that is a view, autograd rebuilds the graph around the viewed tensor, and no call could be found there. So the
+    layer works on a copy, and its result is copied into the view.
+    """
+    fields = module.__dict__
+    fields.pop("_bpk_stash", None), fields.pop("_bpk_viewed", None)  # of a call that failed
+    if not module.inplace or CTX.disabled or CTX.quiet or engine.is_transformed() or not torch.is_grad_enabled():
+        return None
+    if not args or not isinstance(args[0], Tensor):
+        return None
     x, rule = args[0], REGISTRY.find(module)
     copied = rule is not None and not rule.from_output
-    if not x.requires_grad or x._is_view():
-        if x.requires_grad:
-            dissolve(x.grad_fn)
-        edge = UNRECORDED if x.requires_grad else (None, 0)
-        module.__dict__["_bpk_stash"] = (x.detach().clone() if copied else x, edge)
-        return
+    if not x.requires_grad:
+        fields["_bpk_stash"] = (x.detach().clone() if copied else x, (None, 0))
+        return None
+    memory = x if x._base is None else x._base
+    producer = None if memory.grad_fn is None else owner_of(memory.grad_fn)
+    if producer is not None:
+        producer.keep_output()
+    if x._is_view():
+        fields["_bpk_viewed"] = x
+        x = x.clone()
     kept, edge = keep(x)
-    module.__dict__["_bpk_stash"] = (Keep.apply(x.clone()) if copied else kept, edge)
+    fields["_bpk_stash"] = (Keep.apply(x.clone()) if copied else kept, edge)
+    return (x, *args[1:])
 
 
 def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
     """Whether a view looks at memory that an input looks at, too."""
     return any(out._base is (x._base if x._is_view() else x) for x in inputs)
-
-
-def dissolve(node: Node | None) -> None:
-    """Forget the records of views that lead to a tensor which is about to be changed in place."""
-    while node is not None:
-        found = owner_of(node)
-        if found is not None and not found.is_view:
-            return
-        if found is not None:
-            leave_to_autograd(found, node)
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
 
 
 class Forgotten:

@@ -94,7 +94,6 @@ class Record:
         "given",
         "handed",
         "inputs",
-        "is_view",
         "module",
         "open",
         "params",
@@ -131,7 +130,6 @@ class Record:
         self.places = places
         self.used: list[int] = [] if len(results) > 1 else list(results)
         self.given = CTX.given
-        self.is_view = False
         self.training = module.training
         self.shifted = 0
         self.drawn: RandomState | None = None
@@ -288,6 +286,17 @@ class Record:
                 )
             )
         return self.output
+
+    def keep_output(self) -> None:
+        """The output is about to be overwritten: keep a copy where it stands in for an input that it overwrote."""
+        out, shown = self.output, self.module.__dict__
+        if self.rule is None or not self.rule.from_output or not any(x.is_set_to(out) for x in self.inputs):
+            return
+        number = next(iter(self.results))
+        self.results[number] = out.clone()
+        self.versions[len(self.inputs)] = self.results[number]._version
+        if shown.get("output") is out:
+            shown["output"] = self.results[number]
 
     def reopen(self) -> None:
         """Another backward pass may come: this use of the parameters is to be expected again."""

@@ -55,7 +55,9 @@ class Stretch:
         self.pulled = source.gradients(self.cotangent)
         with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
             self.tangents = [torch.zeros_like(p, requires_grad=True) for p in self.pulled]
-            self.pushed = torch.autograd.grad(self.pulled, self.cotangent, self.tangents, create_graph=True)[0]
+            pairs = [pair for pair in zip(self.pulled, self.tangents, strict=True) if pair[0].requires_grad]
+            pulled, tangents = [p for p, _ in pairs], [t for _, t in pairs]  # others were overwritten (`x.copy_(y)`)
+            self.pushed = torch.autograd.grad(pulled, self.cotangent, tangents, create_graph=True)[0]
         self.probes: Sequence[Tensor] = ()
         self.bent: Sequence[Tensor | None] = ()
         self.columns: Group | None = None

@@ -32,8 +32,13 @@ def upstream(record: Record, sources_of: SourcesOf) -> list[Record]:
 
 def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -> None:
     """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
-    leaves = [leaf for source in sources_of(loss).values() for leaf in source.leaves]
-    if not records and any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+    sources = sources_of(loss).values()
+    leaves = [leaf for source in sources for leaf in source.leaves]
+    if (
+        not records
+        and not any(source.trained for source in sources)
+        and any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+    ):
         raise RuntimeError(
             explain(
                 f"No extended layer feeds the loss '{loss.path}' ({type(loss.module).__name__}).",

@@ -73,7 +73,11 @@ class DotProductRule(Rule):
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         inputs = [given[name] for name in names if given.get(name) is not None]
         axes: list[Axis] = [0] * len(inputs)
-        if len(inputs) > 3 and (inputs[3].dim() < inputs[0].dim() or inputs[3].shape[0] == 1):
+        shared = len(inputs) > 3 and (inputs[3].dim() < inputs[0].dim() or inputs[3].shape[0] == 1)
+        if shared and inputs[3].requires_grad:  # computed from parameters: every sample sends it a gradient
+            mask = inputs[3][(None,) * (inputs[0].dim() - inputs[3].dim())]
+            inputs[3] = mask.expand(inputs[0].shape[0], *mask.shape[1:])
+        elif shared:
             inputs[3] = inputs[3] if inputs[3].dim() < inputs[0].dim() else inputs[3][0]
             axes[3] = None  # all samples share it
         apart = inputs[0].dim() >= 3 and len({(x.dim(), x.shape[0]) for x in inputs[:3]}) == 1

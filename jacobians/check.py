@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from bpk.jacobians import check_conventions, check_overrides, check_products
 from bpk.jacobians.binding import tensors_in
-from bpk.jacobians.check_case import Case, Report, evaluate
+from bpk.jacobians.check_case import Case, Report, evaluate, product_of, raised
 from bpk.jacobians.check_loss import loss_hessian
 from bpk.jacobians.check_reference import Reference
-from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.errors import RuleError, explain, raised_at
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Example, Rule
 from bpk.jacobians.several import SeveralOutputs
@@ -70,14 +70,41 @@ def check_rule(
             )
         )
     with torch.random.fork_rng(devices=[]):
-        _require_names(rule, chosen)
-        for example in chosen:
+        built = [example for example in chosen if _builds(example, report)]
+        if len(built) == len(chosen):
+            try:
+                _require_names(rule, chosen)
+            except RuleError:
+                raise
+            except Exception as error:  # of `params_of`
+                finding = raised(product_of(rule, error), f"'{chosen[0]}'", error)
+                raise RuleError(finding) from error
+        for example in built:
             for dtype in dtypes:
-                for some in [used] if used is not None else _uses(rule, example, dtype):
-                    _check_example(rule, example, dtype, seed, report, some)
+                about = f"'{example}' in {str(dtype).removeprefix('torch.')}"
+                try:
+                    for some in [used] if used is not None else _uses(rule, example, dtype):
+                        _check_example(rule, example, dtype, seed, report, about, some)
+                except Exception as error:  # any error of a rule is a finding, whatever its class
+                    product = product_of(rule, error)
+                    if not product and isinstance(error, RuleError):
+                        raise
+                    report.failures.append(raised(product or f"the layer of {rule.name}", about, error))
     if report.failures:
         raise RuleError(_message(report))
     return report
+
+
+def _builds(example: Example, report: Report) -> bool:
+    """Whether the layer of an example can be built; if not, that is a finding."""
+    try:
+        example.build()
+    except Exception as error:  # whatever the layer's class raises
+        what = f"the layer of '{example}' cannot be built."
+        why = f"it raised {type(error).__name__}: {error}"
+        report.failures.append(explain(what, why, "correct the arguments in case(...).", raised_at(error, False)))
+        return False
+    return True
 
 
 def _require_names(rule: Rule, chosen: Sequence[Example]) -> None:
@@ -117,17 +144,24 @@ def _uses(rule: Rule, example: Example, dtype: torch.dtype) -> list[tuple[int, .
 
 
 def _check_example(
-    rule: Rule, example: Example, dtype: torch.dtype, seed: int, report: Report, used: Sequence[int] = (0,)
+    rule: Rule,
+    example: Example,
+    dtype: torch.dtype,
+    seed: int,
+    report: Report,
+    about: str,
+    used: Sequence[int] = (0,),
 ) -> None:
     torch.manual_seed(seed)
     module, inputs = example.build().to(dtype), example.inputs(dtype)
-    about = f"'{example}' in {str(dtype).removeprefix('torch.')}"
     try:
         draws = _draws_random_numbers(module, inputs)
         torch.manual_seed(seed)
         call = evaluate(rule, module, inputs, used)
     except (RuntimeError, NotImplementedError) as error:
-        if dtype == torch.float64:
+        if product := product_of(rule, error):
+            report.failures.append(raised(product, about, error))
+        elif dtype == torch.float64:
             report.failures.append(explain(f"the forward of {about} raised.", str(error), "correct the example."))
         else:
             report.skipped[f"torch does not evaluate {example} in {str(dtype).removeprefix('torch.')}"] += 1
@@ -168,9 +202,9 @@ def _check_layer(case: Case, obstacle: str | None) -> None:
 
 
 def unnamed(rule: Rule, module: nn.Module, inputs: Sequence[Tensor]) -> list[str]:
-    """Direct parameters that a layer uses and its rule does not name."""
+    """Parameters that a layer uses and its rule does not name."""
     known = set(() if isinstance(rule, Loss) else rule.params_of(module))
-    others = {n: p for n, p in module.named_parameters(recurse=False) if n not in known and p.requires_grad}
+    others = {n: p for n, p in module.named_parameters() if n not in known and p.requires_grad}
     if not others:
         return []
     with torch.enable_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.check_reference import Reference
-from bpk.jacobians.errors import explain
+from bpk.jacobians.errors import explain, raised_at
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.rule import Rule
 
@@ -114,7 +115,7 @@ class Case:
             with torch.no_grad():
                 result = function(*args)
         except Exception as error:  # any error of a rule is a finding, whatever its class
-            self.fail(product, f"it raised {type(error).__name__}: {error}", "let the product accept this call.")
+            self.report.failures.append(raised(product, self.about, error))
             return None
         for x, (copy, version) in zip(watched, before, strict=True):
             if x._version != version or not torch.equal(x.nan_to_num(), copy.nan_to_num()):
@@ -212,6 +213,18 @@ def evaluate(rule: Rule, module: nn.Module, inputs: Sequence[Tensor], used: Sequ
         with torch.no_grad():
             return Call(binding.options, binding.seen(binding.inputs), {}, module(*inputs))
     return Call.of(module, *inputs, params=rule.params_of(module), rule=rule, used=used)
+
+
+def raised(product: str, about: str, error: BaseException) -> str:
+    """The finding that a product of a rule, or what is asked before products, raised an error."""
+    what = f"it raised {type(error).__name__}: {error}"
+    return explain(f"{product} is wrong for {about}.", what, "let it accept this call.", raised_at(error))
+
+
+def product_of(rule: Rule, error: BaseException) -> str:
+    """The method of a rule that an error passed first, or `""`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_locals.get("self") is rule]
+    return frames[0].f_code.co_name if frames else ""
 
 
 def wrt_name(wrt: Wrt) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import traceback
 import warnings
 from types import FrameType
 
@@ -11,6 +12,11 @@ import torch
 
 LIBRARIES = tuple(os.path.dirname(os.path.dirname(os.path.abspath(f))) + os.sep for f in (__file__, torch.__file__))
 """Folders of this package, and of those beside torch."""
+
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+PACKAGES = "-packages" + os.sep
+"""How folders of installed packages end, which may lie in that of Python."""
 
 
 def explain(what: str, why: str = "", do: str = "", where: str = "") -> str:
@@ -26,6 +32,22 @@ def explain(what: str, why: str = "", do: str = "", where: str = "") -> str:
         if text:
             parts.append(f"  {label}{text}")
     return "\n".join(parts)
+
+
+def raised_at(error: BaseException, anywhere: bool = True) -> str:
+    """`file:line, in function` of the innermost code of a user in which an error was raised.
+
+    Where none took part, that of this package, if it may be `anywhere`.
+    """
+    users = ours = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = os.path.abspath(frame.filename)
+        place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+        if file.startswith(LIBRARIES[0]):
+            ours = place
+        elif os.path.isfile(file) and not file.startswith(TORCH) and (PACKAGES in file or not file.startswith(PYTHON)):
+            users = place
+    return users or (ours if anywhere else "")
 
 
 def warn(message: str) -> None:

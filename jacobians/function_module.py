@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +110,8 @@ class ParametricFunction(FunctionModule):
         super().__init__(steps, inputs, converted_in_training)
         self.batched = batched
         self.sized = tuple(sized)
+        self.shapes: dict[Hashable, bool] = {}
+        """By shapes of inputs: whether the function takes one sample alone."""
 
 
 def fill(template: Any, known: Sequence[Any]) -> Any:

@@ -10,19 +10,25 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from bpk.jacobians.errors import RuleError, explain
+from bpk.jacobians.errors import RuleError, explain, warn
 from bpk.jacobians.rule import Rule
 
 
 class Registry:
     """Rules by module class and by function, loaded on first look-up.
 
-    `load` yields the rules that exist beforehand (built-in files, installed packages); `add` brings
-    in one more. Look-up is by exact class, then by a base class whose `forward` was not overridden.
+    `load` yields the rules that exist beforehand, `announced` those of other packages, with a name for each package:
+    one whose rules cannot be added is left out, and told. `add` brings in one more. Look-up is by exact class, then by
+    a base class whose `forward` was not overridden.
     """
 
-    def __init__(self, load: Callable[[], Iterable[Rule]]) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Iterable[Rule]],
+        announced: Callable[[], Iterable[tuple[str, Iterable[Rule]]]] = tuple,
+    ) -> None:
         self._load = load
+        self._announced = announced
         self._loaded = self._loading = False
         self._lock = threading.RLock()
         self._rules: list[Rule] = []
@@ -74,12 +80,31 @@ class Registry:
             try:
                 for rule in self._load():
                     self._insert(rule)
+                for package, rules in self._announced():
+                    self._insert_all(package, rules)
                 self._loaded = True
             except BaseException:  # not half of the rules: the next look-up shall raise as well
                 self._rules, self._owners = [], {}
                 raise
             finally:
                 self._loading = False
+
+    def _insert_all(self, package: str, rules: Iterable[Rule]) -> None:
+        """Add all rules of a package, or none of them where one cannot be added."""
+        before = list(self._rules), dict(self._owners)
+        try:
+            for rule in rules:
+                self._insert(rule)
+        except RuleError as error:
+            self._rules, self._owners = before
+            self._found.clear()
+            warn(
+                explain(
+                    f"The rules of {package} are left out: {str(error).splitlines()[0]}",
+                    "a package adds rules, and replaces none; its layers go without, through autograd itself.",
+                    "mend or uninstall that package.",
+                )
+            )
 
     def _insert(self, rule: Rule) -> None:
         if not isinstance(rule, Rule):

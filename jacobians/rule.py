@@ -23,6 +23,7 @@ from bpk.jacobians.again import call_again
 from bpk.jacobians.binding import Binding, in_front
 from bpk.jacobians.call import Call, Options, Wrt
 from bpk.jacobians.conversion import Conversion, Reader, convert
+from bpk.jacobians.errors import RuleError, explain
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:
@@ -94,9 +95,29 @@ def case(
 ) -> Example:
     """Write an `Example` the way the layer itself is written.
 
+    Args:
+        layer: The layer's class, or a function that builds it.
+        args, kwargs: What it is built with.
+        shape: The shape of its input, batch axis first.
+        shapes: In place of `shape`, the shapes of several inputs, in the order in which the layer takes them.
+        train: Whether the layer is in training mode.
+        target: From the first shape to further inputs, such as the target of a loss.
+        domain: From normal numbers to inputs for which the layer is defined.
+
     >>> str(case(nn.Linear, 2, 3, bias=False, shape=(4, 2)))
     'Linear(2, 3, bias=False) on 4x2'
+    >>> [list(x.shape) for x in case(nn.Bilinear, 2, 3, 1, shapes=((4, 2), (4, 3))).inputs()]
+    [[4, 2], [4, 3]]
     """
+    if (shape is None) == (not shapes):
+        name = getattr(layer, "__name__", str(layer))
+        raise RuleError(
+            explain(
+                f"The example of {name} has {'no shape' if shape is None else 'shape= and shapes='}.",
+                "inputs are drawn in the shapes that it gives.",
+                f"write case({name}, ..., shape=(4, 3)), or shapes=((4, 3), (4, 2)) for two inputs.",
+            )
+        )
     given = (tuple(shape),) if shape is not None else tuple(tuple(s) for s in shapes)
     return Example(layer, given, args, kwargs, train, target, domain)
 

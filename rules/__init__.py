@@ -17,21 +17,25 @@ from bpk.jacobians.rule import Rule
 
 
 def load() -> Iterator[Rule]:
-    """Yield the rules of the built-in files, then those of other packages."""
+    """Yield the rules of the built-in files."""
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
         yield from importlib.import_module(f"{__name__}.{info.name}").RULES
+
+
+def announced() -> Iterator[tuple[str, tuple[Rule, ...]]]:
+    """Yield the rules of other packages, each with what to call the package."""
     for entry in entry_points(group="bpk.rules"):
-        yield from announced(entry)
+        yield called(entry), loaded(entry)
 
 
-def announced(entry: EntryPoint) -> tuple[Rule, ...]:
+def loaded(entry: EntryPoint) -> tuple[Rule, ...]:
     """The rules of another package; if it cannot be imported, the user is told, and its layers go the generic way."""
     try:
         return tuple(entry.load())
-    except Exception as error:  # whatever that package raises
+    except (Exception, SystemExit) as error:  # whatever that package raises
         warn(
             explain(
-                f"The rules that a package announces as '{entry.name}' ({entry.value}) cannot be loaded: {error!r}.",
+                f"The rules of {called(entry)} cannot be loaded: {error!r}.",
                 "importing them raised; their layers go without rules, through autograd itself.",
                 "mend or uninstall that package.",
             )
@@ -39,4 +43,10 @@ def announced(entry: EntryPoint) -> tuple[Rule, ...]:
         return ()
 
 
-REGISTRY = Registry(load)
+def called(entry: EntryPoint) -> str:
+    """A package and what it announces, for messages."""
+    package = f"package '{entry.dist.name}'" if entry.dist is not None else "a package"
+    return f"{package}, announced as '{entry.name}' ({entry.value}),"
+
+
+REGISTRY = Registry(load, announced)

@@ -15,6 +15,9 @@ from bpk.jacobians.call import Call, Options
 from bpk.jacobians.function_module import ParametricFunction, Slot, Step, common_dtype, is_float
 from bpk.jacobians.rule import case
 
+KNOWN = 16
+"""For how many shapes of inputs it is kept whether one sample alone can be computed."""
+
 
 class DirectUse(Autodiff):
     """A function of tensors with a batch axis, of parameters, and of constants, by `torch.func`."""
@@ -27,8 +30,28 @@ class DirectUse(Autodiff):
         batched = [x.detach() if k in module.sized else x for k, x in enumerate(args[: module.batched])]
         sizes = {x.shape[0] if x.dim() else 0 for x in batched}
         problem = "its inputs have no common batch axis in front." if len(sizes) != 1 else ""
+        if not problem and not self.takes_one(module, batched, args[module.batched :]):
+            problem = "it cannot be computed for one sample alone."
         options = Bound(module, {"constants": args[module.batched :]}) if len(args) > module.batched else module
         return Binding(options, tuple(batched), problem=problem, do="expand them to the batch size.")
+
+    def takes_one(self, module: ParametricFunction, inputs: Sequence[Tensor], constants: Sequence[Any]) -> bool:
+        """Whether one sample alone gives one result: not where the batch size is written as a number.
+
+        This depends on shapes only, so that it is asked once for each; the values are compared in `mixing`.
+        """
+        shapes = (module.training, *(x.shape for x in inputs))
+        if shapes not in module.shapes:
+            try:
+                with torch.no_grad():
+                    one = module.forward(*[x[:1] for x in inputs], *constants)
+                found = isinstance(one, Tensor) and one.shape[:1] == (1,)
+            except (RuntimeError, ValueError, IndexError):
+                found = False
+            if len(module.shapes) >= KNOWN:
+                module.shapes.clear()
+            module.shapes[shapes] = found
+        return module.shapes[shapes]
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         if not isinstance(options, Bound):

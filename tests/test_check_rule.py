@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -482,3 +484,56 @@ class OneNumber(Autodiff):
 def test_parameter_that_is_one_number() -> None:
     rule = OneNumber(Sharpness, params=("beta",))
     assert check_rule(rule, [case(Sharpness, shape=(3, 2))]).passed["dense Jacobian"] == 4
+
+
+# ---- errors that a rule raises ---------------------------------------------------------------------------
+METHODS = ("bind", "obstacle", "params_of", "capture", "jac_mat_prod", "jac_t_mat_prod", "residual", "residual_diag")
+
+
+@pytest.mark.parametrize("error", [TypeError, ZeroDivisionError, AttributeError, RuntimeError, KeyError])
+@pytest.mark.parametrize("method", METHODS)
+def test_any_error_is_told_with_the_method_and_its_line(method: str, error: type[Exception], tmp_path: Path) -> None:
+    file = tmp_path / "of_mine.py"
+    file.write_text(f"def {method}(self, *args, **kwargs):\n    here = 1\n    raise Error('no')\n")
+    space: dict[str, Any] = {"Error": error}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    rule = type("Raising", (Tanh,), {method: space[method]})()
+    message = finding(rule)
+    assert f"{method} is wrong for 'Tanh() on 3x2'" in message or f"{method} with respect to" in message
+    assert f"it raised {error.__name__}: " in message
+    assert f"Rule: {file}:3, in {method}" in message
+
+
+class Pair(nn.Module):
+    """Of two inputs, with a parameter inside of a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(x) * self.inner(y)
+
+
+def test_examples_with_two_inputs() -> None:
+    example = case(Pair, shapes=((4, 3), (4, 2)))
+    report = check_rule(Autodiff(Pair, params=("inner.weight", "inner.bias"), examples=[example]))
+    assert report.checks > 50
+    assert [tuple(x.shape) for x in example.inputs()] == [(4, 3), (4, 2)]
+
+
+def test_a_parameter_of_an_inner_layer_that_is_not_named() -> None:
+    rule = Autodiff(Pair, params=("inner.weight",), examples=[case(Pair, shapes=((4, 3), (4, 2)))])
+    assert "uses its parameter 'inner.bias', which the rule does not name" in finding(rule)
+    bpk.register(rule)
+    try:
+        with pytest.raises(RuleError, match=r"does not name its parameter 'inner\.bias'"):
+            bpk.extend(Pair())(torch.ones(4, 3), torch.ones(4, 2))
+    finally:
+        bpk.unregister(rule)
+
+
+@pytest.mark.parametrize("given", [{}, {"shape": (3, 2), "shapes": ((3, 2), (3, 2))}], ids=["neither", "both"])
+def test_an_example_without_shape_is_refused(given: Any) -> None:
+    with pytest.raises(RuleError, match=r"(?s)The example of Pair has .*shapes=\(\(4, 3\), \(4, 2\)\) for two inputs"):
+        case(Pair, **given)

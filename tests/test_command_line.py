@@ -219,6 +219,7 @@ def test_wrong_rules(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"RULES = ({SWISH}, 3)\n", ":{line}: entry 1 of RULES is int and no rule"),
         (f"RULES = ({SWISH}, {SWISH})\n", ":{line}: Swish has two rules: "),
         ('RULES = (Elementwise("tanh(x)", nn.Tanh),)\n', ":{line}: Tanh has two rules: "),
+        ("raise SystemExit(0)\n", "cannot be imported: rules_of_mine.py:{line}: SystemExit: 0"),
         ("RULES = (Elementwse('x', Swish),)\n", ":{line}: NameError: name 'Elementwse' is not defined"),
     ],
 )
@@ -244,7 +245,7 @@ def test_an_example_that_cannot_be_built(here: Path, capsys: pytest.CaptureFixtu
     examples = "[case(Swish, 3, shape=(2, 2))]"
     rules = f'from bpk.jacobians import case\n\nRULES = (Elementwise("x", Swish, examples={examples}),)\n'
     assert checked(here, rules) == 1
-    assert "it cannot be checked: " in capsys.readouterr().out
+    assert "the layer of 'Swish(3) on 2x2' cannot be built.\n    Why: it raised TypeError: " in capsys.readouterr().out
 
 
 def test_a_file_of_the_package(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,3 +294,15 @@ def test_as_a_program(here: Path) -> None:
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith("error: models_of_mine:raises raised: models_of_mine.py:")
     assert "Traceback" not in ended.stderr
+
+
+def test_a_program_that_ends_in_a_product_is_no_success(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = (
+        "from bpk.jacobians import Autodiff, case\n\n\n"
+        "class Ends(Autodiff):\n"
+        "    def jac_t_mat_prod(self, call, mat, wrt=0, sum_batch=True):\n"
+        "        raise SystemExit(0)\n\n\n"
+        "RULES = (Ends(Swish, examples=[case(Swish, shape=(3, 2))]),)\n"
+    )
+    assert checked(here, rules) == 2
+    assert f"rules_of_mine.py:{RULES.count(chr(10)) + 6}: SystemExit: 0" in capsys.readouterr().err

@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
 
 import bpk
 from bpk import extensions as E
 from bpk.custom_module.graph_utils import BackpackTracer, ConversionError, convert_module_to_backpack
+from bpk.jacobians.attention_function import ScaledDotProductAttention
 from bpk.jacobians.function_module import FunctionModule, ParametricFunction, PlainFunction
 from tests.compare import ON_ANY_GRAPH, Assembled, agrees, rand
 from tests.helpers import backward
-from tests.reference import Reference
+from tests.reference import Reference, positive
 
 
 class Renamed:
@@ -397,6 +399,178 @@ def test_tied_weights() -> None:
     assert converted.get_submodule("linear0").weight is converted.embedding.weight
 
 
+class OwnAndComputed(nn.Module):
+    """A weight in its layer, and in a function of a function of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(torch.tanh(self.layer(x)), self.layer.weight.sigmoid()))
+
+
+@pytest.mark.parametrize("width", [1, 3])  # of width 1, both blocks have the same size
+def test_kfra_of_a_weight_in_a_layer_and_in_a_function_is_refused(width: int) -> None:
+    model, loss_fn = convert(OwnAndComputed(width).double()), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.raises(NotImplementedError, match=f"KFRA cannot be .*shape \\[{width}, {width}\\].*layer"):
+        backward(model, loss_fn, rand(3, width), torch.tensor([0, 2, 1]), E.KFRA())
+    check(OwnAndComputed(width), rand(3, width))
+
+
+class TiedKernel(nn.Module):
+    """The kernel of a convolution, in a second one that is a function."""
+
+    def __init__(self, second: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(2, 2, 2, padding=1), second
+        self.head = nn.Linear(len(second(torch.zeros(1, 2, 4), self.first.weight).flatten()), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.sigmoid(self.second(torch.tanh(self.first(x)), self.first.weight)).flatten(1))
+
+
+SECOND = {
+    "same": F.conv1d,
+    "transposed": F.conv_transpose1d,
+    "flipped": lambda x, w: F.conv1d(x, w.flip(2)),
+    "computed": lambda x, w: F.conv1d(x, w.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+@pytest.mark.parametrize("second", SECOND)
+def test_pchmp_of_a_tied_kernel_is_its_definition(second: str, modify: Any) -> None:
+    model = TiedKernel(SECOND[second]).double()
+    x, y, weight, head = rand(2, 2, 3), torch.tensor([2, 0]), model.first.weight.detach(), copy.deepcopy(model.head)
+    calls = (
+        lambda h, w: F.conv1d(h, w, model.first.bias.detach(), padding=1),
+        lambda h, w: torch.tanh(h),
+        lambda h, w: model.second(h, w),
+        lambda h, w: torch.sigmoid(h),
+        lambda h, w: F.linear(h.flatten(1), head.weight.detach(), head.bias.detach()),
+    )
+    expected = sum(
+        positive_block(calls, weight, x[n : n + 1], lambda out, n=n: F.cross_entropy(out, y[n : n + 1]) / 2, modify)
+        for n in range(2)
+    )
+    converted = convert(model)
+    backward(converted, bpk.extend(nn.CrossEntropyLoss()), x, y, E.PCHMP(modify=modify))
+    unit = torch.eye(weight.numel(), dtype=x.dtype).reshape(-1, *weight.shape)
+    torch.testing.assert_close(converted.first.weight.pchmp(unit).flatten(1), expected)
+
+
+def positive_block(calls: Any, weight: Tensor, x: Tensor, loss: Any, modify: str) -> Tensor:
+    """`[P, P]` of one sample: `Z^T R Z` of each call, with its positive residual `R` over input and weight together,
+    and `Z` the derivative of both by the weight; and the loss's `Z^T H Z`."""
+    size = weight.numel()
+    points = [x]
+    for call in calls:
+        points.append(call(points[-1], weight))
+    grad = jacrev(loss)(points[-1])
+    grads = [grad]
+    for call, point in reversed(list(zip(calls, points[:-1], strict=True))):
+        grads.insert(0, vjp(lambda h, f=call: f(h, weight), point)[1](grads[0])[0])
+    slope, total = torch.zeros(x.numel(), size, dtype=x.dtype), torch.zeros(size, size, dtype=x.dtype)
+    for call, point, after in zip(calls, points[:-1], grads[1:], strict=True):
+        both = torch.cat([point.flatten(), weight.flatten()])
+
+        def whole(z: Tensor, f: Any = call, at: Tensor = point) -> Tensor:
+            return f(z[: at.numel()].reshape(at.shape), z[at.numel() :].reshape(weight.shape)).flatten()
+
+        tangent = torch.cat([slope, torch.eye(size, dtype=x.dtype)])
+        moving = tangent.abs().sum(1) > 0  # the network's input stands still
+        bent = hessian(lambda z, f=whole, g=after: f(z) @ g.flatten())(both)[moving][:, moving]
+        total += tangent[moving].T @ positive(bent[None], modify)[0] @ tangent[moving]
+        slope = jacrev(whole)(both) @ tangent
+    return total + slope.T @ hessian(lambda out: loss(out.reshape(points[-1].shape)))(points[-1].flatten()) @ slope
+
+
+# ---- sizes written as numbers, and layers without samples ---------------------------------------------------
+class Numbered(nn.Module):
+    """A token for two samples, and no other number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer, self.head = nn.Parameter(torch.randn(1, 1, 4)), linear(), linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(2, -1, -1), self.layer(x)], 1)
+        return self.head((x + self.token).tanh().flatten(1))
+
+
+def test_a_batch_size_that_is_written_as_a_number() -> None:
+    converted = check(Numbered(), rand(2, 2, 4))
+    assert len([m for m in converted.modules() if isinstance(m, ParametricFunction)]) == 2
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        converted(rand(3, 2, 4))  # as the model itself
+
+
+class OneSample(nn.Module):
+    """Steps as rows, and as one sample again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.head = linear(), nn.Parameter(torch.randn(4)), linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.tanh(self.layer(x.flatten(0, 1)) * self.scale)
+        return self.head((rows.unflatten(0, (1, 3)) * self.scale).flatten(1))
+
+
+def test_a_batch_of_one_that_is_merged_and_split() -> None:
+    check(OneSample(), rand(1, 3, 4))
+
+
+class PositionNetwork(nn.Module):
+    """Attention whose mask a small network computes from a table of coordinates."""
+
+    def __init__(self, axes: int) -> None:
+        super().__init__()
+        self.project, self.head, self.axes = linear(4, 12), linear(12, 3), axes
+        self.network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+        self.out = nn.Identity()
+        self.register_buffer("coordinates", torch.randn(9, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, steps, size = x.shape
+        query, key, value = self.project(x).view(n, steps, 3, 2, 2).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = self.out(self.network(self.coordinates).view(3, 3, 2).permute(2, 0, 1)).contiguous()
+        mask = {2: mask[0], 3: mask, 4: mask.unsqueeze(0)}[self.axes]
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.head(found.transpose(1, 2).reshape(n, steps * size))
+
+
+@pytest.mark.parametrize("samples", [2, 3])  # two, as there are heads
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_an_attention_mask_from_parameters(axes: int, samples: int) -> None:
+    model, x, y = PositionNetwork(axes).double(), rand(samples, 3, 4), torch.randint(3, (samples,))
+    check(copy.deepcopy(model), x, y)
+    ref = Reference(model, (x,), lambda pred: F.cross_entropy(pred, y))
+    backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
+    agrees(model, ref, factors=False)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (1, 3, 3), (2, 3, 3), (1, 2, 3, 3)])
+def test_an_attention_layer_with_a_trained_mask(shape: tuple[int, ...]) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.head = linear(), linear(12, 3)
+            self.mask, self.attend = nn.Parameter(torch.randn(shape)), ScaledDotProductAttention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.project(x)
+            if len(shape) != 3 or shape[0] == 2:
+                h = h.view(-1, 3, 2, 2).transpose(1, 2)
+            return self.head(self.attend(h, h, h, self.mask).reshape(-1, 12))
+
+    model, x, y = Masked().double(), rand(3, 3, 4), torch.randint(3, (3,))
+    ref = Reference(model, (x,), lambda pred: F.cross_entropy(pred, y))
+    backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
+    agrees(model, ref, factors=False)
+
+
 # ---- recurrent layers ------------------------------------------------------------------------------------
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.Module], read: str, **options: Any) -> None:
@@ -505,6 +679,57 @@ def test_control_flow_names_the_line() -> None:
     message = str(info.value)
     assert "test_converter.py:" in message and "if x.sum() > 0:" in message
     assert "without use_converter" in message
+
+
+class Transforming(nn.Module):
+    """Calls of `torch.func`, and parameters that the forward pass computes with before it uses its input."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.scale, self.head, self.how = linear(), nn.Parameter(torch.randn(4)), linear(4, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "functional_call":
+            halved = {name: p / 2 for name, p in self.layer.named_parameters()}
+            return self.head(functional_call(self.layer, halved, (x,)))
+        if self.how == "vmap":
+            return self.head(vmap(lambda row: self.layer(row).tanh())(x))
+        if self.how == "ensemble":
+            copies = {name: torch.stack([p, 2 * p]) for name, p in self.layer.named_parameters()}
+            return self.head(vmap(lambda p: functional_call(self.layer, p, (x,)))(copies).mean(0))
+        if self.how == "jvp":
+            return self.head(sum(jvp(self.layer, (x,), (torch.ones_like(x),))))
+        if self.how == "parameters alone":
+            return self.head(self.layer(x) * vmap(torch.exp)(dict(self.named_parameters())["scale"]))
+        return self.head(self.layer(x) * functional_call(Scale(), {"weight": self.scale.exp()}, (x,)))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("how", ["functional_call", "vmap", "ensemble", "jvp", "another module"])
+def test_transforms_are_refused_for_what_they_are(how: str) -> None:
+    model = Transforming(how)
+    with pytest.raises(ConversionError, match=r"transform of torch\.func, or a module with other parameters") as error:
+        convert_module_to_backpack(model)
+    assert "test_converter.py:" in error.value.where
+    model.double()
+    x = rand(3, 4)
+    with pytest.warns(UserWarning, match="extended without the converter"):
+        assert bpk.extend(model, use_converter=True) is model
+    assert model(x).shape == (3, 3)
+
+
+def test_what_is_computed_from_parameters_alone_is_not_fixed_at_the_conversion() -> None:
+    with pytest.raises(ConversionError, match="computes a tensor from parameters") as error:
+        convert_module_to_backpack(Transforming("parameters alone"))
+    assert "named_parameters" in error.value.where
 
 
 def test_what_cannot_be_converted_is_extended_as_it_is() -> None:
@@ -623,8 +848,10 @@ def test_mixed_samples_are_noticed() -> None:
     converted = convert(Mixing())
     assert any(isinstance(m, ParametricFunction) for m in converted.modules())
     loss = bpk.extend(nn.CrossEntropyLoss())(converted(torch.randn(5, 4)), torch.randint(4, (5,)))
-    with pytest.raises(NotImplementedError, match="mixes the batch axis"), bpk.backpack(E.DiagGGNExact()):
+    with pytest.raises(NotImplementedError, match="mixes"), bpk.backpack(E.BatchDiagGGNExact()):
         loss.backward()
+    inputs = torch.randn(5, 4), torch.randint(4, (5,))
+    assert bpk.verify(converted, nn.CrossEntropyLoss(), *inputs, E.DiagGGNExact()), "a sum over the batch exists"
 
 
 def test_the_original_still_works() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,10 @@ class FarRenamed(Changed):
     """Its forward is that of `Changed`, which is not the one with a rule."""
 
 
+class Theirs(nn.Module):
+    """A layer of another package."""
+
+
 def swish(x: Tensor) -> Tensor:
     return x * x.sigmoid()
 
@@ -53,12 +59,15 @@ class Loader:
 class FakeEntryPoint:
     """An installed package's entry point."""
 
-    name, value = "theirs", "their.rules:RULES"
+    name, value, dist = "theirs", "their.rules:RULES", SimpleNamespace(name="their-package")
 
-    def __init__(self, rules: tuple[Rule, ...] | None) -> None:
+    def __init__(self, rules: tuple[Any, ...] | None, error: BaseException | None = None) -> None:
         self.rules = rules
+        self.error = error
 
     def load(self) -> tuple[Rule, ...]:
+        if self.error is not None:
+            raise self.error
         if self.rules is None:
             raise ImportError("it needs a library that is not there")
         return self.rules
@@ -157,24 +166,37 @@ def test_rules_of_other_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> 
         return (FakeEntryPoint((rule,)),)
 
     monkeypatch.setattr(bpk.rules, "entry_points", entry_points)
-    registry = Registry(bpk.rules.load)
+    registry = Registry(bpk.rules.load, bpk.rules.announced)
     assert registry.find(Renamed()) is rule
     assert registry.find(nn.Linear) is not None, "the built-in rules are there, too"
     assert asked == ["bpk.rules"]
 
 
-def test_rule_of_another_package_for_a_known_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bpk.rules, "entry_points", lambda group: (FakeEntryPoint((Autodiff(nn.Linear),)),))
-    registry = Registry(bpk.rules.load)
-    for _ in range(2):  # a second look-up does not go on with half of the rules
-        with pytest.raises(RuleError, match="Linear has two rules"):
-            registry.find(nn.Linear)
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (FakeEntryPoint((Autodiff(Theirs), Autodiff(nn.Linear))), "are left out: Linear has two rules"),
+        (FakeEntryPoint((Autodiff(Theirs), nn.Tanh())), r"are left out: Tanh\(\) is not a rule"),
+        (FakeEntryPoint((), SystemExit(0)), r"cannot be loaded: SystemExit\(0\)"),
+        (FakeEntryPoint((), TypeError("no")), r"cannot be loaded: TypeError\('no'\)"),
+    ],
+    ids=["overrides", "no rule", "exits", "raises"],
+)
+def test_rules_of_another_package_that_cannot_be_added_are_left_out(
+    entry: FakeEntryPoint, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bpk.rules, "entry_points", lambda group: (entry, FakeEntryPoint((Autodiff(Swish),))))
+    registry = Registry(bpk.rules.load, bpk.rules.announced)
+    with pytest.warns(UserWarning, match=f"package 'their-package', announced as 'theirs'.*{reason}.*\n.*\n.*Do:"):
+        assert registry.find(nn.Linear) is bpk.rules.REGISTRY.find(nn.Linear)
+    assert registry.find(Theirs) is None, "all of its rules are left out"
+    assert registry.find(Swish) is not None, "those of other packages are there"
 
 
 def test_rules_of_another_package_that_cannot_be_imported_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = (FakeEntryPoint(None), FakeEntryPoint((Autodiff(Swish),)))
     monkeypatch.setattr(bpk.rules, "entry_points", lambda group: entries)
-    registry = Registry(bpk.rules.load)
+    registry = Registry(bpk.rules.load, bpk.rules.announced)
     with pytest.warns(UserWarning, match=r"(?s)'theirs' \(their\.rules:RULES\).*a library that is not there.*Do:"):
         assert registry.find(nn.Linear) is not None
     assert registry.find(Swish) is not None, "those of other packages are there"

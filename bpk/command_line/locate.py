@@ -45,7 +45,7 @@ def module_at(where: str) -> ModuleType:
             hint = f" (is it the file {where}.py?)" if os.path.isfile(f"{where}.py") else ""
             raise UserError(f"there is no module '{where}'{hint}") from error
         raise UserError(f"{where} cannot be imported: {described(error)}") from error
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise UserError(f"{where} cannot be imported: {described(error)}") from error
 
 
@@ -69,7 +69,7 @@ def from_file(where: str) -> ModuleType:
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise UserError(f"{shown(where)} cannot be imported: {described(error)}") from error
     finally:
         sys.path.remove(str(path.parent))
@@ -82,5 +82,5 @@ def imported(name: str, where: str) -> ModuleType:
     """A module of a package, by its name."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise UserError(f"{shown(where)} cannot be imported: {described(error)}") from error

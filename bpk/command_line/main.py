@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from bpk.command_line import check, support, verify
-from bpk.command_line.errors import UserError
+from bpk.command_line.errors import UserError, described
 
 RIGHT, WRONG, MISTAKE = 0, 1, 2
 
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         if options.traceback:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    except SystemExit as ended:  # a file or a factory of the user ends the program, maybe as if all were right
+        print(f"error: {described(ended)}: the program was ended before anything came out", file=sys.stderr)
         return MISTAKE
     except BrokenPipeError:  # whoever reads the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -30,17 +30,45 @@ class ConversionError(NotImplementedError):
         self.why = why
 
 
+WITHOUT = (
+    "use bpk.extend(model) without use_converter=True, which takes any forward pass, or move that line into a "
+    "module of its own and bpk.register() a rule for it."
+)
+"""What to do where a forward pass is no graph."""
+
+
 def not_a_graph(root: object, error: Exception) -> ConversionError:
     """What is raised where a forward pass cannot be traced."""
+    if uses_transform(error):
+        return ConversionError(
+            root,
+            f"calls a transform of torch.func, or a module with other parameters ({type(error).__name__}: {error})",
+            "such calls evaluate a function of tensors while the forward pass is written down, and there are none "
+            "before the model runs.",
+            WITHOUT,
+            user_line(error),
+        )
     return ConversionError(
         root,
         f"cannot be written down as a graph of calls ({type(error).__name__}: {error})",
         "the converter goes through the forward pass once, before any input is known, so that Python cannot branch or "
         "loop on values or shapes, and nothing is remembered from one call to the next.",
-        "use bpk.extend(model) without use_converter=True, which takes any forward pass, or move that line into a "
-        "module of its own and bpk.register() a rule for it.",
+        WITHOUT,
         user_line(error),
     )
+
+
+class Transformed(RuntimeError):
+    """Found while a forward pass is written down: it happens inside of `torch.func`."""
+
+
+def uses_transform(error: BaseException) -> bool:
+    """Whether an error comes from `torch.func`: `vmap`, `grad`, `jvp`, `functional_call`, ..."""
+    if isinstance(error, Transformed):
+        return True
+    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else ()
+    files = [frame.filename.replace(os.sep, "/") for frame in frames]
+    return any("torch/_functorch/" in name or name.endswith("torch/nn/utils/stateless.py") for name in files)
 
 
 def user_line(error: BaseException) -> str:

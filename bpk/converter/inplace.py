@@ -1,7 +1,9 @@
 """Operations in place: out-of-place ones take their position, and what reads the tensor afterwards reads the result.
 
-Where the overwritten memory is also seen through another tensor (a view) that is read later, everything stays as it
-was written: the operation overwrites the same memory as in the original model.
+Where the overwritten memory is also seen through another tensor (a view) that is read later, the same memory is
+overwritten as in the original model, but by a copy of the result: `x.mul_(y)` becomes `x.copy_(x.clone() * y)`. Copies
+and views are linear, so that nonlinear functions are calls of their own here, too. What layers read of the memory
+before it is overwritten is a copy.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ VIEWS = {
 }
 """Functions whose result may share memory with their argument."""
 
+METADATA = {f"{name}_" for name in VIEWS} | {"resize_", "resize_as_", "set_"}
+"""Methods that change how a tensor looks at its memory, and not what is in there (or do nothing, as dropout may)."""
+
+DRAWING = {"bernoulli_", "normal_"}
+"""Methods that fill a tensor; those of the same name without underscore read its entries as probabilities."""
+
 OWN_MEMORY = (
     "activation",
     "batchnorm",
@@ -35,6 +43,8 @@ OWN_MEMORY = (
     "padding",
     "sparse",
     "instancenorm",
+    "rnn",
+    "upsampling",
 )
 """Files of `torch.nn.modules` whose layers write their result to memory of its own."""
 
@@ -69,7 +79,8 @@ def overwritten(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
         name = str(node.target)
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_" and function is not None
     elif node.op == "call_function":
-        in_place = function is operator.setitem or out_of_place(function) is not function or inplace_option(node)
+        named = name_of(node).endswith("_") and not name_of(node).endswith("__")
+        in_place = function is operator.setitem or function in IN_PLACE_OPERATORS or named or inplace_option(node)
     else:
         in_place = False
     return node.args[0] if in_place else None
@@ -99,39 +110,82 @@ def may_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 def remove_in_place(graph: fx.Graph, modules: dict[str, nn.Module], kinds: dict[fx.Node, Kind]) -> set[fx.Node]:
     """Rewrite in-place operations; returns the calls of in-place *modules* that are to work out of place."""
-    order = {node: k for k, node in enumerate(graph.nodes)}
-    aliases = Aliases()
+    order = list(graph.nodes)
+    aliases, lifted = Aliases(), dict(kinds)
     replaced: set[fx.Node] = set()
-    for node in list(graph.nodes):
+    for k, node in enumerate(order):
         target = overwritten(node, modules)
-        if target is None or kinds[node] is Kind.SIZE:
+        if kinds[node] is Kind.SIZE:
+            continue
+        if target is None:
             if may_alias(node, modules):
                 for source in node.all_input_nodes:
                     aliases.join(node, source)
             continue
-        group = [n for n in order if order[n] < order[node] and aliases.find(n) is aliases.find(target)]
-        seen_later = any(order[user] > order[node] for n in group if n is not target for user in n.users)
-        if seen_later or target.op == "get_attr" or not make_out_of_place(node):
-            keep_memory(node, target, group, order, aliases)
+        group = [n for n in order[:k] if aliases.find(n) is aliases.find(target)]
+        seen_later = any(user > node for n in group if n is not target for user in n.users)
+        if not seen_later and target.op != "get_attr" and make_out_of_place(node):
+            if node.op == "call_module":
+                replaced.add(node)
+            if f"{name_of(node)}_" in METADATA:
+                aliases.join(node, target)
+            for user in [user for user in target.users if user > node]:
+                user.replace_input_with(target, node)
             continue
-        if node.op == "call_module":
-            replaced.add(node)
-        later = [user for user in target.users if order[user] > order[node]]
-        for user in later:
-            user.replace_input_with(target, node)
+        kind = max(lifted[n] for n in (*group, *node.all_input_nodes))  # zeros have samples if such are put there
+        lifted.update(dict.fromkeys(group, kind))
+        if kind is Kind.TENSOR and target.op != "get_attr":
+            order[k] = node = keep_memory(node, target, replaced)
+            read_copies(group, node, modules, kinds, replaced)
+        for n in group:
+            light = min(kind, kinds.get(n, kind)) < Kind.TENSOR
+            if light or may_alias(n, modules) or name_of(n) == "clone":
+                n.meta[VERBATIM] = True
+        node.meta[VERBATIM], lifted[node] = True, kind
+        aliases.join(node, target)
     return replaced
 
 
-def keep_memory(
-    node: fx.Node, target: fx.Node, group: list[fx.Node], order: dict[fx.Node, int], aliases: Aliases
+def keep_memory(node: fx.Node, target: fx.Node, replaced: set[fx.Node]) -> fx.Node:
+    """Let an operation overwrite the same memory by a copy of its result; returns the node that does so."""
+    if name_of(node) in METADATA:
+        return node
+    graph = node.graph
+    with graph.inserting_before(node):
+        computed = graph.node_copy(node, lambda n: n)
+        if not make_out_of_place(computed):
+            graph.erase_node(computed)
+            return node
+        new = graph.call_method("copy_", (target, computed))
+    if computed.op == "call_module":
+        replaced.add(computed)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return new
+
+
+def read_copies(
+    group: list[fx.Node],
+    node: fx.Node,
+    modules: dict[str, nn.Module],
+    kinds: dict[fx.Node, Kind],
+    replaced: set[fx.Node],
 ) -> None:
-    """Leave an operation, and all that shares its memory, as it was written."""
-    for n in (*group, node):
-        n.meta[VERBATIM] = True
-    aliases.join(node, target)
-    for n in order:
-        if order[n] > order[node] and any(source in (*group, node) for source in n.all_input_nodes):
-            n.meta.setdefault(VERBATIM, name_of(n) in VIEWS)
+    """Let calls before a node, which overwrites the memory of a group, read copies of it: backward needs the values."""
+    for source in group:
+        for user in [user for user in source.users if user < node]:
+            shares = may_alias(user, modules) or (overwritten(user, modules) is not None and user not in replaced)
+            if shares or user.target is copy_of or kinds.get(user) is Kind.SIZE:
+                continue
+            with user.graph.inserting_before(user):
+                copied = user.graph.call_function(copy_of, (source,))
+            copied.meta[VERBATIM] = True
+            user.replace_input_with(source, copied)
+
+
+def copy_of(value: Any) -> Any:
+    """A tensor, or several, in memory of their own."""
+    return value.clone() if isinstance(value, Tensor) else type(value)([copy_of(part) for part in value])
 
 
 def make_out_of_place(node: fx.Node) -> bool:
@@ -140,7 +194,7 @@ def make_out_of_place(node: fx.Node) -> bool:
         return True
     if node.op == "call_method":
         name = str(node.target)[:-1]
-        if name not in dir(Tensor):
+        if name not in dir(Tensor) or node.target in DRAWING:
             return False
         node.target = name
         return True

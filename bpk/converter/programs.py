@@ -100,7 +100,7 @@ def step_of(node: fx.Node, slots: dict[fx.Node, int], module: nn.Module, tree: T
         module.add_module(function, twin(tree.model.get_submodule(str(node.target))))
     elif node.target == "view" and not node.meta.get(VERBATIM) and torch.dtype not in map(type, node.args):
         function = Tensor.reshape  # layers before it may have another memory layout than the functions had
-    elif node.target is operator.iadd:
+    elif node.target is operator.iadd and not node.meta.get(VERBATIM):
         function = operator.add
     return Step(function, place(node.args), place(node.kwargs), other)
 

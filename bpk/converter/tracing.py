@@ -14,7 +14,8 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.rnn import RNNBase
 
-from bpk.converter.failure import ConversionError, line_of, not_a_graph
+from bpk import engine
+from bpk.converter.failure import ConversionError, Transformed, line_of, not_a_graph
 from bpk.converter.kinds import OTHER, Kind, computes_size
 from bpk.converter.state import State, without_changes
 from bpk.converter.values import TYPE, Value, known_instances
@@ -52,6 +53,7 @@ class BackpackTracer(fx.Tracer):
         self.fixed: list[str] = []
         self.visited: set[str] = set()
         self.surroundings = surroundings()
+        self.own: dict[nn.Module, dict[str, Any]] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         node.meta[TYPE] = self.type_of(node)
@@ -69,6 +71,8 @@ class BackpackTracer(fx.Tracer):
         if isinstance(a, dict) and dataclasses.is_dataclass(a):  # `torch.fx` would make a plain dictionary of it
             fields = {f.name: self.create_arg(getattr(a, f.name)) for f in dataclasses.fields(a)}
             return self.create_node("call_function", type(a), (), fields)
+        if isinstance(a, torch.Tensor) and a.requires_grad and not isinstance(a, nn.Parameter):
+            raise RuntimeError("it computes a tensor from parameters without any input, which would stay as it is")
         return super().create_arg(a)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -76,6 +80,8 @@ class BackpackTracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if engine.is_transformed():
+            raise Transformed("a transform of torch.func calls functions of what is not known yet")
         if surroundings() != self.surroundings:
             raise RuntimeError("it switches gradients or autocast, which a graph of calls does not show")
         return super().create_node(*args, **kwargs)
@@ -89,6 +95,10 @@ class BackpackTracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.visited.add(self.path_of_module(m))
+        parts = m.modules() if self.is_leaf_module(m, self.path_of_module(m)) else (m,)
+        for part in parts:
+            if any(p is not self.own[part].get(name) for name, p in part._parameters.items() if part in self.own):
+                raise Transformed("a module is called with other parameters than its own")
         return super().call_module(m, forward, args, kwargs)
 
     def create_args_for_root(
@@ -123,6 +133,7 @@ class BackpackTracer(fx.Tracer):
         modules = list(root.modules()) if isinstance(root, nn.Module) else []
         state, generator = State(modules), torch.get_rng_state()
         self.surroundings = surroundings()
+        self.own = {m: dict(m._parameters) for m in modules}
         try:
             with known_instances(modules), without_changes():
                 graph = super().trace(root, concrete_args)
