@@ -89,11 +89,14 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     inputs, edges = tuple(x for x, _ in kept), tuple(edge for _, edge in kept)
     places = {x.output_nr: k for k, x in zip(results, together, strict=True)}
     detached = {k: x.detach() for k, x in zip(results, together, strict=True)}
+    handed = [weakref.ref(x) for x in (*binding.inputs, *together) if x.requires_grad]
+    if stashed is not None:  # what was overwritten has this call's own node, which the record must not refer to
+        binding = dataclasses.replace(binding, inputs=inputs)
     written = Record(module, rule, binding, inputs, edges, detached, places)
     if rule is not None and (module._modules or len(module._parameters) > len(written.params)):
         require_names(written, node)
     written.drawn = drawn
-    written.handed = [weakref.ref(x) for x in (*binding.inputs, *together) if x.requires_grad]
+    written.handed = handed
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
     leave_on(module, inputs, written.output)
