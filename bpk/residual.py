@@ -76,10 +76,30 @@ class StretchResidual:
             if self.is_zero:
                 return None
             self.require_samples()
-            if self.rows is None and not self.source.trained:
-                parts, signs = self.by_position(balanced=False).all()
-                return list(parts.values()), signs
-            return self.by_sample(balanced=False)
+            return (
+                self.of_targets_alone()
+                if self.rows is None and not self.source.trained
+                else self.by_sample(balanced=False)
+            )
+
+    def columns_apart(self) -> tuple[Group, Group]:
+        """Those of the targets without the parameters, and of the parameters without the targets (zero in the others).
+
+        Only asked for where `columns` are there.
+        """
+        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
+            targets = self.of_targets_alone() if self.shapes else self.by_sample(balanced=False)
+            found = [born.all() for born in self.of_parameters()]
+        nothing = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
+        lacking = [self.grad.new_zeros(1, len(self.grad), *p.shape) for p in self.source.trained]
+        params = found[0] if found else (dict(enumerate([*nothing, *lacking])), self.grad.new_zeros(1, len(self.grad)))
+        return targets, (list(params[0].values()), params[1])
+
+    def of_targets_alone(self) -> Group:
+        """The eigendecomposition of `R_xx`; parameters have zeros."""
+        parts, signs = self.by_position(balanced=False).all()
+        own = [signs.new_zeros(()).expand(*signs.shape, *p.shape) for p in self.source.trained]
+        return [*parts.values(), *own], signs
 
     def groups(self) -> Groups:
         """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes."""

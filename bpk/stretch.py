@@ -61,13 +61,16 @@ class Stretch:
         self.probes: Sequence[Tensor] = ()
         self.bent: Sequence[Tensor | None] = ()
         self.columns: Group | None = None
+        self.apart: tuple[Group, Group] | None = None  # columns of what calls hand on alone, and of parameters alone
         self.merged = False  # whether columns have an axis for the only sample
         self.refusal: UnsupportedLayer | None = None
         try:
             if factored:
                 residual = StretchResidual(source, share, merged=merged)
                 self.merged = merged and not residual.keeps_rows_apart
-                self.columns = (residual if merged == self.merged else StretchResidual(source, share)).columns()
+                residual = residual if merged == self.merged else StretchResidual(source, share)
+                self.columns = residual.columns()
+                self.apart = residual.columns_apart() if self.columns is not None and source.trained else None
             else:
                 with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
                     self.probes, self.bent = self.bend(source, share)
@@ -120,6 +123,9 @@ class Stretch:
         if self.columns is None:
             return [None] * len(self.tangents)
         parts, signs = self.columns
+        number = sum(port is not None for port in self.ports)
+        if self.apart is not None and not (any_of(tangents[:number]) and any_of(tangents[number:])):
+            parts, signs = self.apart[any_of(tangents[number:])]
         names: list[Wrt] = [k if port is not None else f"parameter {k}" for k, port in enumerate(self.ports)]
         pairs = [(name, t, part) for name, t, part in zip(names, tangents, parts, strict=True) if t is not None]
         known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}
@@ -158,6 +164,11 @@ class Stretch:
     def once(self, mat: Tensor) -> Tensor:
         """Columns over the considered samples, from columns in which each counts as often as it is named."""
         return mat if self.counts is None else self.narrow(mat / spread(self.counts.clamp(min=1), mat.dim() - 1))
+
+
+def any_of(mats: Sequence[Tensor | None]) -> bool:
+    """Whether there are any."""
+    return any(mat is not None for mat in mats)
 
 
 def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:

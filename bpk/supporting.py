@@ -64,12 +64,13 @@ def support(subject: Any, /, *rest: Any, inputs: Any = None, **named: Any) -> Su
     >>> import torch, bpk
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.ReLU())
     >>> print(bpk.support(model, bpk.extensions.KFAC(), bpk.extensions.DiagGGNExact()))
-    where  layer        all 2 extensions
-    -----  -----------  ----------------
-    0      Linear       rule
-    1      BatchNorm1d  refused [1]
-    2      ReLU         rule
+    where  layer        KFAC         DiagGGNExact
+    -----  -----------  -----------  ------------
+    0      Linear       rule         rule
+    1      BatchNorm1d  refused [1]  generic [2]
+    2      ReLU         rule         rule
     [1] BatchNorm in training mode mixes samples: it standardises with the statistics of the batch. Do: ...
+    [2] BatchNorm in training mode mixes samples: ... The quantity is that of the whole batch, ...
     >>> bpk.support(model.eval()).refused
     ()
     """

@@ -257,7 +257,7 @@ class Reference:
     @cached_property
     def chain(self) -> Chain:
         """The model layer by layer; only for (nested) `Sequential` models."""
-        return Chain(self)
+        return ChainOfBatch(self) if mixes_samples(self.model) else Chain(self)
 
 
 def mixes_samples(model: nn.Module) -> bool:
@@ -346,6 +346,10 @@ class Chain:
             grads.append(gradients((out * grads[-1]).sum(), [point])[0])
         return grads[::-1]
 
+    def start(self) -> Tensor:
+        """`[N, D, D]`: the Hessian of the loss."""
+        return self.ref.loss_hessian
+
     def input_jacobian(self, k: int) -> Tensor:
         """`[N, D_out, D_in]`; samples do not mix, so one entry of all samples is taken at a time."""
         flat = self.outputs[k].flatten(1)
@@ -381,7 +385,7 @@ class Chain:
 
     def pchmp(self, modify: str) -> dict[str, Tensor]:
         """`[P, P]` per parameter: residuals clipped to (or replaced by) their positive (absolute) part."""
-        matrices, grads = self.ref.loss_hessian, self.output_grads()
+        matrices, grads = self.start(), self.output_grads()
         blocks = {}
         for k in reversed(range(len(self.layers))):
             for full, _, param in self.own_params(k):
@@ -416,6 +420,28 @@ class Chain:
                 jac = self.input_jacobian(k)
                 matrix = (jac.transpose(1, 2) @ matrix @ jac).mean(0)
         return factors
+
+
+class ChainOfBatch(Chain):
+    """The same where samples mix: the whole batch is one sample."""
+
+    def start(self) -> Tensor:
+        return torch.block_diag(*self.ref.loss_hessian)[None]
+
+    def input_jacobian(self, k: int) -> Tensor:
+        rows = [gradients(entry, [self.points[k]])[0].flatten() for entry in self.outputs[k].flatten()]
+        return torch.stack(rows)[None]
+
+    def param_jacobian(self, k: int, param: Tensor) -> Tensor:
+        return super().param_jacobian(k, param).flatten(0, 1)[None]
+
+    def residual(self, k: int, grad_out: Tensor) -> Tensor:
+        point = self.points[k]
+        slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0]
+        return torch.stack([gradients(entry, [point])[0].flatten() for entry in slope.flatten()])[None]
+
+    def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
+        return super().param_residual(k, param, grad_out).sum(0, keepdim=True)
 
 
 def positive(matrices: Tensor, modify: str) -> Tensor:

@@ -33,6 +33,10 @@ def scale_behind(m: Direct, x: Tensor) -> Tensor:
     return m.head(torch.tanh(m.first(x))) * m.w.exp()
 
 
+def scale_between(m: Direct, x: Tensor) -> Tensor:
+    return m.head(m.first(x) * m.w)
+
+
 def token(m: Direct, x: Tensor) -> Tensor:
     z = torch.cat([m.w.expand(len(x), 1, 4), m.first(x)[:, None]], 1)
     return m.head(z.sigmoid()).sum(1)
@@ -126,3 +130,16 @@ def test_subsampling_and_positive_curvature() -> None:
     torch.testing.assert_close(model.w.grad_batch, torch.stack(rows))
     block = model.w.pchmp(torch.eye(3, dtype=torch.float64))
     assert torch.linalg.eigvalsh((block + block.T) / 2).min() > -1e-12
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+def test_positive_curvature_of_a_bilinear_function_is_the_ggn(modify: str) -> None:
+    """Linear in the parameter, and in the input: what is clipped couples nothing of a single parameter's block."""
+    torch.manual_seed(0)
+    model = Direct(scale_between, {"w": torch.randn(4)}, first=nn.Linear(2, 4), head=nn.Linear(4, 3)).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.MSELoss())
+    with bpk.backpack(E.PCHMP(modify=modify), E.GGNMP()):
+        loss_fn(model(rand(N, 2)), rand(N, 3)).backward()
+    for p in model.parameters():
+        unit = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+        torch.testing.assert_close(p.pchmp(unit), p.ggnmp(unit))

@@ -126,7 +126,7 @@ def test_models_and_their_classes_are_gone() -> None:
 
 def test_many_scales_of_attention() -> None:
     """Options of fused attention that change with every pass."""
-    made = {recovery.attention(False, 1.0 + k) for k in range(300)}
+    made = {recovery.attention(False, 1.0 + k, False) for k in range(300)}
     refs = [weakref.ref(module) for module in made]
     del made
     gc.collect()
