@@ -141,7 +141,7 @@ class Backward:
     def clear(self) -> None:
         """Let go of everything; a graph that is kept may be passed again."""
         for record in self.kept:
-            record.reopen()
+            record.put_away()
         self.under_way.pop(self.task, None)
         self.parameters.clear()
         self.sweeps, self.sources, self.above = {}, {}, {}
@@ -163,6 +163,8 @@ class Backward:
         assert grad is not None
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
+        if record.recomputed is not None:
+            record.leave()
         model = model_of(record.module)
         self.models[id(model)] = model
         written = self.apply_module_extensions(record, grad)

@@ -19,7 +19,7 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import INPUT_NAMES, OWNER, Edge, Record, Visit, leave_to_autograd, owner_of, parameters_of
+from bpk.records import OWNER, Edge, Record, Visit, leave_to_autograd, owner_of, parameters_of
 from bpk.rules import REGISTRY
 
 UNRECORDED = object()
@@ -69,12 +69,13 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """Forward hook of every extended layer and loss."""
     fields = module.__dict__
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
-    if stashed is UNRECORDED or CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
+    again = engine.checkpointing() is not None  # what runs again saves what it has saved before
+    if stashed is UNRECORDED or (CTX.quiet and not again) or not torch.is_grad_enabled() or engine.is_transformed():
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:
         return None
-    if CTX.disabled:
+    if CTX.disabled and not again:
         leave_note(module, next(iter(results.values())))
         return None
     rule = REGISTRY.find(module)
@@ -105,9 +106,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
-    for name, x in zip(INPUT_NAMES, inputs, strict=False):
-        fields[name] = x.detach()
-    fields["output"] = written.output
+    if not again:
+        written.leave()
     changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
     return substitute(output, changed) if changed else None
 
@@ -133,7 +133,8 @@ def require_names(written: Record, node: Node) -> None:
 
 def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of containers with parameters of their own: functions use these, somewhere before the output."""
-    if CTX.quiet or CTX.disabled or not torch.is_grad_enabled() or engine.is_transformed():
+    unseen = (CTX.quiet or CTX.disabled) and engine.checkpointing() is None
+    if unseen or not torch.is_grad_enabled() or engine.is_transformed():
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:

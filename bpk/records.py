@@ -8,6 +8,7 @@ everything.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
@@ -24,6 +25,7 @@ from bpk.jacobians.errors import explain
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule, add_up
 from bpk.ports import PLAIN, Port
+from bpk.recomputed import Recomputed
 
 OWNER = "bpk.record"
 """Key under which a graph node owns the record of the layer call that produced it."""
@@ -81,13 +83,14 @@ class Record:
         "differentiated",
         "drawn",
         "edges",
-        "inputs",
+        "_inputs",
         "is_view",
         "module",
         "open",
         "params",
         "places",
-        "results",
+        "recomputed",
+        "_results",
         "rule",
         "seen",
         "shifted",
@@ -114,9 +117,9 @@ class Record:
             opened.recorded = True
         self.binding = binding
         self.differentiated = False
-        self.inputs = inputs
+        self._inputs: tuple[Tensor, ...] | None = inputs
         self.edges = edges
-        self.results = results
+        self._results: dict[int, Tensor] | None = results
         self.places = places
         self.used: list[int] = [] if len(results) > 1 else list(results)
         self.is_view = False
@@ -126,9 +129,45 @@ class Record:
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
         self.versions = [x._version for x in (*inputs, *results.values())]
         self.params = parameters_of(module, rule)
+        self.recomputed: Recomputed | None = None
+        hooks = engine.checkpointing()
+        if hooks is not None:
+            self.recomputed = Recomputed(hooks, (*inputs, *results.values()))
+            self._inputs, self._results, self.binding = None, None, dataclasses.replace(binding, inputs=())
         self.open = True
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
+
+    # ---- its tensors -------------------------------------------------------------------------------
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the layer was given."""
+        if self._inputs is None:
+            self.compute_again()
+        return self._inputs or ()
+
+    @property
+    def results(self) -> dict[int, Tensor]:
+        """What it returned, by number."""
+        if self._results is None:
+            self.compute_again()
+        return self._results or {}
+
+    def compute_again(self) -> None:
+        """Get the tensors of a call inside of `torch.utils.checkpoint`."""
+        assert self.recomputed is not None
+        with CTX.aloud():
+            found = self.recomputed.tensors()
+        numbers = list(self.places.values())
+        self._inputs = tuple(found[: -len(numbers)])
+        self._results = dict(zip(numbers, found[-len(numbers) :], strict=True))
+
+    def leave(self) -> None:
+        """Leave what user-written module extensions read on the layer."""
+        fields = self.module.__dict__
+        for name, x in zip(INPUT_NAMES, self.inputs, strict=False):
+            fields[name] = x.detach()
+        fields["output"] = self.output
 
     # ---- how the rule sees it ----------------------------------------------------------------------
     @property
@@ -264,9 +303,9 @@ class Record:
     def unchanged(self, index: int, rule: Rule) -> Tensor:
         """An input, or in its place the output of a layer that works in place and needs no more than that."""
         x = self.inputs[index]
-        if x._version == self.versions[index]:
+        if x._version <= self.versions[index]:
             return x
-        if not rule.from_output or self.output._version != self.versions[len(self.inputs)]:
+        if not rule.from_output or self.output._version > self.versions[len(self.inputs)]:
             raise RuntimeError(
                 explain(
                     f"Input {index} of '{self.path}' ({type(self.module).__name__}) was changed in place after the "
@@ -281,6 +320,12 @@ class Record:
         """Another backward pass may come: this use of the parameters is to be expected again."""
         self.open = not self.released
 
+    def put_away(self) -> None:
+        """The pass is over, and another one may come: what can be computed again is dropped."""
+        self.reopen()
+        if self.recomputed is not None:
+            self._inputs, self._results, self.seen = None, None, None
+
     def close(self) -> None:
         """This use of the parameters is over."""
         self.open = False
@@ -289,14 +334,15 @@ class Record:
         """Let go of the tensors of the forward pass."""
         self.close()
         LIVE.discard(weakref.ref(self))
-        if self.output is self.module.__dict__.get("output"):
+        if self._results and self.output is self.module.__dict__.get("output"):
             forget(self.module)
-        self.inputs, self.results, self.seen, self.binding = (), {}, None, self.binding.without_tensors()
+        self._inputs, self._results, self.seen, self.binding = (), {}, None, self.binding.without_tensors()
+        self.recomputed = None
 
     @property
     def released(self) -> bool:
         """Whether the tensors are gone."""
-        return not self.results
+        return self._results is not None and not self._results
 
 
 def calls_by_parameter() -> dict[int, list[weakref.ref[Record]]]:
