@@ -178,7 +178,7 @@ class Parameters:
         self.saved.append((param, name))
 
     def remove_stale(self, models: Iterable[nn.Module]) -> None:
-        """Remove the fields of an earlier pass from parameters that this one did not reach, in models that it trains."""
+        """Remove the fields of an earlier pass from parameters of trained models that this one did not reach."""
         saved = {(id(param), name) for param, name in self.saved}
         for model in models:
             params = list(model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +20,24 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import OWNER, Edge, Record, Visit, leave_to_autograd, owner_of, parameters_of
+from bpk.records import OWNER, Edge, Record, Visit, leave_to_autograd, nothing, owner_of, parameters_of
 from bpk.rules import REGISTRY
 
-UNRECORDED = object()
-"""Stashed where a layer changes a view in place: autograd then rebuilds the graph around the viewed tensor, so the
-layer is left to autograd as part of the stretch between two recorded calls."""
+
+@dataclasses.dataclass(frozen=True)
+class Stash:
+    """The input of a layer that works in place, on the layer until its forward pass is over.
+
+    It is not `recorded` where a layer changes a view in place: autograd then rebuilds the graph around the viewed
+    tensor, so the layer is left to autograd as part of the stretch between two recorded calls.
+    """
+
+    kept: Tensor
+    edge: Edge
+    recorded: bool = True
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return nothing, ()
 
 
 class Keep(torch.autograd.Function):
@@ -68,9 +81,15 @@ class Together(torch.autograd.Function):
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
     fields = module.__dict__
+    stashed: Stash | None
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
     again = engine.checkpointing() is not None  # what runs again saves what it has saved before
-    if stashed is UNRECORDED or (CTX.quiet and not again) or not torch.is_grad_enabled() or engine.is_transformed():
+    if (
+        (stashed is not None and not stashed.recorded)
+        or (CTX.quiet and not again)
+        or not torch.is_grad_enabled()
+        or engine.is_transformed()
+    ):
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:
@@ -90,8 +109,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return None if module._parameters else record_passage(module, args, kwargs, output)
     if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
         binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
-    kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(binding.inputs)]
-    moved = stashed is not None and stashed[1][0] is not next(iter(results.values())).grad_fn
+    kept = [keep(x) if stashed is None or k else (stashed.kept, stashed.edge) for k, x in enumerate(binding.inputs)]
+    moved = stashed is not None and stashed.edge[0] is not next(iter(results.values())).grad_fn
     made = results if len(results) > 1 else alone(results, binding.inputs, moved)
     together = Together.apply(*results.values()) if len(results) > 1 else tuple(made.values())
     node = together[0].grad_fn
@@ -211,13 +230,13 @@ def stash(module: nn.Module, args: tuple[Any, ...]) -> None:
     x = args[0]
     if x._is_view():
         dissolve(x.grad_fn)
-        module.__dict__["_bpk_stash"] = UNRECORDED
+        module.__dict__["_bpk_stash"] = Stash(x, (None, 0), recorded=False)
         return
     kept, edge = keep(x)
     rule = REGISTRY.find(module)
     if rule is not None and not rule.from_output and torch.is_grad_enabled():
         kept = Keep.apply(x.clone())
-    module.__dict__["_bpk_stash"] = (kept, edge)
+    module.__dict__["_bpk_stash"] = Stash(kept, edge)
 
 
 def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,33 @@ INPUT_NAMES = tuple(f"input{k}" for k in range(16))
 """Under which names the inputs of a layer are left on it."""
 
 
+def nothing() -> None:
+    """What a copy gets in place of something that belongs to one forward pass."""
+
+
+class Left(Tensor):
+    """A tensor that a forward pass has left on a layer: copies of the layer, and files, do without."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[], None], tuple[()]]:
+        return nothing, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+def left(x: Tensor) -> Tensor:
+    """An alias without a graph."""
+    return Left._make_subclass(Left, x)
+
+
 def forget(module: nn.Module) -> None:
     """Remove the tensors that `record` left on a module (`input0`, ..., `output`)."""
     fields = module.__dict__
     fields.pop("output", None)
     for name in INPUT_NAMES:
-        if fields.pop(name, None) is None:
+        if fields.pop(name, NOTHING) is NOTHING:
             break
 
 
@@ -73,31 +95,32 @@ class Record:
 
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
     of them an output of the graph node is. `used` are those that something behind the call has asked for.
-    `differentiated` says whether a gradient through the call has been made with a graph of its own. `contexts` are those
-    that the thread of the forward pass is in.
+    `differentiated` says whether a gradient through the call has been made with a graph of its own. `contexts` are
+    those that the thread of the forward pass is in.
     """
 
     __slots__ = (
+        "__weakref__",
+        "_inputs",
+        "_results",
         "binding",
         "contexts",
         "differentiated",
         "drawn",
         "edges",
-        "_inputs",
         "is_view",
+        "left",
         "module",
         "open",
         "params",
         "places",
         "recomputed",
-        "_results",
         "rule",
         "seen",
         "shifted",
         "training",
         "used",
         "versions",
-        "__weakref__",
     )
 
     def __init__(
@@ -129,6 +152,7 @@ class Record:
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
         self.versions = [x._version for x in (*inputs, *results.values())]
         self.params = parameters_of(module, rule)
+        self.left: Tensor | None = None
         self.recomputed: Recomputed | None = None
         hooks = engine.checkpointing()
         if hooks is not None:
@@ -166,8 +190,8 @@ class Record:
         """Leave what user-written module extensions read on the layer."""
         fields = self.module.__dict__
         for name, x in zip(INPUT_NAMES, self.inputs, strict=False):
-            fields[name] = x.detach()
-        fields["output"] = self.output
+            fields[name] = left(x)
+        fields["output"] = self.left = left(self.output)
 
     # ---- how the rule sees it ----------------------------------------------------------------------
     @property
@@ -334,8 +358,9 @@ class Record:
         """Let go of the tensors of the forward pass."""
         self.close()
         LIVE.discard(weakref.ref(self))
-        if self._results and self.output is self.module.__dict__.get("output"):
+        if self.left is not None and self.left is self.module.__dict__.get("output"):
             forget(self.module)
+        self.left = None
         self._inputs, self._results, self.seen, self.binding = (), {}, None, self.binding.without_tensors()
         self.recomputed = None
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import bpk
-from bpk import engine
 from bpk import extensions as E
 from bpk.context import CTX
 from tests.helpers import FIELDS, FIRST_ORDER, SECOND_ORDER, backward, data, extended, mlp, saved, values

@@ -23,7 +23,7 @@ from bpk import extensions as E
 from bpk import recovery
 from bpk.records import LIVE, calls_by_parameter, is_awaited
 from bpk.rules import REGISTRY
-from tests.helpers import FIELDS, backward, data, extended, mlp, values
+from tests.helpers import FIELDS, backward, data, extended, values
 
 
 # ---- uses of parameters ------------------------------------------------------------------------------
@@ -211,6 +211,52 @@ def test_checkpoints_under_disable() -> None:
         loss = loss_fn(model(x), y)
     for a, b in zip(expected, torch.autograd.grad(loss, list(model.parameters())), strict=True):
         torch.testing.assert_close(a, b)
+
+
+# ---- copies and files ----------------------------------------------------------------------------------
+class Broken(nn.ReLU):
+    """An activation that works in place, and then fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 5:
+            raise ValueError("too many")
+        return super().forward(x)
+
+
+def by_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("other", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_file])
+def test_copies_carry_no_activations(other: Callable[[nn.Module], nn.Module]) -> None:
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 300), nn.ReLU(inplace=True), nn.Linear(300, 3)))
+    size = len(pickle.dumps(model))
+    loss = loss_fn(model(x.expand(40, 5, 4).flatten(0, 1)), y.repeat(40))
+    assert isinstance(model[0].input0, Tensor)
+    assert type(model[0].output * 2) is Tensor
+    assert len(pickle.dumps(model)) < size + 1000
+    copied = other(model)
+    for m in copied.modules():
+        assert not [name for name, value in vars(m).items() if isinstance(value, Tensor)]
+    for net in (model, copied):
+        backward(net, loss_fn, x, y, E.BatchGrad())
+    for a, b in zip(values(model, "grad_batch"), values(copied, "grad_batch"), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not [name for m in model.modules() for name, value in vars(m).items() if isinstance(value, Tensor)]
+    del loss
+
+
+@pytest.mark.parametrize("other", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_file])
+def test_copies_after_a_failed_forward_pass(other: Callable[[nn.Module], nn.Module]) -> None:
+    model, _ = extended(nn.Sequential(nn.Linear(4, 3), Broken(inplace=True)))
+    with pytest.raises(ValueError, match="too many"):
+        model(torch.randn(6, 4))
+    copied = other(model)
+    assert copied(torch.randn(5, 4)).shape == (5, 3)
 
 
 # ---- short-lived models ------------------------------------------------------------------------------
