@@ -25,7 +25,7 @@ from bpk.context import CTX, backpack
 from bpk.graph import Source, connected, gradient_edge, trace
 from bpk.hooks import Hooks
 from bpk.jacobians.call import Call
-from bpk.jacobians.errors import explain
+from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.function_module import Plain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
@@ -38,7 +38,15 @@ from bpk.records import Record
 from bpk.rounds import columns_at_a_time, go_round, matched
 from bpk.samples import Attribution
 from bpk.statistics import Use
-from bpk.support import announce, caution_of_gradients, check_samples, require_batch, require_support, tell
+from bpk.support import (
+    announce,
+    caution_of_gradients,
+    check_samples,
+    require_axis,
+    require_batch,
+    require_support,
+    tell,
+)
 from bpk.survey import require_layers, require_whole_batch, upstream
 from bpk.sweeps import DIRECT, Gradient, Step, Sweep
 
@@ -108,6 +116,7 @@ class Backward:
         try:
             self.collect_functions()
             self.parameters.finish_all()
+            CTX.check_transforms(bool(self.parameters.states))
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(self.models.values())
             self.hooks.run_last()
@@ -190,7 +199,11 @@ class Backward:
         for record in upstream(root, self.sources_of):
             if record.problem or record.rule is None:  # its rows need not be samples: say so before they are looked for
                 self.require(record)
-        placement = place(root, self.sources_of, self.second_order, self.sources.clear, self.by_hand)
+        try:
+            placement = place(root, self.sources_of, self.second_order, self.sources.clear, self.by_hand)
+        except UnsupportedLayer:
+            require_axis(self.extensions[0], upstream(root, self.sources_of))  # if that is why
+            raise
         above = placement.above
         for record in above:
             before = self.used.get(id(record), record.used)

@@ -60,6 +60,8 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 def checkpointing() -> SavedTensorHooks | None:
     """How tensors are saved in a forward pass inside of `torch.utils.checkpoint`, also when it runs again."""
+    if torch.compiler.is_compiling():
+        return None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 

@@ -18,6 +18,7 @@ from bpk.products import BlockProduct
 from bpk.recorder import record, record_passage, remember_generators, stash
 from bpk.records import forget
 from bpk.rules import REGISTRY
+from bpk.surroundings import require_local
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,8 +43,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
             extended as it is, with a warning that names the line.
 
     Raises:
-        ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, or
-            a lazy one that was not initialised.
+        ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, a lazy
+            one that was not initialised, a scripted one, or parameters that are spread over processes.
 
     >>> import torch, bpk
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -87,6 +88,7 @@ def check_module(module: object) -> None:
                     "extend the model before it is quantised.",
                 )
             )
+    require_local(module.named_modules())
     for name, param in module.named_parameters():
         if is_lazy(param):
             raise ValueError(

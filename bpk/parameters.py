@@ -14,6 +14,7 @@ from bpk.graph import parameter_edges
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Record, calls_by_parameter
 from bpk.statistics import Use, Uses
+from bpk.surroundings import require_whole
 from bpk.sweeps import Columns
 
 
@@ -55,7 +56,11 @@ class Parameters:
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
-        state = self.states.setdefault(id(param), ParameterState(param))
+        if id(param) not in self.states:
+            around = [] if module is None else [ref() for ref in containers_of(module)]
+            require_whole("" if module is None else module.__dict__.get("_bpk_path", ""), param, *around)
+            self.states[id(param)] = ParameterState(param)
+        state = self.states[id(param)]
         if module is not None and all(module is not m for m in state.modules):
             state.modules.append(module)
         return state
@@ -224,8 +229,13 @@ def value_of(extension: BackpropExtension, uses: Uses) -> Any:
 
 def model_of(module: nn.Module) -> nn.Module:
     """What was extended together with a layer: its outermost container."""
-    containers = module.__dict__.get("_bpk_containers", ())
-    return next((found for ref in containers if (found := ref()) is not None), module)
+    return next((found for ref in containers_of(module) if (found := ref()) is not None), module)
+
+
+def containers_of(module: nn.Module) -> Iterable[Callable[[], nn.Module | None]]:
+    """Weak references to the modules around a layer, outermost first."""
+    containers: Iterable[Callable[[], nn.Module | None]] = module.__dict__.get("_bpk_containers", ())
+    return containers
 
 
 def require_own(record: Record, params: Mapping[str, Tensor]) -> None:

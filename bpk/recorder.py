@@ -81,15 +81,10 @@ class Together(torch.autograd.Function):
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss."""
     fields = module.__dict__
-    stashed: Stash | None
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
     again = engine.checkpointing() is not None  # what runs again saves what it has saved before
-    if (
-        (stashed is not None and not stashed.recorded)
-        or (CTX.quiet and not again)
-        or not torch.is_grad_enabled()
-        or engine.is_transformed()
-    ):
+    unseen = (CTX.quiet and not again) or (stashed is not None and not stashed.recorded)
+    if unseen or not torch.is_grad_enabled() or is_transformed(module):
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:
@@ -129,6 +124,14 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         written.leave()
     changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
     return substitute(output, changed) if changed else None
+
+
+def is_transformed(module: nn.Module) -> bool:
+    """Whether a layer runs under a transform of `torch.func`; one that the user has started is noted."""
+    found = engine.is_transformed()
+    if found and not CTX.quiet:
+        CTX.transformed = [module.__dict__.get("_bpk_path", "") or type(module).__name__]
+    return found
 
 
 def require_names(written: Record, node: Node) -> None:

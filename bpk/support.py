@@ -55,6 +55,8 @@ WRITE_LOSS = "bpk.register() a rule for it (bpk.register(AutodiffLoss({name})) i
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
 
+ADD_AXIS = "add one, also to the target: x.unsqueeze(0)."
+
 USE_HESSIAN = "use quantities of the exact Hessian: DiagHessian, BatchDiagHessian or HMP."
 
 OTHER_LOSS = "use a loss that adds up terms of single samples, or a first-order extension."
@@ -87,6 +89,7 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     if reason is not None:
         do = OTHER_LOSS if isinstance(rule, Loss) else WAY_OUT
+        do = ADD_AXIS if reason.rstrip(".").endswith("no batch axis") else do
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
     if call is not None and isinstance(rule, Loss) and sweep.needs_root:
         reason = rule.no_root(call)
@@ -214,7 +217,18 @@ def announce(warning: str | None, extensions: Iterable[BackpropExtension]) -> No
 
 
 def require_batch(record: Record) -> None:
-    """Refuse an empty batch."""
+    """Refuse an empty batch, and a single sample without a batch axis."""
+    loss = record.rule if isinstance(record.rule, Loss) and not record.problem else None
+    for x in record.inputs if loss is not None else ():
+        if x.requires_grad and x.dim() < loss.least_axes:
+            raise UnsupportedLayer(
+                explain(
+                    f"The loss '{record.path}' ({type(record.module).__name__}) got a prediction of shape "
+                    f"{tuple(x.shape)}, which has no batch axis.",
+                    "quantities are those of the samples of a batch.",
+                    ADD_AXIS,
+                )
+            )
     if not record.problem and record.inputs and record.batch_size == 0:
         raise ValueError(
             explain(
@@ -223,6 +237,16 @@ def require_batch(record: Record) -> None:
                 "skip empty batches (for example drop_last=True in the DataLoader).",
             )
         )
+
+
+def require_axis(extension: BackpropExtension, records: Iterable[Record]) -> None:
+    """Refuse layers that were given a single sample without a batch axis."""
+    for record in records:
+        reason = record.rule.obstacle(record.call()) if record.rule is not None and not record.problem else None
+        if reason is not None and reason.rstrip(".").endswith("no batch axis"):
+            raise UnsupportedLayer(
+                refusal(extension, record, Support(Kind.REFUSED, f"{reason.rstrip('.')}.", ADD_AXIS))
+            )
 
 
 def check_samples(extension: BackpropExtension, record: Record) -> None:

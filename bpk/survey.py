@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from bpk.context import CTX
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Record
@@ -34,6 +35,7 @@ def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -
     """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
     leaves = [leaf for source in sources_of(loss).values() for leaf in source.leaves]
     if not records and any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+        CTX.check_transforms(False)
         raise RuntimeError(
             explain(
                 f"No extended layer feeds the loss '{loss.path}' ({type(loss.module).__name__}).",
