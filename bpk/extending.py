@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bpk.activations import forget
 from bpk.context import CTX
 from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
@@ -16,7 +17,6 @@ from bpk.jacobians.rule import Rule
 from bpk.loss_recorder import record_composed
 from bpk.products import BlockProduct
 from bpk.recorder import record, record_passage, remember_generators, stash
-from bpk.records import forget
 from bpk.rules import REGISTRY
 from bpk.surroundings import require_local
 

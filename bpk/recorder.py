@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.activations import nothing
 from bpk.context import CTX
 from bpk.graph import parameter_edges
 from bpk.jacobians.autodiff_loss import GENERIC_LOSS, is_loss
@@ -20,7 +21,7 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import OWNER, Edge, Record, Visit, leave_to_autograd, nothing, owner_of, parameters_of
+from bpk.records import OWNER, Edge, Record, Visit, leave_to_autograd, owner_of, parameters_of
 from bpk.rules import REGISTRY
 
 

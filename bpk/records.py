@@ -10,15 +10,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.activations import INPUT_NAMES, forget, left
 from bpk.context import CTX
 from bpk.jacobians.binding import Binding
 from bpk.jacobians.call import Call, Options
@@ -45,40 +45,6 @@ Edge = tuple[Node | None, int]
 
 DISSOLVED = nn.Identity()
 """The module of a record that was dissolved."""
-
-
-INPUT_NAMES = tuple(f"input{k}" for k in range(16))
-"""Under which names the inputs of a layer are left on it."""
-
-
-def nothing() -> None:
-    """What a copy gets in place of something that belongs to one forward pass."""
-
-
-class Left(Tensor):
-    """A tensor that a forward pass has left on a layer: copies of the layer, and files, do without."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[], None], tuple[()]]:
-        return nothing, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-
-def left(x: Tensor) -> Tensor:
-    """An alias without a graph."""
-    return Left._make_subclass(Left, x)
-
-
-def forget(module: nn.Module) -> None:
-    """Remove the tensors that `record` left on a module (`input0`, ..., `output`)."""
-    fields = module.__dict__
-    fields.pop("output", None)
-    for name in INPUT_NAMES:
-        if fields.pop(name, NOTHING) is NOTHING:
-            break
 
 
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:

@@ -219,8 +219,9 @@ def announce(warning: str | None, extensions: Iterable[BackpropExtension]) -> No
 def require_batch(record: Record) -> None:
     """Refuse an empty batch, and a single sample without a batch axis."""
     loss = record.rule if isinstance(record.rule, Loss) and not record.problem else None
-    for x in record.inputs if loss is not None else ():
-        if x.requires_grad and x.dim() < loss.least_axes:
+    least = 0 if loss is None else loss.least_axes
+    for x in record.inputs if least else ():
+        if x.requires_grad and x.dim() < least:
             raise UnsupportedLayer(
                 explain(
                     f"The loss '{record.path}' ({type(record.module).__name__}) got a prediction of shape "
