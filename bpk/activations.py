@@ -30,7 +30,7 @@ class Left(Tensor):
 
 def left(x: Tensor) -> Tensor:
     """An alias without a graph."""
-    return Left._make_subclass(Left, x)
+    return Left._make_subclass(Left, x) if type(x) is Tensor else x.detach()
 
 
 def forget(module: nn.Module) -> None:
