@@ -26,12 +26,12 @@ from bpk.context import CTX, backpack
 from bpk.graph import Source, connected, gradient_edge, quieten_layer, trace
 from bpk.hooks import Hooks
 from bpk.jacobians.call import Call
-from bpk.jacobians.errors import explain
+from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.function_module import Plain
 from bpk.jacobians.loss import Loss
 from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.rule import Rule
-from bpk.membership import Held, wholes_of
+from bpk.membership import Held, around
 from bpk.objective import (
     Outside,
     inside_of_loss,
@@ -46,7 +46,8 @@ from bpk.records import Record
 from bpk.rounds import columns_at_a_time, go_round, matched
 from bpk.samples import Attribution
 from bpk.statistics import Use
-from bpk.support import announce, check_samples, require_batch, require_support, tell
+from bpk.support import announce, check_samples, require_axis, require_batch, require_support, tell
+from bpk.surroundings import require_whole
 from bpk.survey import require_layers, require_whole_batch, upstream
 from bpk.sweeps import DIRECT, Gradient, Step, Sweep
 from bpk.whole import one_sample, place_or_merge, require_before
@@ -120,8 +121,11 @@ class Backward:
         try:
             self.collect_functions()
             self.parameters.finish_all()
+            CTX.check_transforms(bool(self.parameters.states))
+            containers, wholes = around(self.reached)
+            require_whole("", *containers)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
-                self.parameters.remove_stale(wholes_of(self.reached))
+                self.parameters.remove_stale(wholes)
             self.hooks.run_last()
         except BaseException:
             self.abort()
@@ -144,13 +148,13 @@ class Backward:
         """The pass did not finish: leave no fields on the models that it was to train."""
         for record in (one for root, above in self.above.items() for one in (root, *above)):
             record.close()  # the engine may keep a part of the graph until its next pass
-        self.parameters.discard(wholes_of(self.reached))
+        self.parameters.discard(around(self.reached)[1])
         self.clear()
 
     def clear(self) -> None:
         """Let go of everything; a graph that is kept may be passed again."""
         for record in self.kept:
-            record.reopen()
+            record.put_away()
         self.under_way.pop(self.task, None)
         self.parameters.clear()
         self.sweeps, self.sources, self.above = {}, {}, {}
@@ -173,6 +177,8 @@ class Backward:
         assert grad is not None
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
+        if record.recomputed is not None:
+            record.leave()
         self.reached[record.module] = None
         written = self.apply_module_extensions(record, grad)
         self.reach_functions(record, grads)
@@ -180,8 +186,8 @@ class Backward:
             self.apply_rule(record, record.rule, grad, written)
         if not (self.context.retain_graph or engine.keeps_graph()):
             waits = self.hooks.waits_for(record.module)
-            if waits:
-                self.hooks.store(record.module, record.output)
+            if waits and record.left is not None:
+                self.hooks.store(record.module, record.left)
             record.release(keeps_fields=waits)
         else:
             record.close()
@@ -202,9 +208,13 @@ class Backward:
             self.onlookers.find(record.handed)
             if record.problem or record.rule is None:  # its rows need not be samples: say so before they are looked for
                 self.require(record)
-        placement, merges = place_or_merge(
-            root, self.sources_of, self.extensions, self.sources.clear, self.by_hand, self.merged is not None
-        )
+        try:
+            placement, merges = place_or_merge(
+                root, self.sources_of, self.extensions, self.sources.clear, self.by_hand, self.merged is not None
+            )
+        except UnsupportedLayer:
+            require_axis(self.extensions[0], upstream(root, self.sources_of))  # if that is why
+            raise
         above = placement.above
         if merges and self.merged is None:
             require_before(root, list(self.above))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bpk import engine
 from bpk.jacobians.errors import explain
 from bpk.opened import Opened
+from bpk.surroundings import require_eager, require_plain_pass, require_visible
 
 if TYPE_CHECKING:
     from bpk.extensions.backprop_extension import BackpropExtension
@@ -74,6 +75,7 @@ class backpack:
         self._opened: list[Opened] = []
 
     def __enter__(self) -> backpack:
+        require_eager()
         opened = Opened(self)
         self._opened.append(opened)
         CTX.enter(opened)
@@ -150,7 +152,8 @@ class Context(threading.local):
 
     `stack` are the contexts that backward passes see, `entered` those that this thread is in (the same, except during
     passes that are nobody's business). While the forward pass of a model runs, it is `called`, and `given` are the
-    shapes of its tensors. Extended `modules` are those of all threads.
+    shapes of its tensors. Extended `modules` are those of all threads. `transformed` is the path of the layer that ran
+    last under a transform of `torch.func`, if any did since the last pass.
     """
 
     modules: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
@@ -165,6 +168,7 @@ class Context(threading.local):
         self.given: tuple[torch.Size, ...] = ()
         self.called: nn.Module | None = None
         self.multithreaded = True
+        self.transformed: list[str] = []
 
     def enter(self, opened: Opened) -> None:
         """From now on, a context is the active one, and backward passes of this thread stay in it."""
@@ -277,9 +281,16 @@ class Context(threading.local):
         if task not in opened.backwards:
             from bpk.backward import Backward, Ending
 
+            require_plain_pass(record.path, grads)
             opened.backwards[task] = Backward(opened.context, task, opened.backwards)
             engine.when_finished(Ending(opened.backwards[task]))
         opened.backwards[task].visit(record, grads)
+
+    def check_transforms(self, reached: bool) -> None:
+        """A pass has reached parameters, or none: say so if that is because of a transform."""
+        paths, self.transformed = self.transformed, []
+        if not reached:
+            require_visible(paths)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:

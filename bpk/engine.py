@@ -82,6 +82,18 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs a tensor that a node saves for its backward pass, and what unpacks it."""
+
+
+def checkpointing() -> SavedTensorHooks | None:
+    """How tensors are saved in a forward pass inside of `torch.utils.checkpoint`, also when it runs again."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
 def belongings(node: Node) -> dict[str, Any]:
     """What a node of the graph owns: a dictionary that lives and dies with it."""
     return node.metadata  # type: ignore[return-value]  # a property, declared as a method in torch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bpk.activations import forget
 from bpk.jacobians.errors import explain
 from bpk.jacobians.function_module import Plain
 from bpk.jacobians.rule import Rule
@@ -15,8 +16,8 @@ from bpk.loss_recorder import record_composed
 from bpk.membership import mark, unmark
 from bpk.products import BlockProduct
 from bpk.recorder import forget_inputs, note_inputs, record, record_passage, remember_generators, stash
-from bpk.records import forget
 from bpk.rules import REGISTRY
+from bpk.surroundings import require_local
 
 if TYPE_CHECKING:
     from bpk.converter import Converted
@@ -45,8 +46,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
             extended as it is, with a warning that names the line.
 
     Raises:
-        ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, or
-            a lazy one that was not initialised.
+        ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, a lazy
+            one that was not initialised, a scripted one, or parameters that are spread over processes.
 
     >>> import torch, bpk
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -117,6 +118,7 @@ def check_module(module: object) -> None:
                     "extend the model before it is quantised.",
                 )
             )
+    require_local(module.named_modules())
     for name, param in module.named_parameters():
         if is_lazy(param):
             raise ValueError(

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from bpk.activations import forget
 from bpk.context import CTX
 from bpk.membership import containers_of
-from bpk.records import forget
 
 
 class Hooks:

@@ -88,34 +88,28 @@ def holders() -> dict[int, list[nn.Module]]:
     return above
 
 
-def wholes_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost extended modules that hold any of these, or are one of them."""
+def around(modules: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The extended modules that hold any of these, and the outermost ones of both."""
     above, waiting = holders(), list(modules)
-    seen = {id(module): module for module in waiting}
-    found = []
+    seen = {id(module) for module in waiting}
+    containers, wholes = [], []
     while waiting:
         module = waiting.pop()
         holding = above.get(id(module), ())
         if not holding:
-            found.append(module)
+            wholes.append(module)
         for holder in holding:
             if id(holder) not in seen:
-                seen[id(holder)] = holder
+                seen.add(id(holder))
+                containers.append(holder)
                 waiting.append(holder)
-    return found
+    return containers, wholes
 
 
 def containers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The extended modules that hold any of these."""
-    above = holders()
-    found: dict[int, nn.Module] = {}
-    waiting = list(modules)
-    while waiting:
-        for holder in above.get(id(waiting.pop()), ()):
-            if id(holder) not in found:
-                found[id(holder)] = holder
-                waiting.append(holder)
-    return [module for module in found.values() if module in CTX.modules]
+    """The modules that were extended and hold any of these."""
+    extended = {id(module) for module in CTX.all_modules()}
+    return [module for module in around(modules)[0] if id(module) in extended]
 
 
 def parts_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -12,9 +12,10 @@ from bpk import engine
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.graph import parameter_edges
 from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.membership import wholes_of
+from bpk.membership import around
 from bpk.records import Record, calls_by_parameter
 from bpk.statistics import Use, Uses
+from bpk.surroundings import require_whole
 from bpk.sweeps import Columns
 
 
@@ -56,7 +57,10 @@ class Parameters:
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
-        state = self.states.setdefault(id(param), ParameterState(param))
+        if id(param) not in self.states:
+            require_whole("" if module is None else module.__dict__.get("_bpk_path", ""), param)
+            self.states[id(param)] = ParameterState(param)
+        state = self.states[id(param)]
         if module is not None and all(module is not m for m in state.modules):
             state.modules.append(module)
         return state
@@ -232,9 +236,7 @@ def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
     """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
     own = record.module._parameters
     for name, param in params.items():
-        if own.get(name) is not param and all(
-            param is not p for model in wholes_of([record.module]) for p in model.parameters()
-        ):
+        if own.get(name) is not param and not any(holds(model, param) for model in around([record.module])[1]):
             raise RuntimeError(
                 explain(
                     f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",

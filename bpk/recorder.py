@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.activations import leave_on, nothing
 from bpk.bystanders import passes_on
 from bpk.context import CTX
 from bpk.graph import parameter_edges
@@ -24,8 +26,19 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import OWNER, Edge, Left, Record, Visit, leave_on, owner_of, parameters_of
+from bpk.records import OWNER, Edge, Left, Record, Visit, owner_of, parameters_of
 from bpk.rules import REGISTRY
+
+
+@dataclasses.dataclass(frozen=True)
+class Stash:
+    """The input of a layer that works in place, on the layer until its forward pass is over."""
+
+    kept: Tensor
+    edge: Edge
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return nothing, ()
 
 
 def keep(x: Tensor) -> tuple[Tensor, Edge]:
@@ -49,16 +62,17 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """Record a call; returns what takes the place of its output, if anything does."""
     fields = module.__dict__
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
-    if CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed():
+    again = engine.checkpointing() is not None  # what runs again saves what it has saved before
+    if (CTX.quiet and not again) or not torch.is_grad_enabled() or is_transformed(module):
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
-    if CTX.disabled:
+    if CTX.disabled and not again:
         for result in list(results.values())[:1]:
             leave_note(module, result)
         return None
     rule = REGISTRY.find(module)
     if not results:
-        leave_unrecorded(module, rule, args, kwargs, output, None if stashed is None else stashed[0])
+        leave_unrecorded(module, rule, args, kwargs, output, None if stashed is None else stashed.kept)
         return None
     if rule is None and not fields.get("_bpk_path") and is_loss(module, output):
         rule = GENERIC_LOSS
@@ -80,8 +94,8 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return None if module._parameters else record_passage(module, args, kwargs, output)
     if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
         binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
-    kept = [stashed if stashed is not None and k == 0 else keep(x) for k, x in enumerate(binding.inputs)]
-    moved = stashed is not None and stashed[1][0] is not next(iter(results.values())).grad_fn
+    kept = [keep(x) if stashed is None or k else (stashed.kept, stashed.edge) for k, x in enumerate(binding.inputs)]
+    moved = stashed is not None and stashed.edge[0] is not next(iter(results.values())).grad_fn
     made = results if len(results) > 1 else alone(results, binding.inputs, moved)
     together = Together.apply(*results.values()) if len(results) > 1 else tuple(made.values())
     node = together[0].grad_fn
@@ -99,7 +113,8 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     written.handed = handed
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
-    leave_on(module, inputs, written.output)
+    if not again:
+        written.leave()
     changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
     return substitute(output, changed) if changed else None
 
@@ -120,14 +135,21 @@ def leave_unrecorded(
     if out is None:
         return
     inputs = list(bind(module, rule, args, kwargs).inputs)
-    stored = out.detach()
-    leave_on(module, [overwritten, *inputs[1:]] if overwritten is not None else inputs, stored)
+    stored = leave_on(module, [overwritten, *inputs[1:]] if overwritten is not None else inputs, out)
     for result in tensors_in(output):
         whole = result._base if result._is_view() else result  # what was changed in place lives on in the viewed tensor
         node = result.grad_fn if whole is None or whole.grad_fn is None else whole.grad_fn
         if node is not None:
             node.register_prehook(Left(module, stored))
             return
+
+
+def is_transformed(module: nn.Module) -> bool:
+    """Whether a layer runs under a transform of `torch.func`; one that the user has started is noted."""
+    found = engine.is_transformed()
+    if found and not CTX.quiet:
+        CTX.transformed = [module.__dict__.get("_bpk_path", "") or type(module).__name__]
+    return found
 
 
 def require_names(written: Record, node: Node) -> None:
@@ -150,7 +172,8 @@ def require_names(written: Record, node: Node) -> None:
 
 def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of containers with parameters of their own: functions use these, somewhere before the output."""
-    if CTX.quiet or CTX.disabled or not torch.is_grad_enabled() or engine.is_transformed():
+    unseen = (CTX.quiet or CTX.disabled) and engine.checkpointing() is None
+    if unseen or not torch.is_grad_enabled() or engine.is_transformed():
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:
@@ -252,7 +275,7 @@ def stash(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     x, rule = args[0], REGISTRY.find(module)
     copied = rule is not None and not rule.from_output
     if not x.requires_grad:
-        fields["_bpk_stash"] = (x.detach().clone() if copied else x, (None, 0))
+        fields["_bpk_stash"] = Stash(x.detach().clone() if copied else x, (None, 0))
         return None
     memory = x if x._base is None else x._base
     producer = None if memory.grad_fn is None else owner_of(memory.grad_fn)
@@ -262,7 +285,7 @@ def stash(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         fields["_bpk_viewed"] = x
         x = x.clone()
     kept, edge = keep(x)
-    fields["_bpk_stash"] = (Keep.apply(x.clone()) if copied else kept, edge)
+    fields["_bpk_stash"] = Stash(Keep.apply(x.clone()) if copied else kept, edge)
     return (x, *args[1:])
 
 

@@ -8,6 +8,7 @@ everything.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk import engine
+from bpk.activations import forget, leave_on
 from bpk.context import CTX
 from bpk.jacobians.binding import Binding
 from bpk.jacobians.call import Call, Options
@@ -24,6 +26,7 @@ from bpk.jacobians.errors import explain
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule, add_up
 from bpk.ports import PLAIN, Port
+from bpk.recomputed import Recomputed
 
 OWNER = "bpk.record"
 """Key under which a graph node owns the record of the layer call that produced it."""
@@ -42,29 +45,6 @@ Edge = tuple[Node | None, int]
 
 DISSOLVED = nn.Identity()
 """The module of a record that was dissolved."""
-
-
-INPUT_NAMES = tuple(f"input{k}" for k in range(16))
-"""Under which names the inputs of a layer are left on it."""
-
-
-def leave_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> None:
-    """Leave aliases of inputs and output on a module: `input0`, ..., `output`."""
-    fields = module.__dict__
-    for name, x in zip(INPUT_NAMES, inputs, strict=False):
-        fields[name] = x.detach()
-    fields["output"] = output
-
-
-def forget(module: nn.Module, output: Tensor | None = None) -> None:
-    """Remove the tensors that `leave_on` left on a module; if an `output` is given, only those that came with it."""
-    fields = module.__dict__
-    if output is not None and fields.get("output") is not output:
-        return
-    fields.pop("output", None)
-    for name in INPUT_NAMES:
-        if fields.pop(name, None) is None:
-            break
 
 
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
@@ -87,18 +67,20 @@ class Record:
 
     __slots__ = (
         "__weakref__",
+        "_inputs",
+        "_results",
         "binding",
         "contexts",
         "drawn",
         "edges",
         "given",
         "handed",
-        "inputs",
+        "left",
         "module",
         "open",
         "params",
         "places",
-        "results",
+        "recomputed",
         "rule",
         "seen",
         "shifted",
@@ -124,9 +106,9 @@ class Record:
             opened.recorded = True
         self.binding = binding
         self.handed: list[weakref.ref[Tensor]] = []
-        self.inputs = inputs
+        self._inputs: tuple[Tensor, ...] | None = inputs
         self.edges = edges
-        self.results = results
+        self._results: dict[int, Tensor] | None = results
         self.places = places
         self.used: list[int] = [] if len(results) > 1 else list(results)
         self.given = CTX.given
@@ -136,9 +118,43 @@ class Record:
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
         self.versions = [x._version for x in (*inputs, *results.values())]
         self.params = parameters_of(module, rule)
+        self.left: Tensor | None = None
+        self.recomputed: Recomputed | None = None
+        hooks = engine.checkpointing()
+        if hooks is not None:
+            self.recomputed = Recomputed(hooks, (*inputs, *results.values()))
+            self._inputs, self._results, self.binding = None, None, dataclasses.replace(binding, inputs=())
         self.open = True
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
+
+    # ---- its tensors -------------------------------------------------------------------------------
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the layer was given."""
+        if self._inputs is None:
+            self.compute_again()
+        return self._inputs or ()
+
+    @property
+    def results(self) -> dict[int, Tensor]:
+        """What it returned, by number."""
+        if self._results is None:
+            self.compute_again()
+        return self._results or {}
+
+    def compute_again(self) -> None:
+        """Get the tensors of a call inside of `torch.utils.checkpoint`."""
+        assert self.recomputed is not None
+        with CTX.aloud():
+            found = self.recomputed.tensors()
+        numbers = list(self.places.values())
+        self._inputs = tuple(found[: -len(numbers)])
+        self._results = dict(zip(numbers, found[-len(numbers) :], strict=True))
+
+    def leave(self) -> None:
+        """Leave what user-written module extensions read on the layer."""
+        self.left = leave_on(self.module, self.inputs, self.output)
 
     # ---- how the rule sees it ----------------------------------------------------------------------
     @property
@@ -274,9 +290,9 @@ class Record:
     def unchanged(self, index: int, rule: Rule) -> Tensor:
         """An input, or in its place the output of a layer that works in place and needs no more than that."""
         x = self.inputs[index]
-        if x._version == self.versions[index]:
+        if x._version <= self.versions[index]:
             return x
-        if not rule.from_output or self.output._version != self.versions[len(self.inputs)]:
+        if not rule.from_output or self.output._version > self.versions[len(self.inputs)]:
             raise RuntimeError(
                 explain(
                     f"Input {index} of '{self.path}' ({type(self.module).__name__}) was changed in place after the "
@@ -289,18 +305,24 @@ class Record:
 
     def keep_output(self) -> None:
         """The output is about to be overwritten: keep a copy where it stands in for an input that it overwrote."""
-        out, shown = self.output, self.module.__dict__
+        out = self.output
         if self.rule is None or not self.rule.from_output or not any(x.is_set_to(out) for x in self.inputs):
             return
         number = next(iter(self.results))
         self.results[number] = out.clone()
         self.versions[len(self.inputs)] = self.results[number]._version
-        if shown.get("output") is out:
-            shown["output"] = self.results[number]
+        if self.left is not None and self.module.__dict__.get("output") is self.left:
+            self.leave()
 
     def reopen(self) -> None:
         """Another backward pass may come: this use of the parameters is to be expected again."""
         self.open = not self.released
+
+    def put_away(self) -> None:
+        """The pass is over, and another one may come: what can be computed again is dropped."""
+        self.reopen()
+        if self.recomputed is not None:
+            self._inputs, self._results, self.seen = None, None, None
 
     def close(self) -> None:
         """This use of the parameters is over."""
@@ -310,14 +332,15 @@ class Record:
         """Let go of the tensors of the forward pass, also of those left on the module unless it `keeps_fields`."""
         self.close()
         LIVE.discard(weakref.ref(self))
-        if not keeps_fields and self.results:
-            forget(self.module, self.output)
-        self.inputs, self.results, self.seen, self.binding = (), {}, None, self.binding.without_tensors()
+        if not keeps_fields and self.left is not None:
+            forget(self.module, self.left)
+        self._inputs, self._results, self.seen, self.binding = (), {}, None, self.binding.without_tensors()
+        self.recomputed = None
 
     @property
     def released(self) -> bool:
         """Whether the tensors are gone."""
-        return not self.results
+        return self._results is not None and not self._results
 
 
 def calls_by_parameter() -> dict[int, list[weakref.ref[Record]]]:
@@ -347,7 +370,8 @@ def leave_to_autograd(record: Record, node: Node) -> None:
     record.close()
     del engine.belongings(node)[OWNER]
     engine.belongings(node)[LEFT] = True
-    node.register_prehook(Left(record.module, record.output))
+    if record.left is not None:
+        node.register_prehook(Left(record.module, record.left))
     record.module = DISSOLVED
 
 

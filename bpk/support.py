@@ -58,6 +58,7 @@ WAY_OUT = "call model.eval() first, replace the layer, or use a first-order exte
 
 SUMS = "Sums over the batch exist: DiagGGNExact, DiagGGNMC, DiagHessian, HMP, GGNMP, PCHMP."
 WHOLE_BATCH = "The quantity is that of the whole batch, and autograd itself carries what travels through the layer."
+ADD_AXIS = "add one, also to the target: x.unsqueeze(0)."
 
 USE_HESSIAN = "use quantities of the exact Hessian: DiagHessian, BatchDiagHessian or HMP."
 
@@ -97,6 +98,7 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         return Support(Kind.REFUSED, mixing.rstrip(".") + ".", do)
     if reason is not None:
         do = OTHER_LOSS if isinstance(rule, Loss) else WAY_OUT
+        do = ADD_AXIS if reason.rstrip(".").endswith("no batch axis") else do
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
     if call is not None and isinstance(rule, Loss) and sweep.needs_root:
         reason = rule.no_root(call)
@@ -207,7 +209,19 @@ def announce(warning: str | None, extensions: Iterable[BackpropExtension]) -> No
 
 
 def require_batch(record: Record) -> None:
-    """Refuse an empty batch."""
+    """Refuse an empty batch, and a single sample without a batch axis."""
+    loss = record.rule if isinstance(record.rule, Loss) and not record.problem else None
+    least = 0 if loss is None else loss.least_axes
+    for x in record.inputs if least else ():
+        if x.requires_grad and x.dim() < least:
+            raise UnsupportedLayer(
+                explain(
+                    f"The loss '{record.path}' ({type(record.module).__name__}) got a prediction of shape "
+                    f"{tuple(x.shape)}, which has no batch axis.",
+                    "quantities are those of the samples of a batch.",
+                    ADD_AXIS,
+                )
+            )
     if not record.problem and record.inputs and record.batch_size == 0:
         raise ValueError(
             explain(
@@ -216,6 +230,16 @@ def require_batch(record: Record) -> None:
                 "skip empty batches (for example drop_last=True in the DataLoader).",
             )
         )
+
+
+def require_axis(extension: BackpropExtension, records: Iterable[Record]) -> None:
+    """Refuse layers that were given a single sample without a batch axis."""
+    for record in records:
+        reason = record.rule.obstacle(record.call()) if record.rule is not None and not record.problem else None
+        if reason is not None and reason.rstrip(".").endswith("no batch axis"):
+            raise UnsupportedLayer(
+                refusal(extension, record, Support(Kind.REFUSED, f"{reason.rstrip('.')}.", ADD_AXIS))
+            )
 
 
 def check_samples(extension: BackpropExtension, record: Record) -> None:

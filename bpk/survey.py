@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from bpk.context import CTX
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Record
@@ -33,12 +34,9 @@ def upstream(record: Record, sources_of: SourcesOf) -> list[Record]:
 def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -> None:
     """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
     sources = sources_of(loss).values()
-    leaves = [leaf for source in sources for leaf in source.leaves]
-    if (
-        not records
-        and not any(source.trained for source in sources)
-        and any(isinstance(leaf, nn.Parameter) for leaf in leaves)
-    ):
+    unseen = [leaf for source in sources for leaf in source.leaves if isinstance(leaf, nn.Parameter)]
+    if not records and unseen and not any(source.trained for source in sources):
+        CTX.check_transforms(False)
         raise RuntimeError(
             explain(
                 f"No extended layer feeds the loss '{loss.path}' ({type(loss.module).__name__}).",

@@ -285,10 +285,8 @@ def test_a_parameter_that_was_replaced_after_the_forward_pass() -> None:
     model, loss_fn = extended()
     loss = loss_fn(model(data()[0]), data()[1])
     model[0].weight = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
-    with (
-        pytest.raises(RuntimeError, match=r"(?s)'0' \(Linear\).*another 'weight'.*Why:.*Do:"),
-        bpk.backpack(E.BatchGrad()),
-    ):
+    told = r"(?s)'0' \(Linear\).*another 'weight'.*Why:.*Do:"
+    with pytest.raises(RuntimeError, match=told), bpk.backpack(E.BatchGrad()):
         loss.backward()
     assert saved(model) == set()
 

@@ -1,0 +1,54 @@
+"""The tensors that a forward pass leaves on a layer, for module extensions that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INPUT_NAMES = tuple(f"input{k}" for k in range(16))
+"""Under which names the inputs of a layer are left on it."""
+
+
+def nothing() -> None:
+    """What a copy gets in place of something that belongs to one forward pass."""
+
+
+class Left(Tensor):
+    """A tensor that a forward pass has left on a layer: copies of the layer, and files, do without."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[], None], tuple[()]]:
+        return nothing, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+def left(x: Tensor) -> Tensor:
+    """An alias without a graph."""
+    return Left._make_subclass(Left, x) if type(x) is Tensor else x.detach()
+
+
+def leave_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
+    """Leave aliases of inputs and output on a module (`input0`, ..., `output`); returns the last one."""
+    fields = module.__dict__
+    for name, x in zip(INPUT_NAMES, inputs, strict=False):
+        fields[name] = left(x)
+    alias = fields["output"] = left(output)
+    return alias
+
+
+def forget(module: nn.Module, output: Tensor | None = None) -> None:
+    """Remove the tensors that `leave_on` left on a module; if an `output` is given, only those that came with it."""
+    fields = module.__dict__
+    if output is not None and fields.get("output") is not output:
+        return
+    fields.pop("output", None)
+    for name in INPUT_NAMES:
+        if name not in fields:
+            break
+        del fields[name]
