@@ -83,14 +83,14 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """Forward hook of every extended layer and loss."""
     fields = module.__dict__
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
-    again = engine.checkpointing() is not None  # what runs again saves what it has saved before
-    unseen = (CTX.quiet and not again) or (stashed is not None and not stashed.recorded)
+    again = engine.checkpointing()  # what runs again saves what it has saved before
+    unseen = (CTX.quiet and again is None) or (stashed is not None and not stashed.recorded)
     if unseen or not torch.is_grad_enabled() or is_transformed(module):
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
     if not results:
         return None
-    if CTX.disabled and not again:
+    if CTX.disabled and again is None:
         leave_note(module, next(iter(results.values())))
         return None
     rule = REGISTRY.find(module)
@@ -114,14 +114,14 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     inputs, edges = tuple(x for x, _ in kept), tuple(edge for _, edge in kept)
     places = {x.output_nr: k for k, x in zip(results, together, strict=True)}
     detached = {k: x.detach() for k, x in zip(results, together, strict=True)}
-    written = Record(module, rule, binding, inputs, edges, detached, places)
+    written = Record(module, rule, binding, inputs, edges, detached, places, again)
     if rule is not None and len(module._parameters) > len(written.params):
         require_names(written, node)
     written.drawn = drawn
     written.is_view = len(together) == 1 and together[0]._is_view()
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
-    if not again:
+    if again is None:
         written.leave()
     changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
     return substitute(output, changed) if changed else None
@@ -169,7 +169,8 @@ def passage(module: nn.Module, result: Tensor) -> Tensor:
     """One result of a container, marked. Each is on its own: their rows need not be the same."""
     kept, edge = keep(result)
     (marked,) = Together.apply(result)
-    written = Record(module, PASSAGE, Binding(module, (kept,)), (kept,), (edge,), {0: marked.detach()}, {0: 0})
+    binding, results = Binding(module, (kept,)), {0: marked.detach()}
+    written = Record(module, PASSAGE, binding, (kept,), (edge,), results, {0: 0}, engine.checkpointing())
     engine.belongings(marked.grad_fn)[OWNER] = written
     marked.grad_fn.register_prehook(Visit(written))
     return marked

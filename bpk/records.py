@@ -62,7 +62,7 @@ class Record:
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
     of them an output of the graph node is. `used` are those that something behind the call has asked for.
     `differentiated` says whether a gradient through the call has been made with a graph of its own. `contexts` are
-    those that the thread of the forward pass is in.
+    those that the thread of the forward pass is in. Where `hooks` are given, tensors are computed again on demand.
     """
 
     __slots__ = (
@@ -98,6 +98,7 @@ class Record:
         edges: tuple[Edge, ...],
         results: dict[int, Tensor],
         places: dict[int, int],
+        hooks: engine.SavedTensorHooks | None = None,
     ) -> None:
         self.module = module
         self.rule = rule
@@ -120,7 +121,6 @@ class Record:
         self.params = parameters_of(module, rule)
         self.left: Tensor | None = None
         self.recomputed: Recomputed | None = None
-        hooks = engine.checkpointing()
         if hooks is not None:
             self.recomputed = Recomputed(hooks, (*inputs, *results.values()))
             self._inputs, self._results, self.binding = None, None, dataclasses.replace(binding, inputs=())
