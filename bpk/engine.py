@@ -203,13 +203,22 @@ ALONE = handles_of_one_variable()
 """Versions of Python differ: a reference more or less is counted for each function that is called."""
 
 
+WORTH = 1 << 14
+"""How many numbers a field has whose memory is worth the question: small blocks are handed out again anyway."""
+
+
 def spare_memory(tensor: object) -> Tensor | None:
     """The memory of a tensor as a flat tensor, if it would be freed with the caller's variable.
 
     Nothing else refers to tensor or storage then. The memory is torch's own (that of arrays and files cannot be
     resized), and no other process has it. Only on processors: elsewhere, work under way may still read it.
     """
-    if not isinstance(tensor, Tensor) or tensor.requires_grad or tensor.layout is not torch.strided:
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.numel() < WORTH
+        or tensor.requires_grad
+        or tensor.layout is not torch.strided
+    ):
         return None
     if tensor.device.type != "cpu" or any(n > alone for n, alone in zip(handles(tensor), ALONE, strict=True)):
         return None

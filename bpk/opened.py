@@ -49,7 +49,7 @@ class Opened:
             )
         elif not self.reached and engine.PROBE.passes() > self.passes_before:
             report(
-                threading.active_count() == 1,  # otherwise, the pass may be that of another thread
+                is_only_thread(),  # otherwise, the pass may be that of another one
                 "backpack(...) saw a backward pass that reached no extended module.",
                 "the forward pass ran before extend(), or on a model that was not extended.",
                 EXTEND,
@@ -61,6 +61,12 @@ class Opened:
                 "fields are computed during backward(), inside the context; those of an earlier pass are what is left.",
                 "call loss.backward() inside of backpack(...).",
             )
+
+
+def is_only_thread() -> bool:
+    """Whether no other thread may train a model (those that load data or show progress are daemons)."""
+    this = threading.current_thread()
+    return all(one is this or one.daemon for one in threading.enumerate())
 
 
 def report(certain: bool, what: str, why: str, do: str) -> None:

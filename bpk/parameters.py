@@ -15,7 +15,7 @@ from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.membership import around
 from bpk.records import Record, calls_by_parameter
 from bpk.statistics import Use, Uses
-from bpk.surroundings import require_whole
+from bpk.surroundings import may_shard, require_whole
 from bpk.sweeps import Columns
 
 
@@ -54,15 +54,19 @@ class Parameters:
         self.handles: list[Any] = []
         self.held: set[int] = set()
         self.calls = calls_by_parameter()
+        self.by_module: dict[int, list[ParameterState]] = {}
+        self.may_shard = may_shard()
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
         if id(param) not in self.states:
-            require_whole("" if module is None else module.__dict__.get("_bpk_path", ""), param)
+            if self.may_shard:
+                require_whole("" if module is None else module.__dict__.get("_bpk_path", ""), param)
             self.states[id(param)] = ParameterState(param)
         state = self.states[id(param)]
         if module is not None and all(module is not m for m in state.modules):
             state.modules.append(module)
+            self.by_module.setdefault(id(module), []).append(state)
         return state
 
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
@@ -162,7 +166,7 @@ class Parameters:
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
-        return any(state.uses and any(module is m for m in state.modules) for state in self.states.values())
+        return any(state.uses for state in self.by_module.get(id(module), ()))
 
     def finish_module(self, module: nn.Module) -> None:
         """Announce a module once none of its parameters waits any more."""
@@ -206,7 +210,7 @@ class Parameters:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.states, self.saved, self.calls = {}, [], {}
+        self.states, self.saved, self.calls, self.by_module = {}, [], {}, {}
 
 
 def value_of(extension: BackpropExtension, uses: Uses) -> Any:

@@ -62,11 +62,11 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """Record a call; returns what takes the place of its output, if anything does."""
     fields = module.__dict__
     stashed, drawn = fields.pop("_bpk_stash", None), fields.pop("_bpk_drawn", None)
-    again = engine.checkpointing() is not None  # what runs again saves what it has saved before
-    if (CTX.quiet and not again) or not torch.is_grad_enabled() or is_transformed(module):
+    again = engine.checkpointing()  # what runs again saves what it has saved before
+    if (CTX.quiet and again is None) or not torch.is_grad_enabled() or is_transformed(module):
         return None
     results = {k: t for k, t in enumerate(tensors_in(output)) if t.requires_grad}
-    if CTX.disabled and not again:
+    if CTX.disabled and again is None:
         for result in list(results.values())[:1]:
             leave_note(module, result)
         return None
@@ -106,14 +106,14 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     handed = [weakref.ref(x) for x in (*binding.inputs, *together) if x.requires_grad]
     if stashed is not None:  # what was overwritten has this call's own node, which the record must not refer to
         binding = dataclasses.replace(binding, inputs=inputs)
-    written = Record(module, rule, binding, inputs, edges, detached, places)
+    written = Record(module, rule, binding, inputs, edges, detached, places, again)
     if rule is not None and (module._modules or len(module._parameters) > len(written.params)):
         require_names(written, node)
     written.drawn = drawn
     written.handed = handed
     engine.belongings(node)[OWNER] = written
     node.register_prehook(Visit(written))
-    if not again:
+    if again is None:
         written.leave()
     changed = {id(old): new for old, new in zip(results.values(), together, strict=True) if old is not new}
     return substitute(output, changed) if changed else None
@@ -185,7 +185,8 @@ def passage(module: nn.Module, result: Tensor) -> Tensor:
     """One result of a container, marked. Each is on its own: their rows need not be the same."""
     kept, edge = keep(result)
     (marked,) = Together.apply(result)
-    written = Record(module, PASSAGE, Binding(module, (kept,)), (kept,), (edge,), {0: marked.detach()}, {0: 0})
+    binding, results = Binding(module, (kept,)), {0: marked.detach()}
+    written = Record(module, PASSAGE, binding, (kept,), (edge,), results, {0: 0}, engine.checkpointing())
     written.handed = [weakref.ref(result), weakref.ref(marked)]
     engine.belongings(marked.grad_fn)[OWNER] = written
     marked.grad_fn.register_prehook(Visit(written))

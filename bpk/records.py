@@ -63,6 +63,7 @@ class Record:
     of them an output of the graph node is. `used` are those that something behind the call has asked for. `given` are
     the shapes of the tensors with which the whole model was called. `contexts` are those that the thread of the forward
     pass is in. `handed` refers to the tensors that the layer was given and has returned, for as long as they live.
+    Where `hooks` are given, tensors are computed again on demand.
     """
 
     __slots__ = (
@@ -98,6 +99,7 @@ class Record:
         edges: tuple[Edge, ...],
         results: dict[int, Tensor],
         places: dict[int, int],
+        hooks: engine.SavedTensorHooks | None = None,
     ) -> None:
         self.module = module
         self.rule = rule
@@ -120,7 +122,6 @@ class Record:
         self.params = parameters_of(module, rule)
         self.left: Tensor | None = None
         self.recomputed: Recomputed | None = None
-        hooks = engine.checkpointing()
         if hooks is not None:
             self.recomputed = Recomputed(hooks, (*inputs, *results.values()))
             self._inputs, self._results, self.binding = None, None, dataclasses.replace(binding, inputs=())

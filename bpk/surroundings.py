@@ -15,9 +15,14 @@ SHARDING = ("torch.distributed.tensor", "torch.distributed.fsdp")
 """Where classes of parameters and modules live whose parameters are spread over processes (not imported here)."""
 
 
+def may_shard() -> bool:
+    """Whether there can be any: only where their code was imported."""
+    return any(name in sys.modules for name in SHARDING)
+
+
 def is_sharded(thing: object) -> bool:
     """Whether a parameter, or a module, is one part of something that is spread over processes."""
-    if not any(name in sys.modules for name in SHARDING):
+    if not may_shard():
         return False
     flat = isinstance(thing, nn.Parameter) and "_is_flat_param" in vars(thing)  # a plain class, and this mark
     return flat or any(cls.__module__.startswith(SHARDING) for cls in type(thing).__mro__)

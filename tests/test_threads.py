@@ -209,6 +209,16 @@ def test_nothing_is_claimed_about_passes_of_other_threads() -> None:
     thread.join()
 
 
+def test_threads_that_load_data_do_not_hide_a_mistake() -> None:
+    left = threading.Event()
+    thread = threading.Thread(target=left.wait, args=(60,), daemon=True)
+    thread.start()
+    with pytest.raises(RuntimeError, match="reached no extended module"), bpk.backpack(E.BatchGrad()):
+        mlp()(data()[0]).sum().backward()
+    left.set()
+    thread.join()
+
+
 def test_left_by_another_thread() -> None:
     context = bpk.backpack(E.BatchGrad())
     context.__enter__()
