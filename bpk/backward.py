@@ -248,7 +248,8 @@ class Backward:
                 self.parameters.held.update(id(p) for p in source.trained)
         if not isinstance(root.rule, Loss):
             return
-        require_layers(root, above, self.sources_of)
+        if not placement.left:  # calls that were left to autograd are seen
+            require_layers(root, above, self.sources_of)
         if self.second_order:
             for record in above:
                 self.require(record)

@@ -35,7 +35,7 @@ def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -
     """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
     sources = sources_of(loss).values()
     unseen = [leaf for source in sources for leaf in source.leaves if isinstance(leaf, nn.Parameter)]
-    if not records and unseen and not any(source.trained for source in sources):
+    if not records and unseen:
         CTX.check_transforms(False)
         raise RuntimeError(
             explain(
