@@ -93,7 +93,7 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)
     if binding.problem and isinstance(module, FunctionModule):
-        return None  # autograd takes any function, and its parameters sample by sample
+        return record_passage(module, args, kwargs, output)  # autograd takes any function of parameters
     if rule is not None and not binding.inputs and not binding.problem:
         return None  # it only passes on what is no tensor, such as a tuple inside a tuple
     if len(results) > 1 and rule is None:  # autograd knows which result depends on what
