@@ -841,7 +841,7 @@ def test_mixed_samples_are_noticed() -> None:
     converted = convert(Mixing())
     assert any(isinstance(m, ParametricFunction) for m in converted.modules())
     loss = bpk.extend(nn.CrossEntropyLoss())(converted(torch.randn(5, 4)), torch.randint(4, (5,)))
-    with pytest.raises(NotImplementedError, match="Rows are not samples: .* feeds several of the 5"), bpk.backpack(E.DiagGGNExact()):
+    with pytest.raises(NotImplementedError, match=r"Rows are not samples: .* of the 5"), bpk.backpack(E.DiagGGNExact()):
         loss.backward()
 
 
