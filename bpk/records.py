@@ -271,8 +271,10 @@ class Record:
 
     def keep_output(self) -> None:
         """The output is about to be overwritten: keep a copy where it stands in for an input that it overwrote."""
+        if self.rule is None or not self.rule.from_output:
+            return
         out, shown = self.output, self.module.__dict__
-        if self.rule is None or not self.rule.from_output or not any(x.is_set_to(out) for x in self.inputs):
+        if not any(x.is_set_to(out) for x in self.inputs):
             return
         number = next(iter(self.results))
         self.results[number] = out.clone()
