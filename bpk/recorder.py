@@ -76,16 +76,17 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return None
     if rule is None and not fields.get("_bpk_path") and is_loss(module, output):
         rule = GENERIC_LOSS
-    if any(t.is_complex() for t in (*results.values(), *tensors_in(args))) and not isinstance(rule, Loss):
-        leave_unrecorded(module, rule, args, kwargs, output)
-        return None  # rules have products with real numbers; autograd knows what to conjugate
     if any(p.requires_grad and not p.is_leaf for p in parameters_of(module, rule).values()):
         leave_unrecorded(module, rule, args, kwargs, output)
         return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)
+    for tensor in (*results.values(), *binding.inputs):
+        if tensor.is_complex() and not isinstance(rule, Loss):
+            leave_unrecorded(module, rule, args, kwargs, output)
+            return None  # rules have products with real numbers; autograd knows what to conjugate
     if binding.problem and isinstance(module, FunctionModule):
         leave_unrecorded(module, rule, args, kwargs, output)
-        return None  # autograd takes any function, and its parameters sample by sample
+        return record_passage(module, args, kwargs, output)  # autograd takes any function of parameters
     if rule is not None and not binding.inputs and not binding.problem:
         leave_unrecorded(module, rule, args, kwargs, output)
         return None  # it only passes on what is no tensor, such as a tuple inside a tuple
