@@ -11,13 +11,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 import bpk
 from benchmarks.hub_models import MODELS, SAMPLES, Hub
@@ -29,10 +27,13 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """By the lowest precision that a model computes in (some normalise in float32 always): the largest difference of an entry, divided by the largest entry of its tensor."""
 
 SECONDS = 60.0
-"""What a quantity may take."""
+"""Of processor time, that a quantity may take."""
 
 SMALL = 30_000
 """Up to so many parameters `DiagHessian` is tried."""
+
+NOISE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Entries are compared with no less than this share of the largest of all: some tensors are zero but for rounding."""
 
 TENSORS = 60
 """Of so many parameters two entries of second-order quantities are compared: the largest, and a random one."""
@@ -46,18 +47,17 @@ class Wrong(Exception):
     """A value is not what it must be."""
 
 
-class Precision(TorchFunctionMode):
-    """Notes in which precision functions of parameters and inputs are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and found.requires_grad:
-            self.dtypes.add(found.dtype)
-        return found
+def precisions(logits: Tensor) -> set[torch.dtype]:
+    """In which precision what `logits` depends on is computed."""
+    found, seen, waiting = {logits.dtype}, {logits.grad_fn}, [logits.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        assert node is not None
+        found.update(each.dtype for each in node._input_metadata)  # type: ignore[attr-defined]
+        above = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= above
+        waiting += above
+    return found
 
 
 class Problem:
@@ -68,9 +68,9 @@ class Problem:
         self.model = hub.build()
         self.inputs = hub.inputs()
         self.params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        with Precision() as seen:
-            logits = hub.call(self.model, self.inputs)
-        self.tolerance = TOLERANCE[torch.float32 if torch.float32 in seen.dtypes else torch.float64]
+        logits = hub.call(self.model, self.inputs)
+        lowest = torch.float32 if torch.float32 in precisions(logits) else torch.float64
+        self.tolerance, self.noise = TOLERANCE[lowest], NOISE[lowest]
         classes = logits.shape[-1] if logits.dim() < 4 else logits.shape[1]
         torch.manual_seed(2)
         shape = logits.shape[:-1] if logits.dim() < 4 else (len(logits), *logits.shape[2:])
@@ -152,13 +152,13 @@ def within(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Slow(f"more than {seconds:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def compare(problem: Problem, extension: BackpropExtension, found: Mapping[str, Tensor]) -> float:
@@ -183,7 +183,7 @@ def of_gradients(problem: Problem, found: Mapping[str, Tensor]) -> float:
     rows = {name: torch.stack(parts) for name, parts in expected.items()}
     require_fields(found, {name for name, row in rows.items() if row.any()})
     scale = max(float(row.abs().max()) for row in rows.values())
-    return worst({name: (found[name], row) for name, row in rows.items() if name in found}, scale)
+    return worst({name: (found[name], row) for name, row in rows.items() if name in found}, problem.noise * scale)
 
 
 def require_fields(found: Mapping[str, Tensor], used: set[str]) -> None:
@@ -193,14 +193,14 @@ def require_fields(found: Mapping[str, Tensor], used: set[str]) -> None:
         raise Wrong(f"{len(missing)} parameters have no field, such as {missing[0]}")
 
 
-def worst(pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> float:
-    """The largest difference, divided by the largest entry of the tensor (or a millionth of the largest of all)."""
+def worst(pairs: Mapping[str, tuple[Tensor, Tensor]], least: float) -> float:
+    """The largest difference, divided by the largest entry of the tensor."""
     errors = {}
     for name, (value, expected) in pairs.items():
         if value.shape != expected.shape:
             raise Wrong(f"{name} has the shape {list(value.shape)} instead of {list(expected.shape)}")
         difference = float((value - expected).abs().max())
-        errors[name] = difference / max(float(expected.abs().max()), 1e-6 * scale) if difference else 0.0
+        errors[name] = difference / max(float(expected.abs().max()), least) if difference else 0.0
     first = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
     if not errors[first] < 0.1:
         raise Wrong(f"{first} is off by {errors[first]:.1e}")
@@ -240,7 +240,7 @@ def of_diagonal(
         value = found[name].flatten()
         if value.shape[0] != param.numel() or found[name].shape != param.shape:
             raise Wrong(f"{name} has the shape {list(found[name].shape)}")
-        largest = max(float(value.abs().max()), 1e-6 * scale)
+        largest = max(float(value.abs().max()), problem.noise * scale)
         for entry in (int(value.abs().argmax()), int(torch.randint(param.numel(), ()))):
             of = product.flatten()[entry]
             (second,) = torch.autograd.grad(of, param if v is None else v, retain_graph=True, allow_unused=True)

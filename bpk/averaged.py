@@ -159,7 +159,7 @@ class Averaged(Sweep):
         require_functions_only(source, self.params)
         row = self.close(id(source), self.waiting.pop(id(source)))
         matrix = row.pop(id(source))
-        shape = source.entrance.one_to_rule(source.consumer.inputs[source.index]).shape
+        shape = source.consumer.call().inputs[source.index].shape
         n = 1 if source.stretch is None else shape[0]
 
         def pull(mat: Tensor) -> list[tuple[int, Tensor]]:

@@ -59,6 +59,11 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
     return kept if isinstance(kept, Tensor) else None
 
 
+def shape_of_output(node: Node) -> torch.Size:
+    """The shape of the first tensor that a node has computed."""
+    return node._input_metadata[0].shape  # type: ignore[attr-defined]
+
+
 def count_of_argument(value: object) -> int:
     """How many references a function counts to its argument."""
     return sys.getrefcount(value)

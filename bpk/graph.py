@@ -18,6 +18,7 @@ from bpk.ports import Port
 from bpk.records import Edge, Record, owner_of
 from bpk.recovery import recover
 from bpk.vjp import pull_columns
+from bpk.weights import recover_product
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
@@ -159,7 +160,7 @@ def trace(consumer: Record, index: int) -> Source | None:
     node = edge[0]
     if node is None:
         return None
-    direct = owner(edge) or recover(edge)
+    direct = owner(edge) or recover(edge) or recover_product(edge)
     if direct is not None:
         direct.use(direct.places[edge[1]])
         return Source(consumer, index, ((direct, edge),))
@@ -168,8 +169,9 @@ def trace(consumer: Record, index: int) -> Source | None:
     seen: set[Node] = {node}
     waiting = [node]
     while waiting:
-        for upstream in waiting.pop().next_functions:
-            found = owner(upstream) or recover(upstream)
+        here = waiting.pop()
+        for upstream in here.next_functions:
+            found = owner(upstream) or recover(upstream) or recover_product(upstream, here)
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])

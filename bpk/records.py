@@ -29,7 +29,7 @@ OWNER = "bpk.record"
 """Key under which a graph node owns the record of the layer call that produced it."""
 
 LEFT = "bpk.left"
-"""Key under which a graph node says that its call was left to autograd."""
+"""Key under which a graph node says that its call was left to autograd, and whether the call had a rule."""
 
 OPEN_USES: Counter[int] = Counter()
 """By `id(parameter)`: how many recorded calls that use it still await their backward pass."""
@@ -71,7 +71,8 @@ class Record:
 
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
     of them an output of the graph node is. `used` are those that something behind the call has asked for.
-    `differentiated` says whether a gradient through the call has been made with a graph of its own.
+    `differentiated` says whether a gradient through the call has been made with a graph of its own. `rows` are axes that
+    autograd's graph sees as one, in front of inputs and results (of calls that are written down from the graph).
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Record:
         "params",
         "places",
         "results",
+        "rows",
         "rule",
         "seen",
         "shifted",
@@ -103,6 +105,8 @@ class Record:
         edges: tuple[Edge, ...],
         results: dict[int, Tensor],
         places: dict[int, int],
+        params: dict[str, Tensor] | None = None,
+        rows: tuple[int, ...] = (),
     ) -> None:
         self.module = module
         self.rule = rule
@@ -119,7 +123,8 @@ class Record:
         self.drawn: RandomState | None = None
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
         self.versions = [x._version for x in (*inputs, *results.values())]
-        self.params = parameters_of(module, rule)
+        self.params = parameters_of(module, rule) if params is None else params
+        self.rows = rows
         self.open = True
         for p in self.params.values():
             OPEN_USES[id(p)] += 1
@@ -172,14 +177,14 @@ class Record:
     def entrance(self, index: int) -> Port:
         """How an input is connected."""
         axis = self.axis(index)
-        return Port(axis) if axis else PLAIN
+        return Port(axis, rows=self.rows) if axis or self.rows else PLAIN
 
     def exit(self, number: int, used: Sequence[int] | None = None) -> Port:
         """How a result is connected, where these results are used (by default: those that are)."""
         used = self.used if used is None else used
         if len(used) == 1:
             axis = self.out_axis(number)
-            return Port(axis) if axis else PLAIN
+            return Port(axis, rows=self.rows) if axis or self.rows else PLAIN
         shapes = {k: self.shape_of(k) for k in used}
         sizes = [shape.numel() for shape in shapes.values()]
         start = sum(sizes[: used.index(number)])
@@ -317,7 +322,7 @@ def leave_to_autograd(record: Record, node: Node) -> None:
     """Forget a call: it becomes part of the plain autograd between two recorded calls."""
     record.close()
     del engine.belongings(node)[OWNER]
-    engine.belongings(node)[LEFT] = True
+    engine.belongings(node)[LEFT] = record.rule is not None
     record.module = DISSOLVED
 
 

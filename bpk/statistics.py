@@ -212,12 +212,16 @@ class Uses:
 
     def factors(self, approximation: str = "default") -> list[Tensor]:
         """Kronecker factors `[G, A]`, or `[G]` for a parameter without an input factor (a bias)."""
-        return self.memo(("factors", approximation), lambda: self._factors(approximation))
+        return self.memo(("factors", approximation), lambda: self.in_order(self._factors(approximation)))
+
+    def in_order(self, factors: list[Tensor]) -> list[Tensor]:
+        """Factors in the order in which the rule of the last use lists them."""
+        return factors[::-1] if self.uses[0].rule.input_first(self.uses[0].name) else factors
 
     def _factors(self, approximation: str) -> list[Tensor]:
         parts = self.orientations
         if len(parts) > 1 and all(part.input_factor(approximation) is not None for part in parts):
-            return nearest_kronecker([parts[0].factors(approximation), parts[1].factors(approximation)[::-1]])
+            return nearest_kronecker([parts[0]._factors(approximation), parts[1]._factors(approximation)[::-1]])
         inputs = self.input_factor(approximation) if len(parts) == 1 else None
         if inputs is None and not self.simple:
             rows = self.all_rows().reshape(-1, self.param.numel())
@@ -268,9 +272,12 @@ class Uses:
 
     def averaged_factors(self) -> list[Tensor]:
         """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
+        return self.in_order(self._averaged_factors())
+
+    def _averaged_factors(self) -> list[Tensor]:
         split = self.orientations
         if len(split) > 1:
-            return nearest_kronecker([split[0].averaged_factors(), split[1].averaged_factors()[::-1]])
+            return nearest_kronecker([split[0]._averaged_factors(), split[1]._averaged_factors()[::-1]])
         by_layers = [use for use in self.uses if use.arrived.matrix is not None]
         parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_layers]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]

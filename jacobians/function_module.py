@@ -112,6 +112,16 @@ class ParametricFunction(FunctionModule):
         self.sized = tuple(sized)
 
 
+class ParametricProduct(ParametricFunction):
+    """One that multiplies with a parameter: no layer, so that the product is found in autograd's graph (see `weights.py`).
+
+    A rule for all of it would know nothing of the product.
+    """
+
+    def forward(self, *tensors: Any) -> Any:
+        return super().forward(*tensors)
+
+
 def fill(template: Any, known: Sequence[Any]) -> Any:
     """Nested arguments, with what is known in their slots."""
     if isinstance(template, Slot):
