@@ -28,6 +28,7 @@ from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.joint_loss import Joint
 from bpk.jacobians.loss import Loss
+from bpk.jacobians.room import require_room
 from bpk.means import mean_between, pull_mean
 from bpk.records import OPEN_USES, Record
 from bpk.sweeps import DIRECT, Direct, Step, Sweep, apart, matched, positive_scale
@@ -157,6 +158,8 @@ class Averaged(Sweep):
         if end(source) != id(source):
             return
         require_functions_only(source, self.params)
+        for leaf in source.trained:
+            require_room(leaf.numel(), leaf)
         row = self.close(id(source), self.waiting.pop(id(source)))
         matrix = row.pop(id(source))
         shape = source.consumer.call().inputs[source.index].shape
