@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.hub_models import MODELS, SAMPLES
 from benchmarks.hub_result import VERDICTS, HubResult
+from benchmarks.own_process import commits
 from benchmarks.report import RESULTS
 
 FILE = RESULTS / "hub.json"
@@ -62,12 +63,11 @@ def page(results: Sequence[HubResult]) -> str:
         if not mine:
             continue
         counts = [f"{n} {v}" for v in VERDICTS if (n := sum(r.verdict == v for r in mine))]
-        commits = " and ".join(f"`{c}`" for c in sorted({r.commit for r in mine}))
         versions = " and ".join(sorted({r.version for r in mine if r.version}))
         parts += [
             f"## {package}",
             f"{package} {versions}, {len(mine)} models, by their worst quantity: {', '.join(counts)}. Checked with the "
-            f"code of commit {commits}.",
+            f"code of {commits(r.commit for r in mine)}.",
         ]
         left = [m.title for m in MODELS if m.package == package and m.title not in {r.model for r in mine}]
         if left:

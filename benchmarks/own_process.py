@@ -6,7 +6,7 @@ import multiprocessing
 import resource
 import subprocess
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,6 +81,13 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return known[:10] + "+" * bool(changed)
+
+
+def commits(known: Iterable[str]) -> str:
+    """The commits that results are of, for a page."""
+    names = sorted(set(known))
+    shown = " and ".join(f"`{name}`" if name else "an unknown commit" for name in names)
+    return f"commit {shown}" if len(names) == 1 and names[0] else shown
 
 
 def git(*arguments: str) -> str:
