@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from operator import attrgetter
 
 import torch
@@ -321,9 +321,24 @@ def owner_of(node: Node) -> Record | None:
 def leave_to_autograd(record: Record, node: Node) -> None:
     """Forget a call: it becomes part of the plain autograd between two recorded calls."""
     record.close()
+    if record.rule is not None and record.params:
+        for inner in inside(node, record.edges):
+            engine.belongings(inner)[LEFT] = True
     del engine.belongings(node)[OWNER]
     engine.belongings(node)[LEFT] = record.rule is not None
     record.module = DISSOLVED
+
+
+def inside(node: Node, edges: Sequence[Edge]) -> Iterator[Node]:
+    """The nodes between the output of a call and its inputs."""
+    seen = {edge[0] for edge in edges}
+    waiting = [node]
+    while waiting:
+        for above, _ in waiting.pop().next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                waiting.append(above)
+                yield above
 
 
 class Visit:

@@ -18,10 +18,9 @@ from torch.autograd.graph import Node
 
 from bpk import engine
 from bpk.jacobians.binding import Binding
-from bpk.jacobians.function_module import Plain
+from bpk.jacobians.function_module import Plain, TimesWeight
 from bpk.records import LEFT, OWNER, Edge, Record, Visit
 from bpk.rules import REGISTRY
-from bpk.rules.linear import TimesWeight
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")

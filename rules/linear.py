@@ -13,6 +13,7 @@ from bpk.jacobians import gemm
 from bpk.jacobians.affine import Affine
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.function_module import TimesWeight
 from bpk.jacobians.rule import case
 
 NO_BATCH = "its input has no batch axis"
@@ -70,22 +71,6 @@ class LinearRule(FeaturesLast):
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         x = call.inputs[0].flatten(0, -2)
         return torch.matmul(mat.reshape(mat.shape[0], x.shape[0], mat.shape[-1]).transpose(1, 2), x)
-
-
-class TimesWeight(nn.Module):
-    """`x @ weight + bias` with a weight `[in, out]`: what functions compute with a parameter (`torch.addmm`).
-
-    >>> TimesWeight(4, 3)(torch.ones(2, 4)).shape
-    torch.Size([2, 3])
-    """
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
-        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight if self.bias is None else x @ self.weight + self.bias
 
 
 class TimesWeightRule(LinearRule):

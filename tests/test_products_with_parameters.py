@@ -181,6 +181,30 @@ def test_a_product_with_a_table_has_no_samples() -> None:
         torch.testing.assert_close([model.w.grad_batch[n], model.v.grad_batch[n]], list(expected))
 
 
+class TableOfALayer(Table):
+    """The same with a layer on the table, which is left to autograd, and a second call of it on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.first(x) @ self.v)[:, None] + self.layer(self.table[None])).sigmoid().sum(1)
+
+
+def test_a_layer_without_samples_is_left_alone_in_every_pass() -> None:
+    """Its product is no call of its own: what is remembered of the graph knows the layer only."""
+    torch.manual_seed(0)
+    model, x, y = bpk.extend(TableOfALayer().double()), torch.randn(4, 2).double(), torch.randn(4, 2).double()
+    loss_fn = bpk.extend(nn.MSELoss())
+    for _ in range(3):
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(model(x), y).backward()
+        for n in range(4):
+            loss = loss_fn(model(x[n : n + 1]), y[n : n + 1]) / 4
+            torch.testing.assert_close(model.layer.weight.grad_batch[n], torch.autograd.grad(loss, model.layer.weight)[0])
+
+
 class Placed(nn.Module):
     """Positions, added by a function."""
 
