@@ -1,7 +1,7 @@
 """A hundred models of `transformers` and `timm`, against plain autograd: `python -m benchmarks.hub_check`.
 
-Small models with random weights (`hub_models.py`), in evaluation mode and float64. Each runs in a process of its own, with
-limits of time and memory.
+Small models with random weights (`hub_models.py`), in evaluation mode and float64. Each runs in a process of its own,
+with limits of time and memory.
 """
 
 from __future__ import annotations

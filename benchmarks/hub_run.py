@@ -24,7 +24,8 @@ from bpk.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
 from bpk.extensions.backprop_extension import BackpropExtension
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""By the lowest precision that a model computes in (some normalise in float32 always): the largest difference of an entry, divided by the largest entry of its tensor."""
+"""By the lowest precision that a model computes in (some normalise in float32 always): the largest difference of an
+entry, divided by the largest entry of its tensor."""
 
 SECONDS = 60.0
 """Of processor time, that a quantity may take."""
@@ -217,7 +218,7 @@ def hessian(problem: Problem) -> tuple[list[Tensor | None], Tensor | None]:
 
 def ggn(problem: Problem) -> tuple[list[Tensor | None], Tensor | None]:
     """`J^T v` as a function of `v`, and the loss's Hessian at the flattened logits."""
-    logits, y = problem.logits()
+    logits, _ = problem.logits()
     v = torch.zeros_like(logits, requires_grad=True)
     found = torch.autograd.grad(logits, list(problem.params.values()), v, create_graph=True, allow_unused=True)
     return list(found), v
@@ -260,8 +261,8 @@ def of_diagonal(
 def probabilities(problem: Problem) -> tuple[Tensor, int]:
     """Of each class, classes last, and the number of terms."""
     with torch.no_grad():
-        logits, y = problem.logits()
-        return logits.movedim(1, -1).softmax(-1), y.numel()
+        logits, targets = problem.logits()
+        return logits.movedim(1, -1).softmax(-1), targets.numel()
 
 
 def curvature(tangent: Tensor, p: Tensor, terms: int) -> float:
@@ -284,7 +285,7 @@ def factors_are_finite(problem: Problem, found: Mapping[str, Tensor]) -> float:
 
 
 def ratio(problem: Problem, loss_fn: nn.Module) -> float:
-    """Time of forward and backward pass with `BatchGrad`, divided by that of plain ones; medians of three."""
+    """Processor time of forward and backward pass with `BatchGrad`, divided by that of plain ones; medians of three."""
 
     def plain() -> None:
         with bpk.disable():
@@ -299,8 +300,8 @@ def ratio(problem: Problem, loss_fn: nn.Module) -> float:
         step()
         found = []
         for _ in range(3):
-            started = time.perf_counter()
+            started = time.process_time()
             step()
-            found.append(time.perf_counter() - started)
+            found.append(time.process_time() - started)
         times.append(statistics.median(found))
     return times[0] / times[1]

@@ -1,4 +1,4 @@
-"""Run a check in a process of its own, with limits: its peak of memory is its own, and what it breaks is its own, too."""
+"""Run a check in a process of its own, with limits: its peak of memory is its own, and so is what it breaks."""
 
 from __future__ import annotations
 

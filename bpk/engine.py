@@ -61,7 +61,7 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
 
 def shape_of_output(node: Node) -> torch.Size:
     """The shape of the first tensor that a node has computed."""
-    return node._input_metadata[0].shape  # type: ignore[attr-defined]
+    return node._input_metadata[0].shape
 
 
 def count_of_argument(value: object) -> int:

@@ -71,8 +71,8 @@ class Record:
 
     `binding` says how the rule sees them. `results` are those that are differentiable, by number; `places` says which
     of them an output of the graph node is. `used` are those that something behind the call has asked for.
-    `differentiated` says whether a gradient through the call has been made with a graph of its own. `rows` are axes that
-    autograd's graph sees as one, in front of inputs and results (of calls that are written down from the graph).
+    `differentiated` says whether a gradient through the call has been made with a graph of its own. `rows` are
+    axes that autograd's graph sees as one, in front of inputs and results (of calls written down from the graph).
     """
 
     __slots__ = (

@@ -113,7 +113,7 @@ class ParametricFunction(FunctionModule):
 
 
 class ParametricProduct(ParametricFunction):
-    """One that multiplies with a parameter: no layer, so that the product is found in autograd's graph (see `weights.py`).
+    """One that multiplies with a parameter: no layer, so that the product is found in autograd's graph (`weights.py`).
 
     A rule for all of it would know nothing of the product.
     """

@@ -7,7 +7,7 @@ from torch import Tensor
 from bpk.jacobians.errors import UnsupportedLayer, explain
 
 WHOLE = 4096
-"""A parameter of several axes without an input factor has a dense block up to so many entries, and its diagonal beyond."""
+"""Up to so many entries a parameter of several axes without an input factor has a dense block; beyond, its diagonal."""
 
 LARGEST = 1 << 34
 """Bytes of the largest dense factor (16 GiB)."""

@@ -227,9 +227,10 @@ class Products(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.depth:
             return result
-        if name in ("t", "__get__", "transpose") and isinstance(args[0], nn.Parameter) and isinstance(result, Tensor):
-            if args[0].dim() == 2 and result.shape == args[0].shape[::-1] and result.stride() != args[0].stride():
-                self.views.append((result, args[0]))
+        given = args[0] if args and isinstance(args[0], nn.Parameter) and isinstance(result, Tensor) else None
+        if name in ("t", "__get__", "transpose") and given is not None and given.dim() == 2:
+            if result.shape == given.shape[::-1] and result.stride() != given.stride():
+                self.views.append((result, given))
         operands = {"matmul": args[:2], "mm": args[:2], "__matmul__": args[:2], "linear": args[:2], "addmm": args[1:3]}
         if name in operands and kwargs in (None, {}):
             x, w = operands[name]

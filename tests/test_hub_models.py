@@ -35,7 +35,11 @@ def test_a_model_is_right(name: str) -> None:
 
 
 def test_the_verdict_is_the_worst() -> None:
-    findings = {"BatchGrad": Finding(), "KFAC": Finding("refused", reason="what\n  Why: why"), "DiagGGNExact": Finding()}
+    findings = {
+        "BatchGrad": Finding(),
+        "KFAC": Finding("refused", reason="what\n  Why: why"),
+        "DiagGGNExact": Finding(),
+    }
     result = HubResult("name", "timm", findings=findings)
     assert result.verdict == "refused" and "why" in page([result])
     findings["DiagGGNExact"] = Finding("wrong")
@@ -85,7 +89,7 @@ def test_a_process_of_its_own() -> None:
         in_own_process(raises, preload="torch")
     with pytest.raises(Failed, match="more than 3 s"):
         in_own_process(sleeps, preload="torch", seconds=3.0)
-    with pytest.raises(Failed, match="alloc|memory"):
+    with pytest.raises(Failed, match=r"alloc|memory"):
         in_own_process(allocates, preload="torch", gib=16.0)
 
 

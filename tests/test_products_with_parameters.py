@@ -202,7 +202,9 @@ def test_a_layer_without_samples_is_left_alone_in_every_pass() -> None:
             loss_fn(model(x), y).backward()
         for n in range(4):
             loss = loss_fn(model(x[n : n + 1]), y[n : n + 1]) / 4
-            torch.testing.assert_close(model.layer.weight.grad_batch[n], torch.autograd.grad(loss, model.layer.weight)[0])
+            torch.testing.assert_close(
+                model.layer.weight.grad_batch[n], torch.autograd.grad(loss, model.layer.weight)[0]
+            )
 
 
 class Placed(nn.Module):
