@@ -19,17 +19,18 @@ INTRODUCTION = f"""# Models of transformers and timm
 
 Small models with random weights, of the classes in [transformers](https://github.com/huggingface/transformers) and
 [timm](https://github.com/huggingface/pytorch-image-models), extended as they are (`bpk.extend(model)`), in evaluation
-mode and float64, with {SAMPLES} samples and cross-entropy on their logits, positions flattened. Each quantity is compared
-with plain autograd. This page is written by `python -m benchmarks.hub_check --write`.
+mode and float64, with {SAMPLES} samples and cross-entropy on their logits, positions flattened. Each quantity is
+compared with plain autograd. This page is written by `python -m benchmarks.hub_check --write`.
 
 - *BatchGrad*: all entries of all parameters, against a loop over samples.
 - *DiagGGNExact*, *DiagHessian*: two entries of each of up to sixty parameters, the largest and a random one.
 - *KFAC*: factors are finite, and their sizes are those of the parameter.
-- *ratio*: processor time of forward and backward pass with `BatchGrad`, divided by that of plain ones. These models are tiny, so
-  it is one of overheads, not of arithmetic.
+- *ratio*: processor time of forward and backward pass with `BatchGrad`, divided by that of plain ones. These models are
+  tiny, so it is one of overheads, not of arithmetic.
 
 `ok`: right, with the largest error of an entry divided by the largest entry of its tensor (some models normalise in
-float32 always). `refused`: an error that says why, and what to do. `slow`: not done within a minute; `skipped`: more parameters than it is tried for."""
+float32 always). `refused`: an error that says why, and what to do. `slow`: not done within a minute; `skipped`: more
+parameters than it is tried for."""
 
 
 def line(result: HubResult) -> str:

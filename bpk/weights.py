@@ -1,8 +1,9 @@
 """Linear layers without a module: functions that multiply with a parameter, found in autograd's graph.
 
 `torch.addmm(self.bias, x, self.weight)`, `F.linear(x, self.weight)` and `x @ self.weight` leave a node that keeps `x`
-and leads to the parameter. The call is written down from it during the backward pass, as if a layer had made it, so that
-the rules of linear layers serve the parameter: no individual row is formed for a square, and it has Kronecker factors.
+and leads to the parameter. The call is written down from it during the backward pass, as if a layer had made it, so
+that the rules of linear layers serve the parameter: no individual row is formed for a square, and it has Kronecker
+factors.
 
 The record is at the node of the product itself, whose gradient is that of every use of the result. Matrices have two
 axes, so where `x` or the result was reshaped for the product, the rule sees the axes that were there before.

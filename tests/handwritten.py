@@ -228,9 +228,9 @@ class Products(TorchFunctionMode):
         if self.depth:
             return result
         given = args[0] if args and isinstance(args[0], nn.Parameter) and isinstance(result, Tensor) else None
-        if name in ("t", "__get__", "transpose") and given is not None and given.dim() == 2:
-            if result.shape == given.shape[::-1] and result.stride() != given.stride():
-                self.views.append((result, given))
+        turned = given is not None and given.dim() == 2 and result.shape == given.shape[::-1]
+        if turned and name in ("t", "__get__", "transpose") and result.stride() != given.stride():
+            self.views.append((result, given))
         operands = {"matmul": args[:2], "mm": args[:2], "__matmul__": args[:2], "linear": args[:2], "addmm": args[1:3]}
         if name in operands and kwargs in (None, {}):
             x, w = operands[name]
