@@ -1,7 +1,7 @@
 """Uses of parameters outside of the modules that hold them, such as `self.scale * x`.
 
-Functions that multiply with a matrix from the right (`F.linear(x, self.table.weight)`, `x @ self.w`) are told apart: such a
-matrix has Kronecker factors.
+Functions that multiply with a matrix from the right (`F.linear(x, self.table.weight)`, `x @ self.w`) are told apart:
+such a matrix has Kronecker factors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bpk.verification.structure import tensors_of
 class Elsewhere(TorchFunctionMode):
     """While it is entered, keeps what is computed from parameters, except within the modules that are `known`.
 
-    `names` says by `id` which parameters; `made` has the results by the parameter's name. Products `x W` and `x W^T` are
-    not among them: `multiply(name, whether W^T, x, result)` may put something else in the place of the result.
+    `names` says by `id` which parameters; `made` has the results by the parameter's name. Products `x W` and `x W^T`
+    are not among them: `multiply(name, whether x W, x, result)` may put something else in the place of the result.
     """
 
     def __init__(self, names: Mapping[int, str], multiply: Callable[[str, bool, Tensor, Tensor], Tensor]) -> None:
