@@ -22,7 +22,7 @@ Small models with random weights, of the classes in [transformers](https://githu
 mode and float64, with {SAMPLES} samples and cross-entropy on their logits, positions flattened. Each quantity is
 compared with plain autograd. This page is written by `python -m benchmarks.hub_check --write`.
 
-- *BatchGrad*: all entries of all parameters, against a loop over samples.
+- *BatchGrad*: all entries of all parameters, against a loop over the losses of samples.
 - *DiagGGNExact*, *DiagHessian*: two entries of each of up to sixty parameters, the largest and a random one.
 - *KFAC*: factors are finite, and their sizes are those of the parameter.
 - *ratio*: processor time of forward and backward pass with `BatchGrad`, divided by that of plain ones. These models are
