@@ -281,7 +281,7 @@ def factors_are_finite(problem: Problem, found: Mapping[str, Tensor]) -> float:
         sizes = [len(factor) for factor in factors]
         if torch.Size(sizes).numel() != problem.params[name].numel():
             raise Wrong(f"{name} {list(problem.params[name].shape)} has factors of sizes {sizes}")
-        if not all(bool(torch.isfinite(f.to_dense() if f.is_sparse else f).all()) for f in factors):
+        if not all(bool(torch.isfinite(f.coalesce().values() if f.is_sparse else f).all()) for f in factors):
             raise Wrong(f"a factor of {name} is not finite")
     with_gradient = {name for name, p in problem.params.items() if p.grad is not None}
     require_fields(found, with_gradient)
