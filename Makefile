@@ -3,6 +3,7 @@
 # make test      runs the tests
 # make docs      builds the documentation site in out/site
 # make bench     measures every quantity as a ratio to plain forward+backward
+# make check-models   runs models of torchvision, transformers and timm against plain autograd (an hour)
 # Each sets up .venv by itself (Python >= 3.10); a second call finds it ready.
 
 PYTHON ?= python3
@@ -11,11 +12,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo examples test lint doctest docs docs-serve docs-examples bench clean
+.PHONY: help demo examples test lint doctest docs docs-serve docs-examples bench check-models clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 demo: $(VENV)/.has-demo
 	$(PY) examples/demo.py $(ARGS)
@@ -57,6 +58,13 @@ docs-examples: $(VENV)/.has-demo $(VENV)/.has-docs
 
 bench: $(VENV)/.has-bench
 	$(PY) -m benchmarks $(ARGS)
+
+# what README and site say about models of other packages: the pages name the commit that was checked
+check-models: export OMP_NUM_THREADS = 1
+check-models: $(VENV)/.has-demo $(VENV)/.has-hub
+	$(PY) -m benchmarks.torchvision_models --write $(ARGS)
+	$(PY) -m benchmarks.torchvision_models --without-converter --write $(ARGS)
+	$(PY) -m benchmarks.hub_check --write $(ARGS)
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"bpk needs Python 3.10 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'

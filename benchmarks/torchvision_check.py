@@ -43,7 +43,7 @@ class Result:
 
     `seconds` are those of extend, forward and backward, `gib` the peak of the resident memory meanwhile, the model
     included; `plain_seconds` and `plain_gib` the same for the reference. Errors are the largest difference of an entry,
-    divided by the largest entry of the same tensor.
+    divided by the largest entry of the same tensor. `commit` is the last one that had changed the package.
     """
 
     model: str
@@ -62,6 +62,7 @@ class Result:
     generic: int = 0
     warnings: list[str] = field(default_factory=list)
     problem: str = ""
+    commit: str = ""
 
     @property
     def faults(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.own_process import commits
 from benchmarks.torchvision_check import CLASSES, ERROR, GIB, SAMPLES, SECONDS, TRAINED, Result, names
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -52,7 +53,8 @@ def page(results: Sequence[Result]) -> str:
         mine = [r for r in results if r.converter is converter]
         right = sum(not r.faults for r in mine)
         left = sorted(set(names()) - {r.model for r in mine})
-        parts += [f"## `{call}`", f"{right} of {len(mine)} models are right, and within the limits."]
+        checked = f"Checked with the code of {commits(r.commit for r in mine)}."
+        parts += [f"## `{call}`", f"{right} of {len(mine)} models are right, and within the limits. {checked}"]
         if left:
             parts += ["Not run since the last change of this page: " + ", ".join(f"`{name}`" for name in left) + "."]
         parts += ["\n".join([HEAD, RULE, *(row(r) for r in mine)])]

@@ -28,6 +28,7 @@ from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.joint_loss import Joint
 from bpk.jacobians.loss import Loss
+from bpk.jacobians.room import require_room
 from bpk.means import mean_between, pull_mean
 from bpk.records import Record, is_awaited
 from bpk.sweeps import DIRECT, Direct, Step, Sweep, apart, matched, positive_scale
@@ -167,9 +168,11 @@ class Averaged(Sweep):
         if end(source) != id(source):
             return
         require_functions_only(source, self.params)
+        for leaf in source.trained:
+            require_room(leaf.numel(), leaf)
         row = self.close(id(source), self.waiting.pop(id(source)))
         matrix = row.pop(id(source))
-        shape = source.entrance.one_to_rule(source.consumer.inputs[source.index]).shape
+        shape = source.consumer.call().inputs[source.index].shape
         n = 1 if source.stretch is None else shape[0]
 
         def pull(mat: Tensor) -> list[tuple[int, Tensor]]:

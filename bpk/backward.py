@@ -230,7 +230,8 @@ class Backward:
             self.hooks.leave_for_last(module)
         served = {id(record.module) for record in above if self.by_hand(record)}
         holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
-        tell(placement.left, holders, self.second_order)
+        by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
+        tell(placement.left, holders, self.second_order, by_function)
         self.placed.update(id(record) for record in (*above, root))
         self.above[root] = above
         for record in above:
@@ -347,8 +348,10 @@ class Backward:
         loss = rule if isinstance(rule, Loss) else None
         grad, call = matched(grad, record.call())
         trained = {n: p for n, p in record.params.items() if is_trained(p)}
-        require_own(record, trained)
-        states = {name: self.parameters.state_of(p, record.module) for name, p in trained.items()}
+        function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
+        if not function:
+            require_own(record, trained)
+        states = {n: self.parameters.state_of(p, None if function else record.module) for n, p in trained.items()}
         later = {name: self.parameters.is_shared(p, record) for name, p in trained.items()}
         reused = tuple(name for name in trained if later[name])
         views: dict[tuple[int, ...] | None, Call] = {None: call}
@@ -379,7 +382,7 @@ class Backward:
         if states:
             self.parameters.expect_gradients(record, states)
         for name, state in states.items():
-            if not later[name]:
+            if not (later[name] or function):
                 self.parameters.finish(state)
 
     # ---- user-written module extensions ------------------------------------------------------------

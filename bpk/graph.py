@@ -20,6 +20,7 @@ from bpk.ports import Port
 from bpk.records import Edge, Record, owner_of
 from bpk.recovery import recover
 from bpk.vjp import pull_columns
+from bpk.weights import recover_product
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
@@ -179,7 +180,7 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     node = edge[0]
     if node is None:
         return None
-    direct = owner(edge) or recover(edge)
+    direct = owner(edge) or recover(edge) or recover_product(edge, held)
     if direct is not None:
         direct.use(direct.places[edge[1]])
         return Source(consumer, index, ((direct, edge),))
@@ -188,10 +189,11 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     seen: dict[Node, None] = {node: None}
     waiting = [node]
     while waiting:
-        for upstream in map(beyond, waiting.pop().next_functions):
+        here = waiting.pop()
+        for upstream in map(beyond, here.next_functions):
             above = upstream[0]
             known = above is None or above in seen
-            found = owner(upstream) or (None if known else recover(upstream))
+            found = owner(upstream) or (None if known else recover(upstream) or recover_product(upstream, held, here))
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])

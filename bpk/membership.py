@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from bpk.context import CTX
 
@@ -75,7 +75,7 @@ class Held:
     def _ids(self) -> set[int]:
         return {id(p) for module in extended_modules() for p in module._parameters.values()}
 
-    def __contains__(self, param: Tensor) -> bool:
+    def __contains__(self, param: object) -> bool:
         return isinstance(param, nn.Parameter) and id(param) in self._ids
 
 

@@ -76,6 +76,15 @@ class Parameters:
 
     def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
         """One more use of a parameter has been reached by a sweep."""
+        if state.done:
+            raise UnsupportedLayer(
+                explain(
+                    f"A parameter {list(state.param.shape)} was final when another use of it was reached.",
+                    "layers behind one loss use it, and functions behind another one, which only the graph of that "
+                    "loss shows.",
+                    "use one extended loss, or use the parameter in layers only.",
+                )
+            )
         if key not in state.uses:
             mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
             rows, samples = any(e.needs_rows for e in mine), any(e.needs_samples for e in mine)
@@ -218,7 +227,7 @@ def value_of(extension: BackpropExtension, uses: Uses) -> Any:
     try:
         return extension.value(uses)
     except RuntimeError as error:
-        sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None})
+        sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})
         if isinstance(error, NotImplementedError) or len(sizes) < 2:
             raise
         raise UnsupportedLayer(

@@ -15,20 +15,24 @@ class Port:
 
     `axis` is the batch axis of the tensor. Of a call several of whose results are used, the rule sees all of them
     flattened, side by side: `shape` is that of this result without the batch axis, and it lies at `start` of `total`.
+    The graph may see several axes as one: `rows` are the sizes of those that come first.
     """
 
     axis: int = 0
     shape: tuple[int, ...] = ()
     start: int = 0
     total: int = 0
+    rows: tuple[int, ...] = ()
 
     @property
     def plain(self) -> bool:
         """Whether rule and graph see the same."""
-        return self.axis == 0 and self.total == 0
+        return self.axis == 0 and self.total == 0 and not self.rows
 
     def to_rule(self, mat: Tensor) -> Tensor:
         """Columns `[V, *tensor]` of the graph as columns `[V, N, *out]` of the rule."""
+        if self.rows:
+            mat = mat.unflatten(1, self.rows)
         if self.axis:
             mat = mat.movedim(1 + self.axis, 1)
         if not self.total:
@@ -41,7 +45,8 @@ class Port:
         """Columns `[V, N, *out]` of the rule as columns `[V, *tensor]` of the graph."""
         if self.total:
             mat = mat[..., self.start : self.start + prod(self.shape)].reshape(*mat.shape[:2], *self.shape)
-        return mat.movedim(1, 1 + self.axis) if self.axis else mat
+        mat = mat.movedim(1, 1 + self.axis) if self.axis else mat
+        return mat.flatten(1, len(self.rows)) if self.rows else mat
 
     def one_to_rule(self, x: Tensor) -> Tensor:
         """A single tensor of the graph as the rule sees it."""

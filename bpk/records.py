@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 import torch
@@ -32,7 +32,7 @@ OWNER = "bpk.record"
 """Key under which a graph node owns the record of the layer call that produced it."""
 
 LEFT = "bpk.left"
-"""Key under which a graph node says that its call was left to autograd."""
+"""Key under which a graph node says that its call was left to autograd, and whether the call had a rule."""
 
 LIVE: set[weakref.ref[Record]] = set()
 """The records that exist. They say themselves whether they still await a backward pass."""
@@ -63,7 +63,8 @@ class Record:
     of them an output of the graph node is. `used` are those that something behind the call has asked for. `given` are
     the shapes of the tensors with which the whole model was called. `contexts` are those that the thread of the forward
     pass is in. `handed` refers to the tensors that the layer was given and has returned, for as long as they live.
-    Where `hooks` are given, tensors are computed again on demand.
+    Where `hooks` are given, tensors are computed again on demand. `rows` are axes that autograd's graph sees as one, in
+    front of inputs and results (of calls written down from the graph).
     """
 
     __slots__ = (
@@ -82,6 +83,7 @@ class Record:
         "params",
         "places",
         "recomputed",
+        "rows",
         "rule",
         "seen",
         "shifted",
@@ -100,6 +102,8 @@ class Record:
         results: dict[int, Tensor],
         places: dict[int, int],
         hooks: engine.SavedTensorHooks | None = None,
+        params: dict[str, Tensor] | None = None,
+        rows: tuple[int, ...] = (),
     ) -> None:
         self.module = module
         self.rule = rule
@@ -119,7 +123,8 @@ class Record:
         self.drawn: RandomState | None = None
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
         self.versions = [x._version for x in (*inputs, *results.values())]
-        self.params = parameters_of(module, rule)
+        self.params = parameters_of(module, rule) if params is None else params
+        self.rows = rows
         self.left: Tensor | None = None
         self.recomputed: Recomputed | None = None
         if hooks is not None:
@@ -205,14 +210,14 @@ class Record:
     def entrance(self, index: int) -> Port:
         """How an input is connected."""
         axis = self.axis(index)
-        return Port(axis) if axis else PLAIN
+        return Port(axis, rows=self.rows) if axis or self.rows else PLAIN
 
     def exit(self, number: int, used: Sequence[int] | None = None) -> Port:
         """How a result is connected, where these results are used (by default: those that are)."""
         used = self.used if used is None else used
         if len(used) == 1:
             axis = self.out_axis(number)
-            return Port(axis) if axis else PLAIN
+            return Port(axis, rows=self.rows) if axis or self.rows else PLAIN
         shapes = {k: self.shape_of(k) for k in used}
         sizes = [shape.numel() for shape in shapes.values()]
         start = sum(sizes[: used.index(number)])
@@ -371,11 +376,26 @@ def owner_of(node: Node) -> Record | None:
 def leave_to_autograd(record: Record, node: Node) -> None:
     """Forget a call: it becomes part of the plain autograd between two recorded calls."""
     record.close()
+    if record.rule is not None and record.params:
+        for inner in inside(node, record.edges):
+            engine.belongings(inner)[LEFT] = True
     del engine.belongings(node)[OWNER]
-    engine.belongings(node)[LEFT] = True
+    engine.belongings(node)[LEFT] = record.rule is not None
     if record.left is not None:
         node.register_prehook(Left(record.module, record.left))
     record.module = DISSOLVED
+
+
+def inside(node: Node, edges: Sequence[Edge]) -> Iterator[Node]:
+    """The nodes between the output of a call and its inputs."""
+    seen = {edge[0] for edge in edges}
+    waiting = [node]
+    while waiting:
+        for above, _ in waiting.pop().next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                waiting.append(above)
+                yield above
 
 
 class Visit:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.call import Call
+from bpk.jacobians.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.rule import Rule, add_up
 from bpk.samples import to_samples
 from bpk.sweeps import PIECE, Columns
+from bpk.utils.kroneckers import sparse_diagonal
 
 T = TypeVar("T")
 
@@ -212,14 +214,24 @@ class Uses:
         return add_up([*parts, *own])
 
     def factors(self, approximation: str = "default") -> list[Tensor]:
-        """Kronecker factors `[G, A]`, or `[G]` for a parameter without an input factor (a bias)."""
-        return self.memo(("factors", approximation), lambda: self._factors(approximation))
+        """Kronecker factors `[G, A]`, or `[G]` for a parameter without an input factor (a bias).
+
+        A large one of these has the diagonal of its GGN block, as a sparse matrix.
+        """
+        return self.memo(("factors", approximation), lambda: self.in_order(self._factors(approximation)))
+
+    def in_order(self, factors: list[Tensor]) -> list[Tensor]:
+        """Factors in the order in which the rule of the last use lists them."""
+        return factors[::-1] if self.uses[0].rule.input_first(self.uses[0].name) else factors
 
     def _factors(self, approximation: str) -> list[Tensor]:
         parts = self.orientations
         if len(parts) > 1 and all(part.input_factor(approximation) is not None for part in parts):
-            return nearest_kronecker([parts[0].factors(approximation), parts[1].factors(approximation)[::-1]])
+            return nearest_kronecker([parts[0]._factors(approximation), parts[1]._factors(approximation)[::-1]])
         inputs = self.input_factor(approximation) if len(parts) == 1 else None
+        if inputs is None and is_too_large_for_a_block(self.param):
+            return [sparse_diagonal(self.squared_sum().flatten())]
+        require_room(self.param.numel() // (1 if inputs is None else len(inputs)), self.param)
         if inputs is None and not self.simple:
             rows = self.all_rows().reshape(-1, self.param.numel())
             return [rows.T @ rows]
@@ -269,14 +281,18 @@ class Uses:
 
     def averaged_factors(self) -> list[Tensor]:
         """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
+        return self.in_order(self._averaged_factors())
+
+    def _averaged_factors(self) -> list[Tensor]:
         split = self.orientations
         if len(split) > 1:
-            return nearest_kronecker([split[0].averaged_factors(), split[1].averaged_factors()[::-1]])
+            return nearest_kronecker([split[0]._averaged_factors(), split[1]._averaged_factors()[::-1]])
+        inputs = self.input_factor()
+        require_room(self.param.numel() // (1 if inputs is None else len(inputs)), self.param)
         by_layers = [use for use in self.uses if use.arrived.matrix is not None]
         parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_layers]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
         outputs = add_up(parts)
-        inputs = self.input_factor()
         return [outputs] if inputs is None else [outputs, inputs]
 
 

@@ -21,7 +21,7 @@ from bpk.records import Record
 from bpk.rules import REGISTRY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Set
 
     from bpk.extensions.backprop_extension import BackpropExtension
 
@@ -145,18 +145,24 @@ def require_support(extension: BackpropExtension, record: Record, feeds: bool) -
         warn(message)
 
 
-def tell(layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order: bool) -> None:
+def tell(
+    layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order: bool, served: Set[int] = frozenset()
+) -> None:
     """Tell the user once what takes the generic way, and why.
 
     Args:
         layers: Layers that were left to autograd; those with a rule of their own only moved the batch axis.
         holders: Modules with parameters of their own that functions use.
         second_order: Whether columns travel. Without, only parameters take more time than they would by a rule.
+        served: By `id`: parameters that a rule serves, because functions only multiply with them.
     """
     new = {module: None for module in (*layers, *holders) if module not in WARNED}
     parts = []
     for module in new:
-        own = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+        trained = {name: id(p) for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        own = [name for name, p in trained.items() if p not in served]
+        if trained and not own:
+            continue
         where, unknown = module.__dict__.get("_bpk_path", ""), REGISTRY.find(module) is None
         if unknown and not any(module.children()) and (own or second_order):
             parts.append(f"layer '{where}' ({type(module).__name__})" if where else f"layer {type(module).__name__}")

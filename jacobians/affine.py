@@ -20,6 +20,7 @@ from torch import Tensor
 from bpk.jacobians import gemm
 from bpk.jacobians.call import Call, Wrt
 from bpk.jacobians.linear_in_each import LinearInEach
+from bpk.jacobians.room import require_room
 
 
 class Affine(LinearInEach):
@@ -135,6 +136,7 @@ class Affine(LinearInEach):
         """
         if param != "weight":
             return None
+        require_room(self._matrix_shape(call)[2], call.params["weight"])
         n = call.batch_size
         moment = self.moment(call, approximation == "reduce")
         divisor = n * self.positions(call) if approximation == "expand" else n

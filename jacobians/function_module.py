@@ -114,6 +114,32 @@ class ParametricFunction(FunctionModule):
         """By shapes of inputs: whether the function takes one sample alone."""
 
 
+class ParametricProduct(ParametricFunction):
+    """One that multiplies with a parameter: no layer, so that the product is found in autograd's graph (`weights.py`).
+
+    A rule for all of it would know nothing of the product.
+    """
+
+    def forward(self, *tensors: Any) -> Any:
+        return super().forward(*tensors)
+
+
+class TimesWeight(nn.Module):
+    """`x @ weight + bias` with a weight `[in, out]`: what functions compute with a parameter (`torch.addmm`).
+
+    >>> TimesWeight(4, 3)(torch.ones(2, 4)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.bias is None else x @ self.weight + self.bias
+
+
 def fill(template: Any, known: Sequence[Any]) -> Any:
     """Nested arguments, with what is known in their slots."""
     if isinstance(template, Slot):

@@ -326,7 +326,11 @@ class Rule(ABC):
         return None
 
     def transposes(self, param: str) -> bool:
-        """Whether Kronecker factors are those of the transposed parameter (embeddings)."""
+        """Whether `G` belongs to the last axis of the parameter and `A` to the first (embeddings)."""
+        return False
+
+    def input_first(self, param: str) -> bool:
+        """Whether factors are listed as `[A, G]`, in the order of the parameter's axes, where it is transposed."""
         return False
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:

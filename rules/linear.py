@@ -13,6 +13,7 @@ from bpk.jacobians import gemm
 from bpk.jacobians.affine import Affine
 from bpk.jacobians.call import Call
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.function_module import TimesWeight
 from bpk.jacobians.rule import case
 
 NO_BATCH = "its input has no batch axis"
@@ -72,6 +73,37 @@ class LinearRule(FeaturesLast):
         return torch.matmul(mat.reshape(mat.shape[0], x.shape[0], mat.shape[-1]).transpose(1, 2), x)
 
 
+class TimesWeightRule(LinearRule):
+    """`out = x W + b`: a linear layer with the weight `W^T`."""
+
+    def forward(self, options: Any, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return F.linear(inputs[0], params["weight"].T, params.get("bias"))
+
+    def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
+        return weight.transpose(-2, -1).unsqueeze(-3)
+
+    def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
+        return matrix.squeeze(-3).transpose(-2, -1)
+
+    def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return gemm.linear(mat, call.params["weight"].T)
+
+    def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return gemm.linear(mat, call.params["weight"])
+
+    def weight_product(self, call: Call, mat: Tensor) -> Tensor:
+        return super().weight_product(call, mat.transpose(1, 2))
+
+    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        return super().weight_adjoint(call, mat).transpose(1, 2)
+
+    def transposes(self, param: str) -> bool:
+        return param == "weight"
+
+    def input_first(self, param: str) -> bool:
+        return param == "weight"
+
+
 class BilinearRule(FeaturesLast):
     """`out_o = x1^T W_o x2 + b_o`: a linear layer on the outer product of its inputs."""
 
@@ -107,6 +139,15 @@ RULES = (
             case(nn.Linear, 4, 3, shape=(3, 5, 4)),
             case(nn.Linear, 3, 2, shape=(2, 3, 2, 3)),
             case(nn.Linear, 1, 1, shape=(3, 1)),
+        ),
+    ),
+    TimesWeightRule(
+        TimesWeight,
+        params=("weight", "bias"),
+        examples=(
+            case(TimesWeight, 4, 3, shape=(5, 4)),
+            case(TimesWeight, 4, 3, bias=False, shape=(3, 5, 4)),
+            case(TimesWeight, 3, 2, shape=(2, 3, 2, 3)),
         ),
     ),
     BilinearRule(

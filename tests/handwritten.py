@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from tests.reference import KRONECKER, gradients
 
@@ -23,13 +24,17 @@ Output = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a loss, and data; `spread` if each of the model's outputs is an argument of the loss."""
+    """A model, a loss, and data; `spread` if each of the model's outputs is an argument of the loss.
+
+    `factors` says whether the reference sees every use of a weight: not those in gradients that `forward` takes.
+    """
 
     model: nn.Module
     loss: nn.Module
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     spread: bool = False
+    factors: bool = True
 
     def objective(self, loss: nn.Module, output: Any) -> Tensor:
         """The loss of a prediction."""
@@ -72,8 +77,10 @@ class Reference:
         self.params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.calls: list[Use] = []
         hooks = [m.register_forward_hook(self._see) for m in self.model.modules() if has_factors(m)]
+        products = Products(self.calls)
+        hooks += [hook for m in self.model.modules() if has_factors(m) for hook in products.leave_out(m)]
         torch.manual_seed(0)
-        with sdpa_kernel(SDPBackend.MATH):  # the attention that can be differentiated twice
+        with sdpa_kernel(SDPBackend.MATH), products:  # the attention that can be differentiated twice
             self.output: Output = self.model(*[x.clone() for x in case.inputs])
         for hook in hooks:
             hook.remove()
@@ -143,13 +150,14 @@ class Reference:
     def factors(self, name: str) -> list[Tensor]:
         """`[G, A]` of what a layer multiplies with a weight, `[G]` of everything else."""
         here = [k for k, use in enumerate(self.uses) if use.module.weight is self.params[name] and self.feeds(use)]
-        tables = [k for k in here if isinstance(self.uses[k].module, nn.Embedding)]
+        tables = [k for k in here if isinstance(self.uses[k].module, nn.Embedding) or input_first(self.uses[k])]
         others = [k for k in here if k not in tables]
         if not here or any(self.shared(self.uses[k]) for k in here) or not self.only_used_by(name, here):
             return [self.ggn(name)]
         if tables and others:
             return nearest(self._pair(others), self._pair(tables)[::-1])
-        return self._pair(here)
+        pair = self._pair(here)
+        return pair[::-1] if input_first(self.uses[here[-1]]) else pair
 
     def feeds(self, use: Use) -> bool:
         """Whether the graph leads from a use to the prediction."""
@@ -175,6 +183,68 @@ class Reference:
         jac = torch.stack([self.jacobians[1][k] for k in uses]).sum(0)
         moments = torch.stack([input_moment(self.uses[k]) for k in uses]).sum(0)
         return [congruence(jac, self.loss_hessian), moments / self.n]
+
+
+class Multiplied(nn.Linear):
+    """What a function does that multiplies with a parameter: `x @ weight.T`, or `x @ weight`."""
+
+    def __init__(self, weight: nn.Parameter, transposed: bool) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.transposed, self.input_first = weight, transposed, transposed
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight if self.transposed else self.weight.T)
+
+
+class Products(TorchFunctionMode):
+    """While it is entered: functions that multiply something with a parameter from the right, as uses of layers."""
+
+    def __init__(self, uses: list[Use]) -> None:
+        super().__init__()
+        self.uses, self.depth = uses, 0
+        self.views: list[tuple[Tensor, nn.Parameter]] = []
+
+    def leave_out(self, module: nn.Module) -> list[Any]:
+        """What is computed within this module does not count."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.depth += 1
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.depth -= 1
+
+        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+    def weight_of(self, x: Tensor) -> tuple[nn.Parameter, bool] | None:
+        """The parameter that a matrix is, and whether transposed."""
+        if isinstance(x, nn.Parameter):
+            return x, False
+        return next(((p, True) for view, p in self.views if view is x), None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if self.depth:
+            return result
+        given = args[0] if args and isinstance(args[0], nn.Parameter) and isinstance(result, Tensor) else None
+        turned = given is not None and given.dim() == 2 and result.shape == given.shape[::-1]
+        if turned and name in ("t", "__get__", "transpose") and result.stride() != given.stride():
+            self.views.append((result, given))
+        operands = {"matmul": args[:2], "mm": args[:2], "__matmul__": args[:2], "linear": args[:2], "addmm": args[1:3]}
+        if name in operands and kwargs in (None, {}):
+            x, w = operands[name]
+            found = self.weight_of(w) if w.dim() == 2 and x.dim() > 1 else None
+            if found is not None and found[0].requires_grad:
+                weight, turned = found
+                self.uses.append(Use(Multiplied(weight, turned == (name == "linear")), (x.detach(),), result))
+                return result.clone()
+        return result
+
+
+def input_first(use: Use) -> bool:
+    """Whether a weight is stored as `[in, out]`, so that its factors are `[A, G]`."""
+    return getattr(use.module, "input_first", False)
 
 
 def has_factors(module: nn.Module) -> bool:

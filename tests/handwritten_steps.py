@@ -208,7 +208,7 @@ class Hamiltonian(nn.Module):
 
 
 def hamiltonian() -> Case:
-    return Case(Hamiltonian(), nn.MSELoss(), (torch.randn(3, 2),), (torch.randn(3, 2),))
+    return Case(Hamiltonian(), nn.MSELoss(), (torch.randn(3, 2),), (torch.randn(3, 2),), factors=False)
 
 
 CASES: tuple[Callable[[], Case], ...] = (

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bpk.jacobians.function_module import TimesWeight
 from tests import attention, recurrence
 
 LossOf = Callable[[Tensor], Tensor]
 KRONECKER = (
     nn.Linear,
+    TimesWeight,
     nn.Bilinear,
     nn.Conv1d,
     nn.Conv2d,
@@ -247,7 +249,8 @@ class Reference:
         ]
         jac = torch.stack(jacs).sum(0)
         factor = (jac.transpose(1, 2) @ self.loss_hessian @ jac).sum(0)
-        return [factor, torch.stack([input_factor(outputs[k].module, outputs[k].inputs) for k in uses]).sum(0)]
+        moment = torch.stack([input_factor(outputs[k].module, outputs[k].inputs) for k in uses]).sum(0)
+        return in_order(outputs[uses[0]].module, [factor, moment])
 
     def feeds_prediction(self, output: Tensor) -> bool:
         """Whether the graph leads from a layer's output to the prediction."""
@@ -290,7 +293,7 @@ def of_bias(module: nn.Module, jac: Tensor, out_shape: torch.Size, inputs: tuple
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         counts = (inputs[0] != module.padding_idx).flatten(1)[:, None, :, None]
         return (jac.reshape(*jac.shape[:-1], -1, out_shape[-1]) * counts).sum(-2)
-    if isinstance(module, nn.Linear | nn.Bilinear | nn.Embedding):
+    if isinstance(module, nn.Linear | TimesWeight | nn.Bilinear | nn.Embedding):
         return jac.reshape(*jac.shape[:-1], -1, out_shape[-1]).sum(-2)
     return jac.reshape(*jac.shape[:-1], out_shape[1], -1).sum(-1)
 
@@ -303,7 +306,7 @@ def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     """
     weight = module.weight.detach().requires_grad_()
     out = torch.func.functional_call(module, {"weight": weight}, inputs)
-    channels_last = isinstance(module, nn.Linear | nn.Bilinear | nn.Embedding)
+    channels_last = isinstance(module, nn.Linear | TimesWeight | nn.Bilinear | nn.Embedding)
     by_channel = out.movedim(-1, 1) if channels_last else out
     groups = getattr(module, "groups", 1)
     transposed = bool(getattr(module, "transposed", False))
@@ -312,12 +315,17 @@ def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         channel = group * (by_channel.shape[1] // groups)
         for entry in by_channel[:, channel].flatten():
             grad = gradients(entry, [weight])[0]
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag | TimesWeight):
                 rows.append(grad[:, channel])
                 continue
             rows.append(grad.chunk(groups)[group][:, 0].flatten() if transposed else grad[channel].flatten())
     stacked = torch.stack(rows)
     return stacked.T @ stacked / (groups * len(out))
+
+
+def in_order(module: nn.Module, factors: list[Tensor]) -> list[Tensor]:
+    """`[G, A]`, or `[A, G]` of a weight that is stored as `[in, out]`."""
+    return factors[::-1] if isinstance(module, TimesWeight) else factors
 
 
 class Chain:
@@ -408,7 +416,9 @@ class Chain:
                     shape, inputs = self.outputs[k].shape, (self.points[k].detach(),)
                     half = of_bias(layer, matrix.expand(self.ref.N, *matrix.shape), shape, inputs)
                     factor = of_bias(layer, half.transpose(1, 2), shape, inputs).mean(0)
-                    factors[full] = [factor, input_factor(layer, inputs)] if own == "weight" else [factor]
+                    factors[full] = (
+                        in_order(layer, [factor, input_factor(layer, inputs)]) if own == "weight" else [factor]
+                    )
                 elif linear := next((m for m in self.ref.maps if m.weight is param), None):
                     jac = self.param_jacobian(k, linear.bias)
                     uses = [input_factor(linear, call.inputs) for call in self.ref.calls if call.module is linear]

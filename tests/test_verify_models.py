@@ -290,13 +290,63 @@ class TiedByFunction(nn.Module):
         return F.linear(self.a(t), self.a.weight)
 
 
+class ScaledByFunction(TiedByFunction):
+    def forward(self, t: Tensor) -> Tensor:
+        return F.linear(self.a(t), self.a.weight * 2)
+
+
 @pytest.mark.parametrize("extension", [E.KFLR(), E.KFAC(), E.KFRA()], ids=str)
-def test_weights_that_are_used_outside_of_their_module(extension: E.BackpropExtension) -> None:
-    """The converter makes a layer of such a use, which the reference of factors does not know."""
-    result = bpk.verify(TiedByFunction(), CROSS_ENTROPY, tokens(3), Y, extension, use_converter=True)
-    (row,) = result.rows
-    assert row.verdict is Verdict.UNCHECKED and "used outside of its module" in row.note, result
-    assert bpk.verify(TiedByFunction(), CROSS_ENTROPY, tokens(3), Y, E.GGNMP(), use_converter=True)
+@pytest.mark.parametrize("use_converter", [True, False])
+def test_weights_that_are_used_outside_of_their_module(extension: E.BackpropExtension, use_converter: bool) -> None:
+    """A function that multiplies with a weight is a linear layer; what other functions make of it is not known."""
+    (row,) = bpk.verify(TiedByFunction(), CROSS_ENTROPY, tokens(3), Y, extension, use_converter=use_converter).rows
+    assert row.verdict is Verdict.OK, row
+    if not isinstance(extension, E.KFRA):  # which refuses it
+        (row,) = bpk.verify(ScaledByFunction(), CROSS_ENTROPY, tokens(3), Y, extension).rows
+        assert row.verdict is Verdict.OK, row  # its whole block
+    assert bpk.verify(TiedByFunction(), CROSS_ENTROPY, tokens(3), Y, E.GGNMP(), use_converter=use_converter)
+
+
+class Stored(nn.Module):
+    """A matrix `[in, out]`, and positions."""
+
+    def __init__(self, positions: int = 2) -> None:
+        super().__init__()
+        self.first, self.w = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 3))
+        self.positions = nn.Parameter(torch.randn(positions, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((torch.tanh(self.first(x))[:, None] + self.positions) @ self.w).mean(1)
+
+
+@pytest.mark.parametrize("extension", [E.KFLR(), E.KFAC(), E.KFRA()], ids=str)
+def test_matrices_of_functions(extension: E.BackpropExtension) -> None:
+    result = bpk.verify(Stored(), CROSS_ENTROPY, torch.randn(X), Y, extension)
+    assert len(result.of(Verdict.OK)) == 4, result
+
+
+@pytest.mark.parametrize("factor", [0, 1])
+def test_wrong_factors_of_matrices_of_functions(factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = E.KFLR.value
+
+    def wrong(self: E.KFLR, uses: Any) -> list[Tensor]:
+        return [f * 1.1 if k == factor else f for k, f in enumerate(right(self, uses))]
+
+    monkeypatch.setattr(E.KFLR, "value", wrong)
+    result = bpk.verify(Stored(), CROSS_ENTROPY, torch.randn(X), Y, E.KFLR())
+    assert "w" in {row.parameter for row in result.wrong}, result
+
+
+def test_diagonals_of_large_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("bpk.jacobians.room.WHOLE", "bpk.verification.kronecker.WHOLE"):
+        monkeypatch.setattr(place, 5)
+    for extension in (E.KFLR(), E.KFAC()):
+        result = bpk.verify(Stored(), CROSS_ENTROPY, torch.randn(X), Y, extension)
+        assert len(result.of(Verdict.OK)) == 4, result
+    monkeypatch.setattr("bpk.verification.kronecker.WHOLE", 50)
+    assert [row.parameter for row in bpk.verify(Stored(), CROSS_ENTROPY, torch.randn(X), Y, E.KFLR()).wrong] == [
+        "positions"
+    ]
 
 
 def test_weights_that_are_only_looked_at() -> None:

@@ -13,7 +13,15 @@ from torch import Tensor, fx, nn
 from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of
 from bpk.converter.tracing import nodes_in, replace
 from bpk.converter.tree import Tree
-from bpk.jacobians.function_module import FunctionModule, ParametricFunction, PlainFunction, Slot, Step, fill
+from bpk.jacobians.function_module import (
+    FunctionModule,
+    ParametricFunction,
+    ParametricProduct,
+    PlainFunction,
+    Slot,
+    Step,
+    fill,
+)
 
 
 @dataclass
@@ -58,6 +66,27 @@ def only_sizes(node: fx.Node, part: Part, kinds: dict[fx.Node, Kind]) -> bool:
     return all(kinds[user] is Kind.SIZE for user in node.users if user in inside)
 
 
+def multiplies(part: Part) -> bool:
+    """Whether a step multiplies something with a parameter, from the right."""
+
+    def is_parameter(operand: Any) -> bool:
+        while isinstance(operand, fx.Node) and operand not in part.params:
+            turned = called_as(operand) in ("t", "transpose") or operand.args[1:] in (("T",), ("mT",))
+            if not turned:
+                return False
+            operand = operand.args[0]
+        return operand in part.params
+
+    right = {"matmul": 1, "mm": 1, "addmm": 2, "linear": 1}
+    known = [(node.args, right.get(called_as(node))) for node in part.steps]
+    return any(k is not None and k < len(args) and is_parameter(args[k]) for args, k in known)
+
+
+def called_as(node: fx.Node) -> str:
+    """The name of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def build(
     part: Part, kinds: dict[fx.Node, Kind], tree: Tree, training: bool
 ) -> tuple[FunctionModule, tuple[fx.Node, ...]]:
@@ -68,7 +97,8 @@ def build(
     module: FunctionModule
     if parametric:
         sized = [k for k, node in enumerate(part.outer) if only_sizes(node, part, kinds)]
-        module = ParametricFunction((), len(called), len(part.outer), sized, training)
+        kind = ParametricProduct if multiplies(part) else ParametricFunction
+        module = kind((), len(called), len(part.outer), sized, training)
     else:
         module = PlainFunction((), len(called), training)
     held: dict[int, int] = {}

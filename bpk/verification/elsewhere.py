@@ -1,4 +1,8 @@
-"""Uses of parameters outside of the modules that hold them, such as `F.linear(x, self.table.weight)`."""
+"""Uses of parameters outside of the modules that hold them, such as `self.scale * x`.
+
+Functions that multiply with a matrix from the right (`F.linear(x, self.table.weight)`, `x @ self.w`) are told apart:
+such a matrix has Kronecker factors.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,15 @@ from bpk.verification.structure import tensors_of
 class Elsewhere(TorchFunctionMode):
     """While it is entered, keeps what is computed from parameters, except within the modules that are `known`.
 
-    `names` says by `id` which parameters; `made` has the results by the parameter's name.
+    `names` says by `id` which parameters; `made` has the results by the parameter's name. Products `x W` and `x W^T`
+    are not among them: `multiply(name, whether x W, x, result)` may put something else in the place of the result.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], multiply: Callable[[str, bool, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.names = names
+        self.multiply = multiply
+        self.transposed: list[tuple[Tensor, Tensor]] = []
         self.made: dict[str, list[Tensor]] = {}
         self.depth = 0
 
@@ -46,10 +53,38 @@ class Elsewhere(TorchFunctionMode):
         inputs = list(tensors_of([*args, *(kwargs or {}).values()])) if self.depth == 0 else []
         before = {x.grad_fn for x in inputs}
         result = func(*args, **(kwargs or {}))
+        if self.depth == 0 and not kwargs:
+            name = getattr(func, "__name__", "")
+            if name in TRANSPOSITIONS and is_transpose(result, args[0]) and id(args[0]) in self.names:
+                self.transposed.append((result, args[0]))
+                return result
+            if name in PRODUCTS and (known := self.factor(args[PRODUCTS[name]])) is not None:
+                param, transposed = known
+                x = args[PRODUCTS[name] - 1]
+                if x.dim() > 1 and id(x) not in self.names:
+                    return self.multiply(self.names[id(param)], transposed == (name == "linear"), x, result)
         for param in (x for x in inputs if id(x) in self.names and x.requires_grad):
             made = [x for x in tensors_of(result) if x is not param and depends(x, param, before)]
             self.made.setdefault(self.names[id(param)], []).extend(made)
         return result
+
+    def factor(self, x: Any) -> tuple[Tensor, bool] | None:
+        """The trained matrix that an operand is, and whether transposed."""
+        known = [(param, True) for view, param in self.transposed if view is x]
+        known += [(x, False)] if isinstance(x, Tensor) and x.dim() == 2 and id(x) in self.names else []
+        return known[0] if known and known[0][0].requires_grad else None
+
+
+PRODUCTS = {"matmul": 1, "__matmul__": 1, "mm": 1, "linear": 1, "addmm": 2}
+"""Functions that multiply two matrices, and which argument is the right one."""
+
+TRANSPOSITIONS = ("t", "transpose", "__get__")
+
+
+def is_transpose(x: Any, matrix: Any) -> bool:
+    """Whether a view of a matrix is its transpose."""
+    tensors = isinstance(x, Tensor) and isinstance(matrix, Tensor) and x.dim() == matrix.dim() == 2
+    return tensors and x.shape == matrix.mT.shape and x.stride() == matrix.mT.stride() and x is not matrix
 
 
 def depends(x: Tensor, param: Tensor, before: Collection[Node | None]) -> bool:

@@ -13,6 +13,8 @@ from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
+from bpk.jacobians.room import WHOLE
+from bpk.utils.kroneckers import diagonal
 from bpk.verification.layers import Side, bias_of
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference
@@ -59,7 +61,10 @@ class Factors(Check):
         if size is not None and len(factor) != size:
             raise Mismatch(f"the only factor has {len(factor)} rows, and the parameter {size} entries")
         entries = entries.to(factor.device)
-        part = factor[entries][:, entries]
+        if factor.layout is torch.strided:
+            part = factor[entries][:, entries]
+        else:
+            part = diagonal(factor)[entries].diag()
         if bool(torch.isfinite(part).all()):
             scale, wide = float(part.abs().max()), part.double()
             rounding = 1e3 * torch.finfo(part.dtype).eps * max(scale, torch.finfo(part.dtype).tiny)
@@ -71,7 +76,8 @@ class Factors(Check):
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         if len(found) == 1:
-            return [ref.ggn(place.name, place.chosen).sum(0)]
+            block = ref.ggn(place.name, place.chosen).sum(0)
+            return [block.diagonal().diag() if self.has_diagonal(place) else block]
         if place.name in ref.layers.used_elsewhere:
             raise NoReference(f"it is used outside of its module (as F.linear(x, module.weight) does); {PROPERTIES}")
         sides = ref.layers.sides.get(place.name, [])
@@ -79,8 +85,15 @@ class Factors(Check):
             raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")
         if len(sides) > 1:
             return self.nearest(ref, place, sides)
+        if sides[0].input_first and self.sampled and not ref.repeats:
+            raise NoReference(f"of a matrix that functions multiply with, compare KFLR; {PROPERTIES}")
         moment = ref.layers.input_entries(sides[0], place.side(sides[0].sizes[1]), ref.n, place.chosen)
-        return [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
+        expected = [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
+        return expected[::-1] if sides[0].input_first else expected
+
+    def has_diagonal(self, place: Place) -> bool:
+        """Whether a parameter without an input factor has the diagonal of its block only."""
+        return len(place.shape) > 1 and place.shape.numel() > WHOLE
 
     def nearest(self, ref: Reference, place: Place, sides: list[Side]) -> Read:
         """Of a table tied to a linear layer: the nearest Kronecker product, from the whole factors of both uses."""
@@ -95,6 +108,8 @@ class Factors(Check):
             inputs.append(ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen))
         left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])
         rows, columns = place.side(len(left)), place.side(len(right))
+        if sides[0].input_first:
+            return [right[columns][:, columns], left[rows][:, rows]]
         return [left[rows][:, rows], right[columns][:, columns]]
 
     def is_drawn(self, factor: int) -> bool:
@@ -125,6 +140,9 @@ def nearest_product(left: list[Tensor], right: list[Tensor]) -> tuple[Tensor, Te
 
 class Averaged(Factors):
     """KFRA of one sample, where its average over samples is exact."""
+
+    def has_diagonal(self, place: Place) -> bool:
+        return False
 
     note = "of one sample at a time; the average over samples is not checked"
 

@@ -40,12 +40,17 @@ Rows = Callable[[Tensor], list[Tensor]]
 
 @dataclass
 class Side:
-    """One orientation of a weight: the bias that stands for its output (from an `offset` on), and its uses."""
+    """One orientation of a weight: the bias that stands for its output (from an `offset` on), and its uses.
+
+    A `table` is seen transposed. Factors are listed as `[A, G]` where the weight of the last use is a matrix
+    `[in, out]` of a function.
+    """
 
     sizes: tuple[int, int]
     bias: Tensor | None = None
     offset: int = 0
     table: bool = False
+    input_first: bool = False
     uses: list[Rows] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
 
@@ -57,7 +62,7 @@ class Layers:
         self.sides: dict[str, list[Side]] = {}
         self.handles: list[RemovableHandle] = []
         named = {id(p): name for name, p in model.named_parameters()}
-        self.elsewhere = Elsewhere(named)
+        self.elsewhere = Elsewhere(named, self.multiply)
         self.used_elsewhere: set[str] = set()
         holders: dict[int, list[nn.Module]] = {}
         for module in model.modules():
@@ -90,6 +95,17 @@ class Layers:
             return output
 
         self.handles += [module.register_forward_hook(see, with_kwargs=True), *self.elsewhere.known(module)]
+
+    def multiply(self, name: str, transposed: bool, x: Tensor, result: Tensor) -> Tensor:
+        """A function has multiplied with a weight `[out, in]`, or with one that is stored `transposed`."""
+        side = self.side(name, transposed, (result.shape[-1], x.shape[-1]))
+        side.input_first = transposed
+        if side.bias is None:
+            side.bias = result.new_zeros(result.shape[-1]).requires_grad_()
+        result, rows = result + side.bias, kept(x).movedim(-1, 0)
+        side.uses.append(lambda entries: [rows[entries].flatten(2) if rows.dim() > 2 else rows[entries][..., None]])
+        side.outputs.append([result])
+        return result
 
     def side(self, name: str, table: bool, sizes: tuple[int, int]) -> Side:
         """The side of a weight that a module sees, which is now the one of the last use."""
