@@ -231,6 +231,8 @@ class Backward:
         served = {id(record.module) for record in above if self.by_hand(record)}
         holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
         by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
+        if by_function:
+            self.parameters.look_again()
         tell(placement.left, holders, self.second_order, by_function)
         self.placed.update(id(record) for record in (*above, root))
         self.above[root] = above

@@ -151,7 +151,7 @@ def sent(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record
     """What comes to the calls that feed an input whose rows are those of these samples (`None`: not known)."""
     if not source.targets:
         return
-    shape = source.entrance.one_to_rule(source.consumer.inputs[source.index]).shape
+    shape = source.consumer.inputs[source.index].movedim(source.consumer.axis(source.index), 0).shape
     alive = (rows >= 0).double()
     columns = torch.stack([alive, alive * weights[rows.clamp(min=0)]])
     columns = columns.reshape(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape)

@@ -69,6 +69,10 @@ class Parameters:
             self.by_module.setdefault(id(module), []).append(state)
         return state
 
+    def look_again(self) -> None:
+        """More calls were found, which nobody had recorded."""
+        self.calls = calls_by_parameter()
+
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
         """Whether calls other than `record` are still to come that use a parameter, or functions use it."""
         calls = (ref() for ref in self.calls.get(id(param), ()))

@@ -85,20 +85,37 @@ def test_scripted_modules() -> None:
 
 
 @BOTH
-def test_transforms_of_the_whole_forward_pass(extension: Callable[[], Any]) -> None:
+def test_parameters_that_a_transform_lends_are_refused(extension: Callable[[], Any]) -> None:
     model, loss_fn = extended()
     x, y = data()
-    with told(RuntimeError, "transform of torch.func"), bpk.backpack(extension()):
-        loss_fn(vmap(model)(x), y).backward()
     several = {name: torch.stack([p.detach()] * 2).requires_grad_() for name, p in model.named_parameters()}
-    with told(RuntimeError, "transform of torch.func"), bpk.backpack(E.BatchGrad()):
-        loss_fn(vmap(lambda p: functional_call(model, p, (x,)))(several).mean(0), y).backward()
     with told(RuntimeError, "transform of torch.func"), bpk.backpack(extension()):
-        loss_fn(jvp(model, (x,), (x,))[1], y).backward()
-    bpk.extend(model)
+        loss_fn(vmap(lambda p: functional_call(model, p, (x,)))(several).mean(0), y).backward()
     with bpk.backpack(extension()):
         loss_fn(model(x), y).backward()
     assert len(saved(model)) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "transform", [lambda m, x: vmap(m)(x), lambda m, x: jvp(m, (x,), (x.cos(),))[1]], ids=["vmap", "jvp"]
+)
+def test_transforms_of_the_whole_forward_pass_are_right(transform: Callable[..., Tensor]) -> None:
+    """What they leave in autograd's graph are functions of parameters."""
+    model, loss_fn = extended()
+    x, y = data()
+    with bpk.backpack(E.BatchGrad(), E.DiagHessian()):
+        loss_fn(transform(model, x), y).backward()
+    params = [p for p in model.parameters() if hasattr(p, "grad_batch")]
+    assert len(params) >= len(list(model.parameters())) - 1, "a tangent does not depend on the last bias"
+    for n in range(len(x)):
+        loss = loss_fn(transform(model, x[n : n + 1]), y[n : n + 1]) / len(x)
+        for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+            torch.testing.assert_close(p.grad_batch[n], g)
+    for p in params:
+        (g,) = torch.autograd.grad(loss_fn(transform(model, x), y), p, create_graph=True)
+        rows = [torch.autograd.grad(g.flatten()[k], p, retain_graph=True)[0].flatten()[k] for k in range(p.numel())]
+        torch.testing.assert_close(p.diag_h.flatten(), torch.stack(rows))
 
 
 @pytest.mark.filterwarnings("ignore")
