@@ -243,7 +243,7 @@ def of_columns(problem: Problem, found: Mapping[str, Tensor]) -> float:
     """
     logits, _ = problem.logits()
     probabilities, terms = logits.detach().softmax(1), len(logits)
-    expected = {name: torch.zeros_like(p) for name, p in problem.params.items()}
+    expected, params = {name: torch.zeros_like(p) for name, p in problem.params.items()}, list(problem.params.values())
     for row, p in zip(logits, probabilities, strict=True):
         for column in (p.sqrt().diag() - torch.outer(p, p.sqrt())).T / terms**0.5:
             grads = torch.autograd.grad(
