@@ -243,12 +243,11 @@ def of_columns(problem: Problem, found: Mapping[str, Tensor]) -> float:
     """
     logits, _ = problem.logits()
     probabilities, terms = logits.detach().softmax(1), len(logits)
-    expected, params = {name: torch.zeros_like(p) for name, p in problem.params.items()}, list(problem.params.values())
+    params = list(problem.params.values())
+    expected = {name: torch.zeros_like(p) for name, p in problem.params.items()}
     for row, p in zip(logits, probabilities, strict=True):
         for column in (p.sqrt().diag() - torch.outer(p, p.sqrt())).T / terms**0.5:
-            grads = torch.autograd.grad(
-                row, list(problem.params.values()), column, retain_graph=True, allow_unused=True
-            )
+            grads = torch.autograd.grad(row, params, column, retain_graph=True, allow_unused=True)
             for name, g in zip(expected, grads, strict=True):
                 if g is not None:
                     expected[name] += g.square()
