@@ -79,6 +79,7 @@ class Problem:
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """Flattened logits and targets."""
+        self.model.train().eval()  # some keep what they have computed from parameters until they are trained again
         found = self.hub.call(self.model, self.inputs)
         return (found.flatten(0, 1), self.targets.flatten()) if found.dim() == 3 else (found, self.targets)
 
@@ -129,6 +130,8 @@ def examine(problem: Problem, loss_fn: nn.Module, extension: BackpropExtension) 
     except (Slow, MemoryError) as slow:
         return Finding("slow", reason=str(slow))
     except Exception as failure:
+        if "allocate memory" in str(failure):
+            return Finding("slow", reason="more memory than it may take")
         refused = "\n  Why:" in str(failure)
         if not refused:
             traceback.print_exc()
@@ -169,7 +172,12 @@ def compare(problem: Problem, extension: BackpropExtension, found: Mapping[str, 
     with sdpa_kernel(SDPBackend.MATH):  # fused kernels cannot be differentiated twice
         if isinstance(extension, DiagHessian):
             return of_diagonal(problem, found, *hessian(problem))
-        return of_diagonal(problem, found, *ggn(problem))
+        try:
+            return of_diagonal(problem, found, *ggn(problem))
+        except RuntimeError as error:
+            if "is not implemented" not in str(error):
+                raise
+            return of_columns(problem, found)
 
 
 def of_gradients(problem: Problem, found: Mapping[str, Tensor]) -> float:
@@ -226,6 +234,26 @@ def ggn(problem: Problem) -> tuple[list[Tensor | None], Tensor | None]:
     v = torch.zeros_like(logits, requires_grad=True)
     found = torch.autograd.grad(logits, list(problem.params.values()), v, create_graph=True, allow_unused=True)
     return list(found), v
+
+
+def of_columns(problem: Problem, found: Mapping[str, Tensor]) -> float:
+    """Every entry of the GGN diagonal: the squares of `J^T s`, for columns `s` of a square root of the loss's Hessian.
+
+    For functions that torch differentiates only once.
+    """
+    logits, _ = problem.logits()
+    probabilities, terms = logits.detach().softmax(1), len(logits)
+    params = list(problem.params.values())
+    expected = {name: torch.zeros_like(p) for name, p in problem.params.items()}
+    for row, p in zip(logits, probabilities, strict=True):
+        for column in (p.sqrt().diag() - torch.outer(p, p.sqrt())).T / terms**0.5:
+            grads = torch.autograd.grad(row, params, column, retain_graph=True, allow_unused=True)
+            for name, g in zip(expected, grads, strict=True):
+                if g is not None:
+                    expected[name] += g.square()
+    require_fields(found, {name for name, value in expected.items() if value.any()})
+    scale = max(float(value.abs().max()) for value in expected.values())
+    return worst({n: (found[n], value) for n, value in expected.items() if n in found}, problem.noise * scale)
 
 
 def of_diagonal(
