@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.graph import Source, connected, consumers_first
-from bpk.hypotheses import behind_first_axis, hypotheses, is_given_data, is_given_parameters, mixed, numberings
+from bpk.hypotheses import (
+    behind_first_axis,
+    hypotheses,
+    is_given_data,
+    is_given_parameters,
+    mixed,
+    numberings,
+    reads_tables,
+)
 from bpk.jacobians.errors import UnsupportedLayer
 from bpk.records import Record
 
@@ -51,6 +59,10 @@ class NotInFront(Exception):
         self.certain = certain
 
 
+class LastResort(NotInFront):
+    """Rows of layers without parameters feed several samples, but entries of these rows may feed one each."""
+
+
 def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]]:
     """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
 
@@ -61,7 +73,7 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
-    refusal: UnsupportedLayer | None = None
+    refusal: UnsupportedLayer | NotInFront | None = None
     without: dict[bool, NotInFront] = {}
     fewer: set[bool] = set()  # where this holds for fewer samples than rows: what comes behind is less likely
     for n, movable, in_front in hypotheses(root, above):
@@ -75,6 +87,8 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
                 return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
             except UnsupportedLayer as error:
                 refusal = refusal or error
+            except LastResort as error:
+                refusal = error if not isinstance(refusal, LastResort) else refusal
             except NotInFront as error:
                 if not error.missing:
                     raise
@@ -100,17 +114,22 @@ def follow(
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
         try:
-            found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance)
+            found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
             is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
             if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
                 # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
                 raise Shared(f"row of '{record.path}' may feed several of the {n} samples")
         except Shared as error:
             shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
+    joining: list[Record] = []
     for other, reason in shared.values():
         feeders = {id(r) for source in sources[id(other)].values() for r, _ in source.targets}
-        if feeders - shared.keys():
+        if feeders - shared.keys() and other.params:
             raise mixed(f"one {reason}")
+        if feeders - shared.keys():
+            joining.append(other)
+    if joining:
+        raise LastResort(joining)
     if shared:  # all others agree with this hypothesis
         others = [r for r in above if id(r) not in shared]
         certain = any(is_given_data(r) and r.batch_size >= n for r in others)
@@ -154,7 +173,7 @@ def digits(numbers: Tensor, n: int) -> Tensor:
     return torch.stack([torch.ones_like(numbers), *places])
 
 
-def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float) -> Tensor:
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: SourcesOf) -> Tensor:
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
 
     Raises:
@@ -170,7 +189,8 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
         passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `follow`)
         shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
-        if (movable or axis == 0) and shared and not record.knows_batch and n not in behind_first_axis(record):
+        elsewhere = record.knows_batch or n in behind_first_axis(record)
+        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
             raise Shared(what)
         raise mixed(f"one {what}")
     looks_at = record.rule.acts_on(record.call())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.bystanders import beyond
-from bpk.graph import ACCUMULATE, VIEWS
+from bpk.context import CTX
+from bpk.graph import ACCUMULATE, VIEWS, Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Record
 
@@ -89,6 +90,28 @@ def free_axes(record: Record) -> torch.Size | None:
 def is_given_data(record: Record) -> bool:
     """Whether a call's inputs depend on no parameter."""
     return bool(record.inputs) and all(node is None for node, _ in record.edges)
+
+
+def reads_tables(record: Record, sources: Mapping[int, dict[int, Source]]) -> bool:
+    """Whether all that a call sees comes from buffers of extended modules: a table that all samples share."""
+    tables = [buffer for module in CTX.all_modules() for buffer in module._buffers.values() if buffer is not None]
+    waiting, seen = [record], {record}
+    while waiting:
+        call = waiting.pop()
+        feeders = {r for source in sources[id(call)].values() for r, _ in source.targets}
+        data = [x for k, x in enumerate(call.inputs) if call.edges[k][0] is None]
+        if len(data) + len(sources[id(call)]) < len(call.inputs) or not all(
+            any(is_part(x, t) for t in tables) for x in data
+        ):
+            return False
+        waiting += feeders - seen
+        seen |= feeders
+    return True
+
+
+def is_part(x: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor is another one, or a view of it."""
+    return x is whole or x._base is whole
 
 
 def is_given_parameters(record: Record) -> bool:

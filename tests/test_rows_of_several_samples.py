@@ -1,0 +1,101 @@
+"""Models in which some rows are not those of one sample each, found on models that people use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+
+
+def check(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Individual gradients of every parameter against a loop over samples, and the GGN's diagonal by `verify`."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(model.double()), bpk.extend(nn.CrossEntropyLoss())
+    for _ in range(2):
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+            loss_fn(model(x), y).backward()
+        for p in model.parameters():
+            rows = [
+                torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[n : n + 1]) / len(x), p)[0] for n in range(len(x))
+            ]
+            torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+    assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.DiagGGNExact(), E.DiagHessian())
+
+
+class FirstStepAsks(nn.Module):
+    """Attention over time, of which the first step alone is the query: a layer that sees `[1, N, D]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.key, self.query, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens).transpose(0, 1)
+        k, q = self.key(h), self.query(h[:1])
+        return self.head(((k * q).sum(-1, keepdim=True).softmax(0) * h).sum(0))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (4, 4), (1, 5), (5, 1)])
+def test_a_batch_is_not_one_sample(shape: tuple[int, int]) -> None:
+    check(FirstStepAsks(), torch.randint(11, shape), torch.arange(shape[0]) % 3)
+
+
+class Frames(nn.Module):
+    """Frames of videos side by side; a token that all share is taken from the first rows, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.drop, self.head = nn.Linear(4, 3), nn.Dropout(0.0), nn.Linear(3, 3)
+        self.token = nn.Parameter(torch.randn(1, 1, 3))
+        self.mix = nn.Linear(3, 3)
+
+    def forward(self, video: Tensor) -> Tensor:  # [N, T, P, 4]
+        n, frames = video.shape[:2]
+        h = self.patch(video.flatten(0, 1))
+        h = self.drop(torch.cat([self.token.expand(len(h), -1, -1), h], 1))
+        token, patches = h[:n, :1], h[:, 1:].unflatten(0, (n, frames)).flatten(1, 2)
+        return self.head(torch.tanh(self.mix(torch.cat([token, patches], 1))).mean(1))
+
+
+def test_rows_with_entries_of_several_samples() -> None:
+    check(Frames().eval(), torch.randn(3, 2, 2, 4).double(), torch.arange(3))
+
+
+class RelativeBias(nn.Module):
+    """A network of a table of coordinates, with as many rows as there are samples, biases the attention of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(3, 3, 2))
+        self.bias = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1), nn.Identity())
+        self.value, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 3, 4]
+        weights = torch.softmax(x @ x.transpose(1, 2) + self.bias(self.table).squeeze(-1), -1)
+        return self.head((weights @ self.value(x)).mean(1))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_table_with_as_many_rows_as_samples(n: int) -> None:
+    check(RelativeBias(), torch.randn(n, 3, 4).double(), torch.arange(n) % 3)
+
+
+def test_samples_that_mix_are_refused_all_the_same() -> None:
+    """What reads no buffer is no table."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act, self.second = nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.act(self.first(x)).softmax(0))
+
+    model, loss_fn = bpk.extend(Mixing()), bpk.extend(nn.CrossEntropyLoss())
+    loss = loss_fn(model(torch.randn(3, 3)), torch.arange(3))
+    with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.KFAC()):
+        loss.backward()
