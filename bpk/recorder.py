@@ -76,7 +76,8 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return None
     if rule is None and not fields.get("_bpk_path") and is_loss(module, output):
         rule = GENERIC_LOSS
-    if any(p.requires_grad and not p.is_leaf for p in parameters_of(module, rule).values()):
+    params = parameters_of(module, rule)
+    if any(p.requires_grad and not p.is_leaf for p in params.values()):
         leave_unrecorded(module, rule, args, kwargs, output)
         return record_passage(module, args, kwargs, output)  # functions compute them: a parametrisation, a hypernetwork
     binding = bind(module, rule, args, kwargs)
@@ -107,7 +108,7 @@ def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     handed = [weakref.ref(x) for x in (*binding.inputs, *together) if x.requires_grad]
     if stashed is not None:  # what was overwritten has this call's own node, which the record must not refer to
         binding = dataclasses.replace(binding, inputs=inputs)
-    written = Record(module, rule, binding, inputs, edges, detached, places, again)
+    written = Record(module, rule, binding, inputs, edges, detached, places, again, params)
     if rule is not None and (module._modules or len(module._parameters) > len(written.params)):
         require_names(written, node)
     written.drawn = drawn

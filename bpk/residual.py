@@ -89,7 +89,7 @@ class StretchResidual:
         """
         with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
             targets = self.of_targets_alone() if self.shapes else self.by_sample(balanced=False)
-            found = [born.all() for born in self.of_parameters()]
+            found = [born.all() for born in self.of_parameters(balanced=False)]
         nothing = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
         lacking = [self.grad.new_zeros(1, len(self.grad), *p.shape) for p in self.source.trained]
         params = found[0] if found else (dict(enumerate([*nothing, *lacking])), self.grad.new_zeros(1, len(self.grad)))
@@ -112,7 +112,7 @@ class StretchResidual:
                 return [born_of(*self.by_sample(balanced=True))]
             if not self.source.trained:
                 return [self.without_axis(self.by_position(balanced=True))]
-            found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters()]
+            found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
             return [self.without_axis(born) for born in found]
 
     def without_axis(self, born: Born) -> Born:
@@ -303,7 +303,7 @@ class StretchResidual:
         parts = flat.split([p.numel() for p in self.source.trained], -1)
         return [part.reshape(*part.shape[:-1], *p.shape) for part, p in zip(parts, self.source.trained, strict=True)]
 
-    def of_parameters(self) -> Groups:
+    def of_parameters(self, balanced: bool) -> Groups:
         """`R_pp` of every sample (nothing where the stretch is linear in its parameters)."""
         zeros = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
         probe = [draw((1, *p.shape), self.grad, k) for k, p in enumerate(self.source.trained)]
@@ -320,7 +320,7 @@ class StretchResidual:
             unit = torch.eye(size, dtype=flat.dtype, device=flat.device)
             found = self.pull((flat,), (unit,), len(self.shapes)) if flat.requires_grad else [torch.zeros_like(unit)]
             dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
-        vectors, signs = factor(torch.stack(dense), balanced=True)
+        vectors, signs = factor(torch.stack(dense), balanced)
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
         return [born_of([*nothing, *self.by_parameter(vectors)], signs)]
 
