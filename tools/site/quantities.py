@@ -45,7 +45,7 @@ for name, p in model.named_parameters():
 
 MISTAKES = """import torch
 import bpk
-from bpk.extensions import BatchGrad, DiagGGNExact
+from bpk.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact
 from torch import nn
 
 
@@ -61,7 +61,7 @@ loss_fn = bpk.extend(nn.CrossEntropyLoss())
 tried(nn.Linear(3, 2), loss_fn, BatchGrad)
 tried(nn.Linear(3, 2), nn.CrossEntropyLoss(), DiagGGNExact())
 tried(nn.Linear(3, 2), loss_fn, BatchGrad(subsampling=[0, 7]))
-tried(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), loss_fn, DiagGGNExact())
+tried(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), loss_fn, BatchDiagGGNExact())
 """
 
 BETWEEN = r", \quad "
