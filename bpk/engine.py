@@ -24,6 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 NO_TASK = -1
 
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+"""What a node is called that collects the gradient of a leaf."""
+
 RUN: CodeType = _engine_run_backward.__code__
 """The code of the function through which all of autograd's Python entry points start a backward pass."""
 

@@ -4,8 +4,8 @@ To look for samples takes several gradients, so what was found is remembered, in
 follows from the form of the graph alone, whatever the values are (`dependence.py`): then it is used as it is. Otherwise
 it is a guess, and tested in every pass.
 
-The form has all that a proof depends on: the layers and their options, the shapes they see, how calls are connected,
-and of the functions in between their names, shapes, connections and those attributes that say what goes where.
+The form has all that a proof depends on: the layers, their mode, the shapes they see, how calls are connected, and
+of the functions in between their names, shapes, connections and those attributes that say what goes where.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bpk.bystanders import beyond
 from bpk.dependence import matters, spread
 from bpk.graph import Source, consumers_first
 from bpk.records import Record
+from bpk.survey import mixes
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 
@@ -130,6 +131,8 @@ def prove(
             if rows is None:
                 return None
             known[record] = rows
+        if mixes(record):  # not row by row, whatever its values say here
+            return None
         for source in sources[id(record)].values():
             for target, part in sent(source, known[record], weights):
                 if part is None:

@@ -22,8 +22,6 @@ from bpk.recovery import recover
 from bpk.vjp import pull_columns
 from bpk.weights import recover_product
 
-ACCUMULATE = "torch::autograd::AccumulateGrad"
-
 REARRANGING = frozenset(
     f"{name}Backward0"
     for name in (
@@ -200,7 +198,7 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
             elif above is not None and not known:
                 seen[above] = None
                 waiting.append(above)
-                if above.name() == ACCUMULATE:
+                if above.name() == engine.ACCUMULATE:
                     leaves.append(above.variable)  # type: ignore[attr-defined]
                     make_quiet(leaves[-1]._backward_hooks, inside=False)
     if not targets and not leaves:
@@ -243,7 +241,7 @@ def parameter_edges(node: Node, inputs: Sequence[Edge], params: dict[str, Tensor
         for k, (above, _) in enumerate(here.next_functions):
             if above is None or above in stop:
                 continue
-            if above.name() == ACCUMULATE:
+            if above.name() == engine.ACCUMULATE:
                 leaf = above.variable  # type: ignore[attr-defined]
                 if id(leaf) in names:
                     found.setdefault(names[id(leaf)], []).append((here, k))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk import engine
 from bpk.bystanders import beyond
 from bpk.context import CTX
-from bpk.graph import ACCUMULATE, VIEWS, Source
+from bpk.graph import VIEWS, Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.records import Record
 
@@ -123,7 +124,7 @@ def is_parameter(node: Node | None) -> bool:
     """Whether a node of the graph hands out a parameter, or a view of one."""
     while node is not None and node.name() in VIEWS:
         node, _ = beyond(node.next_functions[0])
-    return node is not None and node.name() == ACCUMULATE
+    return node is not None and node.name() == engine.ACCUMULATE
 
 
 def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:

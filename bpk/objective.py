@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk import engine
 from bpk.bystanders import beyond, passes_on
-from bpk.graph import ACCUMULATE, Source
+from bpk.graph import Source
 from bpk.identity import function_name, words
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
@@ -50,7 +51,7 @@ class Outside:
 
     def ends_at(self, node: Node) -> bool:
         """Note a recorded call or a leaf; the way ends there."""
-        call, leaf = owner_of(node), node.name() == ACCUMULATE
+        call, leaf = owner_of(node), node.name() == engine.ACCUMULATE
         if call is not None:
             self.calls.add(call)
         elif leaf:

@@ -26,7 +26,7 @@ from bpk.jacobians.passage import PASSAGE
 from bpk.jacobians.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.several import SeveralOutputs
-from bpk.records import OWNER, Edge, Left, Record, Visit, owner_of, parameters_of
+from bpk.records import OWNER, Edge, Left, Record, Visit, owner_of, parameters_of, path_of
 from bpk.rules import REGISTRY
 
 
@@ -150,7 +150,7 @@ def is_transformed(module: nn.Module) -> bool:
     """Whether a layer runs under a transform of `torch.func`; one that the user has started is noted."""
     found = engine.is_transformed()
     if found and not CTX.quiet:
-        CTX.transformed = [module.__dict__.get("_bpk_path", "") or type(module).__name__]
+        CTX.transformed = [path_of(module)]
     return found
 
 
@@ -318,5 +318,4 @@ class Forgotten:
 def leave_note(module: nn.Module, output: Tensor) -> None:
     """Under `disable`: make a later backward pass with active extensions fail with the reason."""
     if output.grad_fn is not None:
-        path = module.__dict__.get("_bpk_path", "") or type(module).__name__
-        output.grad_fn.register_prehook(Forgotten(path))
+        output.grad_fn.register_prehook(Forgotten(path_of(module)))

@@ -47,6 +47,11 @@ DISSOLVED = nn.Identity()
 """The module of a record that was dissolved."""
 
 
+def path_of(module: nn.Module) -> str:
+    """Where a layer sits in the extended model, for messages."""
+    return module.__dict__.get("_bpk_path", "") or type(module).__name__
+
+
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
     """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
     own = module._parameters
@@ -247,7 +252,7 @@ class Record:
     @property
     def path(self) -> str:
         """Where the layer sits in the extended model, for messages."""
-        return self.module.__dict__.get("_bpk_path", "") or type(self.module).__name__
+        return path_of(self.module)
 
     @property
     def batch_size(self) -> int:

@@ -10,6 +10,8 @@ from torch import nn
 from bpk.context import CTX
 from bpk.graph import Source
 from bpk.jacobians.errors import UnsupportedLayer, explain
+from bpk.jacobians.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.records import Record
 
 if TYPE_CHECKING:
@@ -29,6 +31,14 @@ def upstream(record: Record, sources_of: SourcesOf) -> list[Record]:
                     found[id(producer)] = producer
                     waiting.append(producer)
     return list(found.values())
+
+
+def mixes(record: Record) -> bool:
+    """Whether a call's outputs depend on several samples each."""
+    rule = record.rule
+    if rule is None or record.problem or isinstance(rule, Loss) or type(rule).mixing is Rule.mixing:
+        return False
+    return rule.mixing(record.call()) is not None
 
 
 def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -> None:

@@ -23,7 +23,6 @@ from bpk.jacobians.function_module import Plain, TimesWeight
 from bpk.records import LEFT, OWNER, Edge, Record, Visit
 from bpk.rules import REGISTRY
 
-ACCUMULATE = "torch::autograd::AccumulateGrad"
 TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 """Nodes that make a matrix of a matrix."""
 RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -78,9 +77,9 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
         if engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1:
             return None
         params["bias"] = bias
-    x = engine.saved_tensor(node, name)
     if any(p not in held for p in params.values()):
         return None
+    x = engine.saved_tensor(node, name)
     if x is None or x.dtype != weight.dtype or any(p is x for p in params.values()):
         return None
     given = node.next_functions[left]
@@ -116,7 +115,7 @@ def exchanges(node: Node) -> bool:
 
 def parameter_at(node: Node | None) -> nn.Parameter | None:
     """The parameter whose gradient a node accumulates."""
-    leaf = node.variable if node is not None and node.name() == ACCUMULATE else None  # type: ignore[attr-defined]
+    leaf = node.variable if node is not None and node.name() == engine.ACCUMULATE else None  # type: ignore[attr-defined]
     return leaf if isinstance(leaf, nn.Parameter) else None
 
 

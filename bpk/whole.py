@@ -17,11 +17,10 @@ from torch import Tensor
 
 from bpk.jacobians.errors import UnsupportedLayer, explain
 from bpk.jacobians.loss import Loss
-from bpk.jacobians.rule import Rule
 from bpk.placement import Placement, SourcesOf, is_stuck, leave, place
 from bpk.records import Record
 from bpk.support import require_support
-from bpk.survey import upstream
+from bpk.survey import mixes, upstream
 
 if TYPE_CHECKING:
     from bpk.extensions.backprop_extension import BackpropExtension
@@ -65,14 +64,6 @@ def may_merge(extensions: Sequence[BackpropExtension]) -> bool:
     """Whether every second-order extension is a sum over the whole batch (and there are some)."""
     second_order = [e for e in extensions if e.second_order]
     return bool(second_order) and all(e.sums_samples and e.subsampling is None for e in second_order)
-
-
-def mixes(record: Record) -> bool:
-    """Whether a call's outputs depend on several samples each."""
-    rule = record.rule
-    if rule is None or record.problem or isinstance(rule, Loss) or type(rule).mixing is Rule.mixing:
-        return False
-    return rule.mixing(record.call()) is not None
 
 
 def one_sample(record: Record) -> Tensor:

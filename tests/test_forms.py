@@ -41,6 +41,18 @@ def check_rows(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor) -> No
         torch.testing.assert_close(rows.to(p.dtype), expected)
 
 
+def refused_or_right(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor, refused: bool) -> None:
+    """A quantity by sample is refused where samples mix; elsewhere it is computed, and rows are right."""
+    loss = loss_fn(model(x), y)
+    if refused:
+        with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchDiagGGNExact()):
+            loss.backward()
+    else:
+        with bpk.backpack(E.BatchDiagGGNExact()):
+            loss.backward()
+        check_rows(model, loss_fn, x, y)
+
+
 class Flipping(nn.Module):
     """`[N, T, D]`, in which the first layer may be called time first."""
 
@@ -83,14 +95,7 @@ def test_samples_that_mix_in_one_mode_only(training: tuple[bool, ...]) -> None:
     x, y = torch.randn(N, 3).double(), torch.randint(2, (N,))
     for mode in (*training, *training):
         model.train(mode)
-        loss = loss_fn(model(x), y)
-        if mode:
-            with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchDiagGGNExact()):
-                loss.backward()
-        else:
-            with bpk.backpack(E.BatchDiagGGNExact()):
-                loss.backward()
-            check_rows(model, loss_fn, x, y)
+        refused_or_right(model, loss_fn, x, y, refused=mode)
 
 
 class Gated(nn.Module):
@@ -127,14 +132,7 @@ def test_a_gate_that_opens(mix: Callable[[Tensor], Tensor]) -> None:
     x, y = torch.randn(N, 3).double(), torch.randint(2, (N,))
     for gate in (0.0, 0.0, 1.0, 1.0, 0.0):
         model.gate.fill_(gate)
-        loss = loss_fn(model(x), y)
-        if gate:
-            with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchDiagGGNExact()):
-                loss.backward()
-        else:
-            with bpk.backpack(E.BatchDiagGGNExact()):
-                loss.backward()
-            check_rows(model, loss_fn, x, y)
+        refused_or_right(model, loss_fn, x, y, refused=bool(gate))
 
 
 def test_an_order_of_samples_that_changes() -> None:
@@ -269,3 +267,23 @@ def test_mixed_samples_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> N
             warnings.simplefilter("ignore")
             loss_fn(model(torch.randn(N, 3)), torch.randint(2, (N,))).backward()
     assert len(searches) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_that_mixes_samples_proves_nothing() -> None:
+    """Not even where a weight of zero hides it, as in residual networks at the start of training."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
+            nn.init.zeros_(self.norm.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.b(h + self.norm(h))
+
+    model, loss_fn = bpk.extend(Residual()), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(torch.randn(N, 3)), torch.randint(2, (N,))).backward()
+    assert not any(form.proven for form in forms.FORMS[loss_fn].values())
