@@ -14,7 +14,7 @@ from benchmarks.peers import PackJob
 from benchmarks.problems import Setup
 from benchmarks.quantities import QUANTITIES, Form
 from benchmarks.timing import interleave
-from bpk.jacobians.autodiff import Autodiff
+from bpk.jacobians.families.autodiff import Autodiff
 
 BATCH, CLASSES = 16, 10
 NAMES = tuple(name for name, q in QUANTITIES.items() if q.form not in (Form.NONE, Form.MANY))

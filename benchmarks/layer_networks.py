@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.problems import Setup
-from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.autodiff_loss import AutodiffLoss
-from bpk.jacobians.call import Call
-from bpk.jacobians.loss import Loss
-from bpk.jacobians.rule import Example, Rule
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.rule import Example, Rule
+from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
+from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
 
 CLASSES = 10

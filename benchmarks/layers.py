@@ -23,11 +23,11 @@ from benchmarks.layer_networks import LayerProblem, NoNetwork, fallback, problem
 from benchmarks.peers import PackJob
 from benchmarks.quantities import QUANTITIES
 from benchmarks.timing import Series
-from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.call import Call, Wrt
-from bpk.jacobians.errors import UnsupportedLayer
-from bpk.jacobians.loss import Loss
-from bpk.jacobians.rule import Rule
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.losses.loss import Loss
 from bpk.registering import register
 from bpk.rules import REGISTRY
 

@@ -20,19 +20,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from bpk import engine
-from bpk.bystanders import Onlookers
 from bpk.context import CTX, backpack
-from bpk.graph import Source, connected, gradient_edge, quieten_layer, trace
-from bpk.hooks import Hooks
-from bpk.jacobians.call import Call
-from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.jacobians.function_module import Plain
-from bpk.jacobians.loss import Loss
-from bpk.jacobians.passage import PASSAGE
-from bpk.jacobians.rule import Rule
-from bpk.membership import Held, around
-from bpk.objective import (
+from bpk.fields.hooks import Hooks
+from bpk.fields.parameters import Parameters, is_trained, require_own
+from bpk.fields.statistics import Use
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.core.passage import PASSAGE
+from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer, trace
+from bpk.plan.objective import (
     Outside,
     inside_of_loss,
     outside_of_losses,
@@ -40,17 +39,18 @@ from bpk.objective import (
     require_losses_only,
     require_no_penalty,
 )
-from bpk.parameters import Parameters, is_trained, require_own
-from bpk.positions import ByPosition
-from bpk.records import Record
-from bpk.rounds import columns_at_a_time, go_round, matched
-from bpk.samples import Attribution
-from bpk.statistics import Use
-from bpk.support import announce, check_samples, require_axis, require_batch, require_support, tell
-from bpk.surroundings import require_whole
-from bpk.survey import require_layers, require_whole_batch, upstream
-from bpk.sweeps import DIRECT, Gradient, Step, Sweep
-from bpk.whole import one_sample, place_or_merge, require_before
+from bpk.plan.samples import Attribution
+from bpk.plan.survey import require_layers, require_whole_batch, upstream
+from bpk.plan.whole import one_sample, place_or_merge, require_before
+from bpk.recording import engine
+from bpk.recording.bystanders import Onlookers
+from bpk.recording.membership import Held, around
+from bpk.recording.record import Record
+from bpk.recording.surroundings import require_whole
+from bpk.support.decide import announce, check_samples, require_axis, require_batch, require_support, tell
+from bpk.sweeps.positions import ByPosition
+from bpk.sweeps.rounds import columns_at_a_time, go_round, matched
+from bpk.sweeps.sweeps import DIRECT, Gradient, Step, Sweep
 
 if TYPE_CHECKING:
     from bpk.extensions.backprop_extension import BackpropExtension

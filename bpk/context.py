@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bpk import engine
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 from bpk.opened import Opened
-from bpk.surroundings import require_eager, require_plain_pass, require_visible
+from bpk.recording import engine
+from bpk.recording.surroundings import require_eager, require_plain_pass, require_visible
 
 if TYPE_CHECKING:
     from bpk.extensions.backprop_extension import BackpropExtension
-    from bpk.records import Record
+    from bpk.recording.record import Record
 
 ExtensionHook = Callable[[nn.Module], Any]
 

@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 
 OURS, THEIRS = "bpk", "backpack"
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bpk.activations import forget
-from bpk.jacobians.errors import explain
-from bpk.jacobians.function_module import Plain
-from bpk.jacobians.rule import Rule
-from bpk.loss_recorder import record_composed
-from bpk.membership import mark, unmark
-from bpk.products import BlockProduct
-from bpk.recorder import forget_inputs, note_inputs, record, record_passage, remember_generators, stash
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.core.rule import Rule
+from bpk.recording.activations import forget
+from bpk.recording.loss_recorder import record_composed
+from bpk.recording.membership import mark, unmark
+from bpk.recording.recorder import forget_inputs, note_inputs, record, record_passage, remember_generators, stash
+from bpk.recording.surroundings import require_local
 from bpk.rules import REGISTRY
-from bpk.surroundings import require_local
+from bpk.sweeps.products import BlockProduct
 
 if TYPE_CHECKING:
     from bpk.converter import Converted

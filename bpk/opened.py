@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from bpk import engine
-from bpk.jacobians.errors import explain, warn
+from bpk.jacobians.core.errors import explain, warn
+from bpk.recording import engine
 
 if TYPE_CHECKING:
     from bpk.backward import Backward

@@ -1,16 +1,16 @@
 """The algebra: what a rule is, families of rules, composition, symbolic derivation, checks."""
 
-from bpk.jacobians.affine import Affine
-from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.call import Call
-from bpk.jacobians.check import check_rule
-from bpk.jacobians.composite import Chain
-from bpk.jacobians.elementwise import Elementwise
-from bpk.jacobians.errors import RuleError, UnsupportedLayer
-from bpk.jacobians.linear_map import LinearMap
-from bpk.jacobians.multilinear import Multilinear
-from bpk.jacobians.registry import Registry
-from bpk.jacobians.rule import Example, Residual, Rule, case
+from bpk.jacobians.checks.check import check_rule
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import RuleError, UnsupportedLayer
+from bpk.jacobians.core.registry import Registry
+from bpk.jacobians.core.rule import Example, Residual, Rule, case
+from bpk.jacobians.families.affine import Affine
+from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.families.composite import Chain
+from bpk.jacobians.families.elementwise import Elementwise
+from bpk.jacobians.families.linear_map import LinearMap
+from bpk.jacobians.families.multilinear import Multilinear
 
 __all__ = [
     "Affine",

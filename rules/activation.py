@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.elementwise import Elementwise, Pointwise
-from bpk.jacobians.rule import Example, Residual, Rule, case
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.rule import Example, Residual, Rule, case
+from bpk.jacobians.families.elementwise import Elementwise, Pointwise
 
 
 class RandomizedLeakyReLU(Pointwise):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.binding import Binding
-from bpk.jacobians.broadcast import bind_operands, collect, common_shape, spread
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.conversion import CannotConvert, Conversion, Traced, reading, require_constant
-from bpk.jacobians.generated import layer
-from bpk.jacobians.rule import Residual, Rule, add_up, case
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Residual, Rule, add_up, case
 
 T = torch.Tensor
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.attention_function import DotProductRule, ScaledDotProductAttention, read_attention
-from bpk.jacobians.attention_layer import AttentionLayer
-from bpk.jacobians.attention_parts import PROJECTIONS, Settings
-from bpk.jacobians.binding import Axis, Binding
-from bpk.jacobians.conversion import reading
-from bpk.jacobians.rule import case
+from bpk.jacobians.attention.function import DotProductRule, ScaledDotProductAttention, read_attention
+from bpk.jacobians.attention.layer import AttentionLayer
+from bpk.jacobians.attention.parts import PROJECTIONS, Settings
+from bpk.jacobians.core.binding import Axis, Binding
+from bpk.jacobians.core.conversion import reading
+from bpk.jacobians.core.rule import case
 
 
 class MultiheadAttentionRule(AttentionLayer):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from bpk.jacobians.convolution import Conv, ConvTranspose
-from bpk.jacobians.rule import case
+from bpk.jacobians.convolution.convolution import Conv, ConvTranspose
+from bpk.jacobians.core.rule import case
 
 RULES = (
     Conv(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.autodiff_loss import AutodiffLoss
-from bpk.jacobians.binding import Binding
-from bpk.jacobians.rule import case
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.rule import case
+from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
 from bpk.rules.losses import both
 
 IMPOSSIBLE = -1e30

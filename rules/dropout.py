@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from bpk.jacobians.linear_map import RandomScale
-from bpk.jacobians.rule import case
+from bpk.jacobians.core.rule import case
+from bpk.jacobians.families.linear_map import RandomScale
 
 RULES = (
     RandomScale(

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.binding import Binding
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.embedding import TableLookup, look_up, outer_products
-from bpk.jacobians.gemm import wide
-from bpk.jacobians.rule import Residual, case
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.gemm import wide
+from bpk.jacobians.core.rule import Residual, case
+from bpk.jacobians.families.embedding import TableLookup, look_up, outer_products
 
 
 class EmbeddingRule(TableLookup):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.again import call_again
-from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.binding import Binding, Bound
-from bpk.jacobians.call import Call, Options
-from bpk.jacobians.function_module import ParametricFunction, Slot, Step, common_dtype, is_float
-from bpk.jacobians.rule import case
+from bpk.jacobians.core.again import call_again
+from bpk.jacobians.core.binding import Binding, Bound
+from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.function_module import ParametricFunction, Slot, Step, common_dtype, is_float
+from bpk.jacobians.core.rule import case
+from bpk.jacobians.families.autodiff import Autodiff
 
 KNOWN = 16
 """For how many shapes of inputs it is kept whether one sample alone can be computed."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.binding import Binding
-from bpk.jacobians.call import Call
-from bpk.jacobians.conversion import CannotConvert, Conversion, reading, require_constant
-from bpk.jacobians.errors import explain
-from bpk.jacobians.generated import layer
-from bpk.jacobians.linear_map import LinearMap, Reshaping
-from bpk.jacobians.rule import Rule, case
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, reading, require_constant
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.families.linear_map import LinearMap, Reshaping
 
 T = torch.Tensor
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.conversion import CannotConvert, Conversion, behind_batch, reading, require_constant
-from bpk.jacobians.generated import layer
-from bpk.jacobians.rule import Example, Residual, Rule, case
-from bpk.jacobians.several import SeveralOutputs
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, behind_batch, reading, require_constant
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Example, Residual, Rule, case
+from bpk.jacobians.core.several import SeveralOutputs
 
 T = torch.Tensor
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians import gemm
-from bpk.jacobians.affine import Affine
-from bpk.jacobians.call import Call
-from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.jacobians.function_module import TimesWeight
-from bpk.jacobians.rule import case
+from bpk.jacobians.core import gemm
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.function_module import TimesWeight
+from bpk.jacobians.core.rule import case
+from bpk.jacobians.families.affine import Affine
 
 NO_BATCH = "its input has no batch axis"
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.call import Call
-from bpk.jacobians.flat_loss import ZeroCurvature
-from bpk.jacobians.loss import PointwiseLoss, standard_normal, wide
-from bpk.jacobians.rule import Example, case
-from bpk.jacobians.softmax_loss import SoftmaxCrossEntropy
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.rule import Example, case
+from bpk.jacobians.losses.flat import ZeroCurvature
+from bpk.jacobians.losses.loss import PointwiseLoss, standard_normal, wide
+from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
 
 # ---- weights of terms ---------------------------------------------------------------------------
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.binding import Binding
-from bpk.jacobians.broadcast import bind_operands, collect, spread
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.conversion import CannotConvert, Conversion, Traced, reading, require_constant
-from bpk.jacobians.errors import RuleError
-from bpk.jacobians.generated import layer
-from bpk.jacobians.linear_in_each import LinearInEach
-from bpk.jacobians.linear_map import LinearMap, layer_itself
-from bpk.jacobians.multilinear import Multilinear
-from bpk.jacobians.rule import Rule, case
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.broadcast import bind_operands, collect, spread
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.errors import RuleError
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.families.linear_in_each import LinearInEach
+from bpk.jacobians.families.linear_map import LinearMap, layer_itself
+from bpk.jacobians.families.multilinear import Multilinear
 
 T = torch.Tensor
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.autodiff_loss import AutodiffLoss
-from bpk.jacobians.binding import Binding
-from bpk.jacobians.flat_loss import ZeroCurvature
-from bpk.jacobians.rule import Example, case
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.rule import Example, case
+from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
+from bpk.jacobians.losses.flat import ZeroCurvature
 from bpk.rules.losses import LABELS, both, real_numbers, signs, weights
 
 DISTANCE = (

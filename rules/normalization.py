@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.call import Call, Options
-from bpk.jacobians.conversion import CannotConvert, Conversion, Traced, reading, require_constant
-from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.jacobians.gemm import wide
-from bpk.jacobians.normalization import Normalization, trained
-from bpk.jacobians.rule import Rule, case
-from bpk.jacobians.standardize import BatchStatistics, FixedStatistics, GroupStatistics, Standardized
-from bpk.jacobians.standardize_kernels import ChannelStatistics, FeatureStatistics
+from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.gemm import wide
+from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.families.normalization import Normalization, trained
+from bpk.jacobians.families.standardize import BatchStatistics, FixedStatistics, GroupStatistics, Standardized
+from bpk.jacobians.families.standardize_kernels import ChannelStatistics, FeatureStatistics
 
 
 class PerFeature(Normalization):
@@ -125,7 +125,7 @@ class BatchNormRule(PerChannel):
     """Evaluation mode: `out = weight (x - mean) / sqrt(var + eps) + bias` with the running statistics of every channel.
 
     In training mode, and without running statistics, mean and variance are those of the batch, so that samples mix.
-    Sums over the batch then go through autograd (`bpk/whole.py`), and second order by sample is refused.
+    Sums over the batch then go through autograd (`bpk/plan/whole.py`), and second order by sample is refused.
     First-order quantities are then those of the chain rule, layer by layer: with `g` the gradient of the output,
     row `n` is the sum over positions of `g_n x̂_n` for the weight and of `g_n` for the bias (their sums over
     `n` are the gradients), where `x̂` is standardised with the statistics of the whole batch.

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.call import Options
-from bpk.jacobians.generated import layer
-from bpk.jacobians.linear_map import LinearMap
-from bpk.jacobians.rule import case
+from bpk.jacobians.core.call import Options
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import case
+from bpk.jacobians.families.linear_map import LinearMap
 
 
 def pad_with_zeros(options: Options, x: Tensor) -> Tensor:

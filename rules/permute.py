@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.conversion import CannotConvert, Conversion, behind_batch, one_by_one, reading, require_constant
-from bpk.jacobians.errors import explain
-from bpk.jacobians.generated import layer
-from bpk.jacobians.linear_map import LinearMap
-from bpk.jacobians.rule import Rule, case
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, behind_batch, one_by_one, reading, require_constant
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.families.linear_map import LinearMap
 
 T = torch.Tensor
 

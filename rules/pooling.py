@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.call import Call, Wrt
-from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.jacobians.linear_map import LinearMap, Selection
-from bpk.jacobians.rule import Example, Rule, case
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.rule import Example, Rule, case
+from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.families.linear_map import LinearMap, Selection
 
 
 class PowerAverage(Autodiff):

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.conversion import CannotConvert, Conversion, Traced, reading, require_constant
-from bpk.jacobians.elementwise import Elementwise, Pointwise
-from bpk.jacobians.generated import layer
-from bpk.jacobians.pairwise import Derivatives, Pairwise
-from bpk.jacobians.rule import Residual, Rule, case
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Residual, Rule, case
+from bpk.jacobians.families.elementwise import Elementwise, Pointwise
+from bpk.jacobians.families.pairwise import Derivatives, Pairwise
 from bpk.rules.arithmetic import ScaleModule
 
 T = torch.Tensor

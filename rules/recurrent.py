@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import nn
 
-from bpk.jacobians.recurrent import Recurrent, RecurrentStep
-from bpk.jacobians.recurrent_cells import Cell, Elman, Gru, Lstm
-from bpk.jacobians.rule import case
+from bpk.jacobians.core.rule import case
+from bpk.jacobians.recurrent.cells import Cell, Elman, Gru, Lstm
+from bpk.jacobians.recurrent.recurrent import Recurrent, RecurrentStep
 
 NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 STEP_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")

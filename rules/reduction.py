@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.broadcast import collect
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.conversion import (
+from bpk.jacobians.core.broadcast import collect
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.conversion import (
     CannotConvert,
     Conversion,
     Size,
@@ -19,9 +19,9 @@ from bpk.jacobians.conversion import (
     reading,
     require_constant,
 )
-from bpk.jacobians.generated import layer
-from bpk.jacobians.linear_map import LinearMap
-from bpk.jacobians.rule import Rule, case
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.families.linear_map import LinearMap
 
 T = torch.Tensor
 Axes = int | tuple[int, ...]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.call import Call
-from bpk.jacobians.conversion import (
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.conversion import (
     CannotConvert,
     Conversion,
     Size,
@@ -17,9 +17,9 @@ from bpk.jacobians.conversion import (
     reading,
     require_constant,
 )
-from bpk.jacobians.generated import layer
-from bpk.jacobians.linear_map import Reshaping
-from bpk.jacobians.rule import Rule, case
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.families.linear_map import Reshaping
 
 T = torch.Tensor
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from bpk.jacobians.autodiff import Autodiff
-from bpk.jacobians.call import Call
-from bpk.jacobians.elementwise import FunctionLayer
-from bpk.jacobians.rule import Rule, case
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.families.elementwise import FunctionLayer
 
 
 class AlongOneAxis(Autodiff):

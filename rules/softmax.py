@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.along_axis import AlongAxis, BlockResidual, as_blocks
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.rule import Example, Rule, case
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.rule import Example, Rule, case
+from bpk.jacobians.families.along_axis import AlongAxis, BlockResidual, as_blocks
 
 
 class SoftmaxLike(BlockResidual):

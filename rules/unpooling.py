@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.binding import Binding, Bound
-from bpk.jacobians.call import Call, Options, Wrt
-from bpk.jacobians.rule import Example, Residual, Rule, case
+from bpk.jacobians.core.binding import Binding, Bound
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.rule import Example, Residual, Rule, case
 
 
 class Unpooling(Rule):

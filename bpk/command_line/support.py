@@ -14,7 +14,7 @@ from bpk.command_line.problem import add_arguments, given
 from bpk.command_line.quantities import add_quantities, named
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.rules import REGISTRY
-from bpk.support_table import SupportTable
+from bpk.support.table import SupportTable
 from bpk.verification.run import every_extension
 
 FORMATS = ("table", "markdown", "json")

@@ -16,9 +16,9 @@ from bpk.converter.recurrent import split_recurrent
 from bpk.converter.rows import Rows
 from bpk.converter.tracing import TUPLES, numbered, trace
 from bpk.converter.tree import Tree
-from bpk.jacobians.conversion import CannotConvert, Conversion, convert
-from bpk.jacobians.function_module import ParametricFunction
-from bpk.jacobians.several import SeveralOutputs
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, convert
+from bpk.jacobians.core.function_module import ParametricFunction
+from bpk.jacobians.core.several import SeveralOutputs
 from bpk.rules import REGISTRY
 
 

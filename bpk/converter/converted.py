@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from bpk.jacobians.errors import explain
-from bpk.jacobians.function_module import Plain
-from bpk.membership import mark_as
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.function_module import Plain
+from bpk.recording.membership import mark_as
 
 REPORT = "bpk.conversion_report"
 """Key of the report in `GraphModule.meta`, which copies keep."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 
 
 class ConversionError(NotImplementedError):

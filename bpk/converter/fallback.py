@@ -7,7 +7,7 @@ from torch import nn
 from bpk.converter.convert import convert_module_to_backpack
 from bpk.converter.converted import Converted
 from bpk.converter.failure import ConversionError
-from bpk.jacobians.errors import explain, warn
+from bpk.jacobians.core.errors import explain, warn
 
 
 def convert_if_possible(module: nn.Module, debug: bool = False) -> nn.Module:

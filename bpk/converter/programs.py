@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of
 from bpk.converter.tracing import nodes_in, replace
 from bpk.converter.tree import Tree
-from bpk.jacobians.function_module import (
+from bpk.jacobians.core.function_module import (
     FunctionModule,
     ParametricFunction,
     ParametricProduct,

@@ -7,8 +7,8 @@ from typing import Any
 from torch import fx, nn
 
 from bpk.converter.tree import Tree
-from bpk.jacobians.conversion import is_batch_size
-from bpk.jacobians.function_module import FunctionModule
+from bpk.jacobians.core.conversion import is_batch_size
+from bpk.jacobians.core.function_module import FunctionModule
 from bpk.rules import REGISTRY
 
 CHANGES_ROWS = (nn.EmbeddingBag, FunctionModule)

@@ -14,13 +14,13 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.rnn import RNNBase
 
-from bpk import engine
 from bpk.converter.failure import ConversionError, Transformed, line_of, not_a_graph
 from bpk.converter.kinds import OTHER, Kind, computes_size
 from bpk.converter.state import State, without_changes
 from bpk.converter.values import TYPE, Value, known_instances
-from bpk.jacobians.function_module import FunctionModule, Slot
-from bpk.jacobians.generated import Generated
+from bpk.jacobians.core.function_module import FunctionModule, Slot
+from bpk.jacobians.core.generated import Generated
+from bpk.recording import engine
 from bpk.rules import REGISTRY
 
 TUPLES = (RNNBase, nn.LSTMCell, nn.MultiheadAttention)

@@ -1,9 +1,9 @@
 """Custom modules: what stands between layers (`x + y`, `x[:, 0]`, `x.permute(0, 2, 1)`) as modules.
 
-All but the container `Parallel` are generated from the rules that serve them (`bpk.jacobians.generated`).
+All but the container `Parallel` are generated from the rules that serve them (`bpk.jacobians.core.generated`).
 """
 
-from bpk.jacobians.generated import HOME, Generated
+from bpk.jacobians.core.generated import HOME, Generated
 from bpk.rules import REGISTRY
 
 

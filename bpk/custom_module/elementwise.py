@@ -1,7 +1,7 @@
 """Functions of every entry as modules, one for each rule that names functions only: `Exp`, `Log`, `Sqrt`, ..."""
 
 from bpk.custom_module import generated
-from bpk.jacobians.generated import Generated
+from bpk.jacobians.core.generated import Generated
 
 
 def __getattr__(name: str) -> type[Generated]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from bpk.jacobians.errors import explain
-from bpk.statistics import Uses
-from bpk.sweeps import Sweep
+from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import explain
+from bpk.sweeps.sweeps import Sweep
 
 if TYPE_CHECKING:
     from bpk.extensions.module_extension import ModuleExtension

@@ -10,7 +10,7 @@ from bpk.hessianfree.hvp import hessian_vector_product
 from bpk.hessianfree.lop import transposed_jacobian_vector_product
 from bpk.hessianfree.rop import jacobian_vector_product
 from bpk.hessianfree.vectors import Tensors, as_list, as_vectors
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 
 
 def ggn_vector_product(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives, finished
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 
 
 def hessian_vector_product(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.context import CTX
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 
 Tensors = Tensor | Iterable[Tensor]
 """One tensor, or several."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bpk.hessianfree.ggnvp import ggn_vector_product_from_plist
 from bpk.hessianfree.hvp import hessian_vector_product
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 
 MEAN, STD = 0.1307, 0.3081
 """Mean and standard deviation of MNIST's pixels, with which images are normalised."""

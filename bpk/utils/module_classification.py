@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from bpk.jacobians.loss import Loss, PointwiseLoss, standard_normal
-from bpk.jacobians.softmax_loss import SoftmaxCrossEntropy
+from bpk.jacobians.losses.loss import Loss, PointwiseLoss, standard_normal
+from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
 from bpk.rules import REGISTRY
 
 GAUSSIAN = (nn.MSELoss, nn.GaussianNLLLoss)

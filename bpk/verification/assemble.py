@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
 from bpk.verification.draws import Draws
 from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpk.jacobians.call import Call
-from bpk.jacobians.loss import Loss
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
 from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
 from bpk.verification.problem import Problem

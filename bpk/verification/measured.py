@@ -14,7 +14,7 @@ from torch import nn
 from bpk.context import backpack
 from bpk.extending import extend, memory_cleanup
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.jacobians.errors import UnsupportedLayer
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import Problem
 from bpk.verification.quantities import Check, Mismatch, Read

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.errors import explain
-from bpk.jacobians.loss import Loss
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
 from bpk.verification.problem import Arguments, Problem
 from bpk.verification.structure import tensors_of, with_tensors

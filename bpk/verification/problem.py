@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.extending import detach
-from bpk.jacobians.errors import explain
+from bpk.jacobians.core.errors import explain
 from bpk.verification.structure import tensors_of, with_tensors
 
 

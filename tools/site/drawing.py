@@ -18,11 +18,18 @@ from tools.site.markdown import code_block, escape, table
 PACKAGE = Path(bpk.__file__).parent
 BOXES = (
     ("forward", 20, 40, "bpk.extend(model)", "bpk/extending.py", "a hook on every layer"),
-    ("forward", 20, 125, "loss_fn(model(x), y)", "bpk/recorder.py", "the hooks write each call down"),
+    ("forward", 20, 125, "loss_fn(model(x), y)", "bpk/recording/recorder.py", "the hooks write each call down"),
     ("backward", 20, 245, "loss.backward()", "bpk/context.py, bpk/backward.py", "visits the recorded calls in reverse"),
-    ("backward", 20, 330, "at the loss", "bpk/placement.py, bpk/survey.py", "where are the samples?"),
-    ("backward", 20, 415, "S with S Sᵀ = H", "bpk/sweeps.py", "columns travel back: Jᵀ S at each call"),
-    ("backward", 20, 500, "uses of a parameter", "bpk/parameters.py, bpk/statistics.py", "each statistic, once"),
+    ("backward", 20, 330, "at the loss", "bpk/plan/placement.py, bpk/plan/survey.py", "where are the samples?"),
+    ("backward", 20, 415, "S with S Sᵀ = H", "bpk/sweeps/sweeps.py", "columns travel back: Jᵀ S at each call"),
+    (
+        "backward",
+        20,
+        500,
+        "uses of a parameter",
+        "bpk/fields/parameters.py, bpk/fields/statistics.py",
+        "each statistic, once",
+    ),
     (
         "field",
         20,
@@ -31,8 +38,8 @@ BOXES = (
         "bpk/extensions/secondorder/diag_ggn.py",
         "value(uses) = uses.squared_sum()",
     ),
-    ("forward", 370, 125, "Record", "bpk/records.py", "layer, inputs, output of one call"),
-    ("backward", 370, 330, "is it supported?", "bpk/support.py", "if not, an error: what, why, what to do"),
+    ("forward", 370, 125, "Record", "bpk/recording/record.py", "layer, inputs, output of one call"),
+    ("backward", 370, 330, "is it supported?", "bpk/support/decide.py", "if not, an error: what, why, what to do"),
     ("rules", 370, 415, "jac_t_mat_prod(call, S, 0)", "rules/*.py, jacobians/*.py", "the layer's rule, to its input"),
     ("rules", 370, 500, "squared_sum(call, S, name)", "rules/*.py, jacobians/*.py", "the same rule: to a parameter"),
 )

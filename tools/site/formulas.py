@@ -10,11 +10,11 @@ from typing import Any
 
 import sympy
 
-from bpk.jacobians.elementwise import Elementwise
-from bpk.jacobians.loss import PointwiseLoss
-from bpk.jacobians.multilinear import Multilinear
-from bpk.jacobians.rule import Rule
-from bpk.jacobians.symbolic import Derivation, derive
+from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.families.elementwise import Elementwise
+from bpk.jacobians.families.multilinear import Multilinear
+from bpk.jacobians.families.symbolic import Derivation, derive
+from bpk.jacobians.losses.loss import PointwiseLoss
 from tools.site.docstrings import to_markdown
 from tools.site.markdown import math
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import bpk
-from bpk.jacobians.loss import Loss
-from bpk.jacobians.rule import Rule
+from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
-from bpk.support import Kind
-from bpk.support_table import WORDS, Cell, SupportTable
+from bpk.support.decide import Kind
+from bpk.support.table import WORDS, Cell, SupportTable
 from tools.site.markdown import escape, table
 from tools.site.names import function_name
 from tools.site.rules import anchor_of, file_of, page_of, title_of, title_of_file

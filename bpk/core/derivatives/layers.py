@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from bpk.core.derivatives.state import State, state_of
-from bpk.jacobians.errors import explain
-from bpk.jacobians.rule import Residual, Rule
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.rule import Residual, Rule
 
 Grads = Sequence[Tensor | None] | None
 """Gradients as hooks of modules get them. Only the second derivative needs them (`g_out`)."""

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from bpk.core.derivatives.layers import Grads, LayerDerivatives, Samples
 from bpk.core.derivatives.state import state_of
-from bpk.jacobians.call import Call
-from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.jacobians.loss import Loss
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.losses.loss import Loss
 from bpk.utils.subsampling import subsample
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.activations import INPUT_NAMES
-from bpk.jacobians.call import Call
-from bpk.jacobians.errors import UnsupportedLayer, explain
-from bpk.jacobians.rule import Rule
-from bpk.ports import Port
-from bpk.records import parameters_of
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.rule import Rule
+from bpk.recording.activations import INPUT_NAMES
+from bpk.recording.ports import Port
+from bpk.recording.record import parameters_of
 
 
 @dataclass(frozen=True)

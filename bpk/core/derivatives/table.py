@@ -8,8 +8,8 @@ from torch import nn
 
 from bpk.core.derivatives.layers import LayerDerivatives
 from bpk.core.derivatives.losses import LossDerivatives
-from bpk.jacobians.errors import explain
-from bpk.jacobians.loss import Loss
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
-from bpk.products import BlockProduct, Tape
-from bpk.statistics import Uses
-from bpk.stretch import Modify
-from bpk.sweeps import Sweep
+from bpk.fields.statistics import Uses
+from bpk.sweeps.products import BlockProduct, Tape
+from bpk.sweeps.stretch import Modify
+from bpk.sweeps.sweeps import Sweep
 
 __all__ = ["GGNMP", "HMP", "PCHMP", "MatrixProduct"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bpk.extensions.firstorder.base import GradientExtension
-from bpk.statistics import Uses
+from bpk.fields.statistics import Uses
 
 
 class SumGradSquared(GradientExtension):

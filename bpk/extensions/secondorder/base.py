@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bpk.by_hand import ByHand
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.square_root import SquareRoot
-from bpk.sweeps import Sweep
+from bpk.sweeps.by_hand import ByHand
+from bpk.sweeps.square_root import SquareRoot
+from bpk.sweeps.sweeps import Sweep
 
 
 class SecondOrderBackpropExtension(BackpropExtension):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.secondorder.base import SquareRootExtension
-from bpk.statistics import Uses
+from bpk.fields.statistics import Uses
 
 
 class DiagGGN(SquareRootExtension):

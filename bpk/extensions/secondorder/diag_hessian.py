@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
-from bpk.signed import SignedHessian
-from bpk.statistics import Uses
-from bpk.sweeps import Sweep
+from bpk.fields.statistics import Uses
+from bpk.sweeps.signed import SignedHessian
+from bpk.sweeps.sweeps import Sweep
 
 
 class HessianDiagonal(SecondOrderBackpropExtension):

@@ -7,15 +7,15 @@ from enum import Enum
 
 from torch import Tensor
 
-from bpk.averaged import Averaged
-from bpk.bent import Bent
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
-from bpk.jacobians.errors import explain
-from bpk.square_root import SquareRoot
-from bpk.statistics import Uses
-from bpk.sweeps import Sweep
+from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import explain
+from bpk.sweeps.averaged import Averaged
+from bpk.sweeps.bent import Bent
+from bpk.sweeps.square_root import SquareRoot
+from bpk.sweeps.sweeps import Sweep
 
 
 class LossHessianStrategy(Enum):

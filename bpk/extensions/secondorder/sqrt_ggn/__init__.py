@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.secondorder.base import SquareRootExtension
-from bpk.statistics import Uses
+from bpk.fields.statistics import Uses
 
 
 class SqrtGGN(SquareRootExtension):

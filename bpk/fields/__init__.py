@@ -1,0 +1,1 @@
+"""What has reached a parameter, and what extensions make of it."""

@@ -1,0 +1,269 @@
+"""The parameters of one backward pass: what each has collected, and when its fields can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.fields.statistics import Use, Uses
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.graph import parameter_edges
+from bpk.recording import engine
+from bpk.recording.membership import around
+from bpk.recording.record import Record, calls_by_parameter
+from bpk.recording.surroundings import may_shard, require_whole
+from bpk.sweeps.sweeps import Columns
+
+
+class ParameterState:
+    """A parameter during one backward pass: its uses by sweep, and what is still to come."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = param
+        self.modules: list[nn.Module] = []
+        self.uses: dict[Hashable, Uses] = {}
+        self.gradients: list[Tensor] = []
+        self.awaited_gradients = 0
+        self.done: set[int] = set()
+        self.before: dict[int, Any] = {}
+
+
+class Parameters:
+    """Collects contributions to parameters, and saves a parameter's fields once all of them are in.
+
+    `held` are parameters (by `id`) that plain functions use as well: they are final only when backward has ended.
+    `listens` says for each extension which sweep it listens to; `when_done` is called with a module none of whose
+    parameters waits any more.
+    """
+
+    def __init__(
+        self,
+        extensions: Sequence[BackpropExtension],
+        listens: Sequence[Hashable],
+        when_done: Callable[[nn.Module], None],
+    ) -> None:
+        self.extensions = extensions
+        self.listens = listens
+        self.when_done = when_done
+        self.states: dict[int, ParameterState] = {}
+        self.saved: list[tuple[Tensor, str]] = []
+        self.handles: list[Any] = []
+        self.held: set[int] = set()
+        self.calls = calls_by_parameter()
+        self.by_module: dict[int, list[ParameterState]] = {}
+        self.may_shard = may_shard()
+
+    def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
+        """The state of a parameter; its modules are announced when it is finished."""
+        if id(param) not in self.states:
+            if self.may_shard:
+                require_whole("" if module is None else module.__dict__.get("_bpk_path", ""), param)
+            self.states[id(param)] = ParameterState(param)
+        state = self.states[id(param)]
+        if module is not None and all(module is not m for m in state.modules):
+            state.modules.append(module)
+            self.by_module.setdefault(id(module), []).append(state)
+        return state
+
+    def look_again(self) -> None:
+        """More calls were found, which nobody had recorded."""
+        self.calls = calls_by_parameter()
+
+    def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
+        """Whether calls other than `record` are still to come that use a parameter, or functions use it."""
+        calls = (ref() for ref in self.calls.get(id(param), ()))
+        return id(param) in self.held or any(c is not None and c.open and c is not record for c in calls)
+
+    def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
+        """One more use of a parameter has been reached by a sweep."""
+        if state.done:
+            raise UnsupportedLayer(
+                explain(
+                    f"A parameter {list(state.param.shape)} was final when another use of it was reached.",
+                    "layers behind one loss use it, and functions behind another one, which only the graph of that "
+                    "loss shows.",
+                    "use one extended loss, or use the parameter in layers only.",
+                )
+            )
+        if key not in state.uses:
+            mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
+            rows, samples = any(e.needs_rows for e in mine), any(e.needs_samples for e in mine)
+            state.uses[key] = Uses(state.param, batch_size, rows, samples)
+        state.uses[key].uses.append(use)
+        self.keep_positions(state, key, use)
+
+    def keep_positions(self, state: ParameterState, key: Hashable, use: Use) -> None:
+        """Keep what extensions make of columns that stand for all positions: a position counts as a sample."""
+        apart = use.arrived.apart if isinstance(use.arrived, Columns) else {}
+        for block, (axes, mat) in apart.items():
+            columns = Columns()
+            columns.add(block, mat.flatten(1, 1 + axes))
+            each = Uses(state.param, 0, False, False)
+            each.uses.append(Use(use.call.by_position(axes), use.rule, use.name, columns))
+            for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
+                if listens == key:
+                    state.before[index] = self.combined(state, index, value_of(extension, each))
+
+    def settle(self, state: ParameterState, key: Hashable) -> None:
+        """Some columns have reached all uses of a parameter: keep what extensions make of them, and let go of them."""
+        uses = state.uses.pop(key)
+        for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
+            if listens == key and not uses.nothing_left:
+                state.before[index] = self.combined(state, index, value_of(extension, uses))
+
+    def combined(self, state: ParameterState, index: int, value: Any) -> Any:
+        """A value together with that of columns that came before."""
+        before = state.before.pop(index, None)
+        return value if before is None else self.extensions[index].combine(before, value)
+
+    # ---- gradients that autograd computes anyway -------------------------------------------------------
+    def expect_gradients(self, record: Record, states: dict[str, ParameterState]) -> None:
+        """Catch the gradients that autograd is about to compute for this call, where an extension wants them."""
+        if not any(e.needs_gradient and e.subsampling is None for e in self.extensions):
+            return
+        edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
+        for name, (node, position) in edges.items():
+            states[name].awaited_gradients += 1
+            self.handles.append(node.register_hook(self.catcher(states[name], position)))
+
+    def catcher(self, state: ParameterState, position: int) -> Callable[..., None]:
+        """A hook that stores one gradient contribution and finishes the parameter with the last one."""
+        fired = False
+
+        def catch_gradient(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
+            nonlocal fired
+            gradient = grad_inputs[position]
+            if fired or gradient is None or self.states.get(id(state.param)) is not state:
+                return
+            fired = True
+            state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
+            state.awaited_gradients -= 1
+            if state.awaited_gradients == 0 and not self.is_shared(state.param):
+                self.finish(state, final=True)
+
+        return catch_gradient
+
+    # ---- fields ------------------------------------------------------------------------------------
+    def finish(self, state: ParameterState, final: bool = False) -> None:
+        """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
+        for index, (extension, key) in enumerate(zip(self.extensions, self.listens, strict=True)):
+            if index in state.done or key not in state.uses:
+                if final and index in state.before:  # all columns went ahead
+                    self.save(state.param, extension.savefield, state.before.pop(index))
+                continue
+            if extension.needs_gradient and state.awaited_gradients > 0 and not final:
+                continue
+            uses = state.uses[key]
+            self.recycle(state.param, extension, uses)
+            if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
+                uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
+            state.done.add(index)
+            value = (
+                state.before.pop(index) if uses.nothing_left else self.combined(state, index, value_of(extension, uses))
+            )
+            self.save(state.param, extension.savefield, value)
+        if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
+            state.uses, state.gradients = {}, []
+            for module in state.modules:
+                self.finish_module(module)
+
+    def recycle(self, param: Tensor, extension: BackpropExtension, uses: Uses) -> None:
+        """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
+        old = param.__dict__.pop(extension.savefield, None)
+        if not torch.is_grad_enabled():
+            uses.spare = engine.spare_memory(old)
+
+    def is_waiting(self, module: nn.Module) -> bool:
+        """Whether a parameter of the module is not final yet."""
+        return any(state.uses for state in self.by_module.get(id(module), ()))
+
+    def finish_module(self, module: nn.Module) -> None:
+        """Announce a module once none of its parameters waits any more."""
+        if not self.is_waiting(module):
+            self.when_done(module)
+
+    def finish_all(self) -> None:
+        """The backward pass is over: nothing more will come."""
+        for state in self.states.values():
+            self.finish(state, final=True)
+
+    def save(self, param: Tensor, name: str, value: Any) -> None:
+        """Attach a result to its parameter."""
+        if isinstance(value, Tensor):
+            value = value.to(param.dtype)
+            value = value if value.requires_grad else value.detach()  # a view would keep its base alive
+        setattr(param, name, value)
+        self.saved.append((param, name))
+
+    def remove_stale(self, models: Iterable[nn.Module]) -> None:
+        """Remove fields of an earlier pass from parameters that this one did not reach, in models that it trains."""
+        saved = {(id(param), name) for param, name in self.saved}
+        for model in models:
+            params = list(model.parameters())
+            if not any(id(p) in self.states for p in params):
+                continue
+            for extension in self.extensions:
+                for p in params:
+                    if (id(p), extension.savefield) not in saved:
+                        p.__dict__.pop(extension.savefield, None)
+
+    def discard(self, models: Iterable[nn.Module]) -> None:
+        """Remove the fields that this backward pass has saved, and those that it would have overwritten."""
+        for param, name in self.saved:
+            param.__dict__.pop(name, None)
+        self.saved = []
+        self.remove_stale(models)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.states, self.saved, self.calls, self.by_module = {}, [], {}, {}
+
+
+def value_of(extension: BackpropExtension, uses: Uses) -> Any:
+    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
+    try:
+        return extension.value(uses)
+    except RuntimeError as error:
+        sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})
+        if isinstance(error, NotImplementedError) or len(sizes) < 2:
+            raise
+        raise UnsupportedLayer(
+            explain(
+                f"{extension} met batches of {' and '.join(map(str, sizes))} samples at a parameter "
+                f"{list(uses.param.shape)}.",
+                "sample n of each is taken for the same one, as in a Siamese network, and these have different sizes.",
+                "use one backward pass for each batch.",
+            )
+        ) from error
+
+
+def holds(model: nn.Module, param: Tensor) -> bool:
+    """Whether a parameter is one of the model's."""
+    return any(param is p for p in model.parameters())
+
+
+def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
+    own = record.module._parameters
+    for name, param in params.items():
+        if own.get(name) is not param and not any(holds(model, param) for model in around([record.module])[1]):
+            raise RuntimeError(
+                explain(
+                    f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",
+                    "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
+                    "on it would be on no entry of model.parameters().",
+                    "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
+                )
+            )
+
+
+def is_trained(param: Tensor) -> bool:
+    """Whether a parameter gets fields: a leaf that requires a gradient."""
+    return param.requires_grad and param.is_leaf

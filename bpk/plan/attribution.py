@@ -1,0 +1,282 @@
+"""Which sample does a row belong to, and which axis is the batch axis, where a model moves or merges it?
+
+Windows, heads or time steps may be folded into the batch axis (`[N, T, D] -> [N*T, D]`), in any order, or come before
+it (`[T, N, D]`). The graph tells: gradients are sent back from the loss, one of all samples, and one for each binary
+digit of their numbers, of those samples that have it. At an entry that feeds one sample only, each of these is
+either the first one or zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.graph import Source, connected, consumers_first
+from bpk.plan.hypotheses import (
+    behind_first_axis,
+    hypotheses,
+    is_given_data,
+    is_given_parameters,
+    mixed,
+    numberings,
+    reads_tables,
+)
+from bpk.recording.record import Record
+
+SourcesOf = Mapping[int, dict[int, Source]]
+
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of gradients that are equal or zero, by the precision of the layers."""
+COARSE = 0.05
+"""The same where a layer computes in a shorter format."""
+
+GOLDEN = 0.6180339887498949
+"""Its multiples, without whole numbers, are spread evenly: weights of samples that are all different."""
+
+AT_ONCE = 1 << 18
+"""How many numbers are compared at a time: the first rows that fail save the others."""
+
+
+class Shared(Exception):
+    """A call whose rows feed several samples: it may have no batch axis."""
+
+
+class NotInFront(Exception):
+    """Layers are to be left to autograd: their rules need the batch axis in front, and it is elsewhere or missing.
+
+    `missing` says how many have none under a hypothesis, `certain` whether others, which are given data, have one.
+    """
+
+    def __init__(self, records: list[Record], missing: int = 0, certain: bool = False) -> None:
+        super().__init__(", ".join(record.path for record in records))
+        self.records = records
+        self.missing = missing
+        self.certain = certain
+
+
+class LastResort(NotInFront):
+    """Rows of layers without parameters feed several samples, but entries of these rows may feed one each."""
+
+
+def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]]:
+    """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
+
+    Returns the number of samples and, by `id` of a record, the sample `[R]` of every row, where rows are not simply the
+    samples in order.
+
+    Raises:
+        NotInFront: If a layer has to be left to autograd first.
+        UnsupportedLayer: If a row feeds several samples.
+    """
+    refusal: UnsupportedLayer | NotInFront | None = None
+    without: dict[bool, NotInFront] = {}
+    fewer: set[bool] = set()  # where this holds for fewer samples than rows: what comes behind is less likely
+    for n, movable, in_front in hypotheses(root, above):
+        if n != root.batch_size and ((movable and False in without) or (not in_front and movable in fewer)):
+            break
+        if n == 1 and any(error.certain for error in without.values()):
+            break  # that all rows are those of one sample would agree with any graph
+        for numbers in numberings(root.batch_size, n, in_front):
+            before = [(record, record.shifted) for record in above]
+            try:
+                return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+            except UnsupportedLayer as error:
+                refusal = refusal or error
+            except LastResort as error:
+                refusal = error if not isinstance(refusal, LastResort) else refusal
+            except NotInFront as error:
+                if not error.missing:
+                    raise
+                if movable not in without or error.missing < without[movable].missing:
+                    without[movable] = error
+                if n != root.batch_size:
+                    fewer.add(movable)
+            for record, axis in before:
+                record.shift(axis)
+    if without:  # no hypothesis gives every layer a batch axis
+        raise without[min(without)]
+    raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
+
+
+def follow(
+    root: Record, above: list[Record], sources: SourcesOf, numbers: Tensor, n: int, movable: bool
+) -> dict[int, Tensor]:
+    """Test one hypothesis about the rows of the root throughout the graph."""
+    found: dict[int, Tensor] = {id(root): numbers}
+    reached: set[int] = set()
+    shared: dict[int, tuple[Record, Shared]] = {}
+    tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root))
+    for record, mat in sweep(root, above, sources, digits(numbers, n)):
+        reached.add(id(record))
+        try:
+            found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
+            is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
+            if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
+                # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
+                raise Shared(f"row of '{record.path}' may feed several of the {n} samples")
+        except Shared as error:
+            shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
+    joining: list[Record] = []
+    for other, reason in shared.values():
+        feeders = {id(r) for source in sources[id(other)].values() for r, _ in source.targets}
+        if feeders - shared.keys() and other.params:
+            raise mixed(f"one {reason}")
+        if feeders - shared.keys():
+            joining.append(other)
+    if joining:
+        raise LastResort(joining)
+    if shared:  # all others agree with this hypothesis
+        others = [r for r in above if id(r) not in shared]
+        certain = any(is_given_data(r) and r.batch_size >= n for r in others)
+        doubtful = [r for r, _ in shared.values() if r.inputs[0].is_floating_point() and not is_given_parameters(r)]
+        first = next(iter(shared.values()))[0]
+        if (doubtful and not movable and not certain) or not any(r.params for r in others):
+            raise mixed(f"one row of '{(doubtful or [first])[0].path}' feeds several of the {n} samples")
+        raise NotInFront([record for record, _ in shared.values()], len(shared), certain)
+    for record in above:
+        if id(record) not in reached and record.batch_size != n and record.params:
+            raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
+    return {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+
+
+def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
+    """Whether rows still are those of the samples as which they were known.
+
+    One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every
+    entry they differ by the weight of the row's sample.
+    """
+    device = root.inputs[0].device
+    in_order = torch.arange(n, device=device)
+    weights = (in_order.double() * GOLDEN).remainder(1).add(1)
+    tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root)) / 4
+    start = weights[rows.get(id(root), in_order).clamp(min=0)]
+    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
+        of_rows = rows.get(id(record), in_order)
+        if mat.shape[1] != len(of_rows):
+            return False
+        real = torch.view_as_real(mat) if mat.is_complex() else mat
+        plain, weighted = real.reshape(2, len(of_rows), -1).double().nan_to_num(0.0)
+        expected = plain * weights[of_rows.clamp(min=0)][:, None] * (of_rows >= 0)[:, None]
+        if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
+            return False
+    return True
+
+
+def digits(numbers: Tensor, n: int) -> Tensor:
+    """`[1 + K, R]`: ones, and the binary digits of numbers below `n`."""
+    places = [(numbers >> k) & 1 for k in range(max(1, (n - 1).bit_length()))]
+    return torch.stack([torch.ones_like(numbers), *places])
+
+
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: SourcesOf) -> Tensor:
+    """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
+
+    Raises:
+        Shared: If there may be none.
+    """
+    rows = decode(mat, n, tolerance)
+    if rows is not None:
+        return rows
+    axis, rows = batch_axis(mat, n, tolerance)
+    what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
+    if movable and axis and len(record.used) > 1 and not record.params:
+        raise NotInFront([record])  # its results come side by side, without axes of their own
+    if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
+        passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `follow`)
+        shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
+        elsewhere = record.knows_batch or n in behind_first_axis(record)
+        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
+            raise Shared(what)
+        raise mixed(f"one {what}")
+    looks_at = record.rule.acts_on(record.call())
+    if looks_at is not None and axis < record.inputs[0].dim() - looks_at:
+        record.shift(axis)
+        return rows
+    if record.params:
+        raise mixed(f"its batch axis is axis {axis}, and one {what}")
+    raise NotInFront([record])
+
+
+def batch_axis(mat: Tensor, n: int, tolerance: float) -> tuple[int, Tensor]:
+    """The axis behind the first that holds the samples, preferably in order (0: none), and the sample of each row."""
+    in_order, found = torch.arange(n, device=mat.device), (0, torch.arange(0, device=mat.device))
+    for axis in range(1, mat.dim() - 1):
+        rows = decode(mat.movedim(1 + axis, 1), n, tolerance)
+        if rows is not None and torch.equal(rows, in_order):
+            return axis, rows
+        if rows is not None and not found[0]:
+            found = axis, rows
+    return found
+
+
+def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
+    """The sample `[R]` of every row from gradients `[1 + K, R, ...]`, or `None` if a row feeds several samples.
+
+    Rows that feed nothing count as the sample of their number, or as none (-1).
+    """
+    flat, parts = mat.reshape(*mat.shape[:2], -1), []
+    for piece in flat.split(max(1, AT_ONCE // max(1, flat.shape[0] * flat.shape[2])), 1):
+        real = torch.view_as_real(piece).flatten(2) if piece.is_complex() else piece
+        plain, *masked = real.double().nan_to_num(0.0)
+        length, products = plain.square().sum(1), torch.stack(masked)
+        one = ((products * plain).sum(2) / torch.where(length > 0, length, 1.0)).round().clamp(0, 1)  # [K, R]
+        if ((products - one[..., None] * plain).square().sum(2) > tolerance**2 * length).any():
+            return None
+        parts.append((length, one))
+    size, digit = torch.cat([length for length, _ in parts]), torch.cat([one for _, one in parts], 1)
+    place = 2 ** torch.arange(len(digit), device=mat.device)
+    number = (digit.long() * place[:, None]).sum(0).clamp(0, n - 1)
+    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.full_like(number, -1)
+    return torch.where(size > 0, number, alone)
+
+
+def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
+    """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
+    arrived: dict[int, Tensor] = {}
+    for index, source in sources[id(root)].items():
+        start = root.entrance(index).one_to_rule(root.inputs[index])
+        probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
+        spread = weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
+        send(source, (probe * spread).to(wide(start.dtype)), arrived)
+    nodes = {id(r): node for found in sources.values() for s in found.values() for r, (node, _) in s.targets}
+    with torch.no_grad():
+        for record in consumers_first(root, above, sources):
+            mat = arrived.pop(id(record), None)
+            if mat is not None:
+                before = record.shifted
+                yield record, mat
+                if record.shifted != before:
+                    mat = mat.movedim(1 + record.shifted, 1)
+                pass_on(record, nodes[id(record)], mat, sources[id(record)], arrived)
+
+
+def pass_on(
+    record: Record, node: Node | None, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]
+) -> None:
+    """Send the gradients through a call's rule to what feeds it."""
+    if record.rule is None or record.problem or node is None:
+        return
+    call = record.call()
+    if record.rule.obstacle(call) is not None:
+        return
+    with connected(record, call, node):
+        record.rule.capture(call)
+        cast = call.cast(mat.dtype)
+        for index, source in sources.items():
+            send(source, record.rule.jac_t_mat_prod(cast, mat, index), arrived)
+
+
+def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None:
+    """Add up what reaches each producer."""
+    for record, part in source.pull(mat) if source is not None and source.targets else ():
+        arrived[id(record)] = arrived[id(record)] + part if id(record) in arrived else part
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """At least single precision, to tell many samples apart."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,222 @@
+"""Which entries depend on which, whatever the values: how a stretch of plain autograd spreads what comes to its end.
+
+A test by gradients tells which sample a row feeds *here*. A gate that is zero, an identity matrix or a mask may hide
+that rows are mixed, and next time they are not. So what is remembered of a graph has to hold for any values. For that,
+columns of non-negative numbers are sent through the graph with each function replaced by one that hands on what any of
+its arguments might get: nothing cancels, and nothing is multiplied by zero.
+
+Functions that only rearrange or add up entries are asked themselves. Others are told by their name, and a few
+attributes, from a table. What is not in the table is not known (`None`), and graphs that have it are tested in every
+pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.plan.graph import Source
+from bpk.recording import engine
+from bpk.recording.bystanders import beyond
+from bpk.recording.identity import function_name, name_of, words
+from bpk.recording.record import Edge
+
+Parts = list[Tensor | None]
+"""Columns `[V, *in]` by argument (`None`: not differentiable, or not known)."""
+
+Spread = Callable[[Node, Sequence[Tensor]], Parts]
+"""From what comes to the outputs of a node, `[V, *out]` each, to what its arguments may get."""
+
+REARRANGING = words("""Alias Cat ConstantPadNd Diagonal Expand Flip Mean Permute Repeat Roll Select Slice
+Split SplitWithSizes Squeeze Stack Sum T Transpose Unbind Unfold UnsafeSplit UnsafeView Unsqueeze UpsampleBilinear2D
+UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D View""")
+"""Linear functions whose coefficients are no data, and not negative."""
+
+POINTWISE = words("""Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin Clone
+Cos Cosh Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish Hardtanh
+Hypot Identity LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill
+Maximum Minimum Mish Mul NanToNum NativeDropout Neg Pow PreluKernel Reciprocal Relu Rsqrt Rsub
+Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Tril Triu
+Where Xlogy""")
+"""Functions of entries one by one, with broadcasting."""
+
+ALONG = words("Cumprod Cumsum LogSoftmax Logcumsumexp Softmax Sort")
+"""Functions that keep the shape, and mix all entries along one axis."""
+
+REDUCING = words("Amax Amin LinalgVectorNorm Logsumexp Max Median Min Norm Prod Std Var")
+"""Functions that take some axes, or all, to one number."""
+
+SPATIAL = {
+    **{f"{kind}{k}D": k for kind in ("ReflectionPad", "ReplicationPad") for k in (1, 2, 3)},
+    **{f"{kind}Pool{k}D": k for kind in ("Avg", "AdaptiveAvg", "AdaptiveMax") for k in (2, 3)},
+    **{f"MaxPool{k}DWithIndices": k for k in (2, 3)},
+    "UpsampleBicubic2D": 2,
+}
+"""Functions of the last axes, and how many these are."""
+
+
+def spread(source: Source, columns: Tensor) -> dict[int, Tensor] | None:
+    """Send columns `[V, *in]` at the end of a stretch to the calls that feed it, by number of the target."""
+    assert source.stretch is not None
+    ends = {edge: number for number, (_, edge) in enumerate(source.targets)}
+    order = in_between(source.stretch[0], ends)
+    arrived: dict[Edge, Tensor] = {source.stretch: columns}
+    found: dict[int, Tensor] = {}
+    for node in order:
+        shapes = engine.output_shapes(node)
+        outs = [arrived.pop((node, nr), None) for nr in range(len(shapes))]
+        full = [columns.new_zeros(len(columns), *s) if o is None else o for o, s in zip(outs, shapes, strict=True)]
+        parts = arguments_of(node, full)
+        for k, edge in enumerate(map(beyond, node.next_functions)):
+            if edge not in ends and edge[0] not in order:
+                continue  # it leads to parameters only
+            part = None if parts is None or k >= len(parts) else parts[k]
+            if part is None:
+                return None
+            if edge in ends:
+                number = ends[edge]
+                found[number] = found[number] + part if number in found else part
+            else:
+                arrived[edge] = arrived[edge] + part if edge in arrived else part
+    return found
+
+
+def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:
+    """The nodes between the end of a stretch and the calls that feed it, each after all that it feeds."""
+    order: list[Node] = []
+    leads: dict[Node, bool] = {}
+    waiting: list[tuple[Node, bool]] = [(start, False)] if start is not None else []
+    while waiting:
+        node, finished = waiting.pop()
+        above = [edge for edge in map(beyond, node.next_functions) if edge[0] is not None]
+        if finished:
+            leads[node] = any(edge in ends or (edge[0] is not None and leads.get(edge[0], False)) for edge in above)
+            order.append(node)
+        elif node not in leads:
+            leads[node] = False
+            waiting.append((node, True))
+            waiting += [(edge[0], False) for edge in above if edge[0] is not None and edge not in ends]
+    return dict.fromkeys(node for node in reversed(order) if leads[node])
+
+
+def arguments_of(node: Node, outs: Sequence[Tensor]) -> Parts | None:
+    """What the arguments of a function may get, by number (`None`: not known)."""
+    known = TABLE.get(function_name(node))
+    return None if known is None else known(node, outs)
+
+
+@lru_cache(maxsize=1024)
+def matters(kind: type) -> Callable[[Node], Any] | None:
+    """Reads those attributes of a function on which it depends what its arguments may get (`None`: there are none)."""
+    known = TABLE.get(name_of(kind))
+    return None if known is None or known is pointwise else engine.reader(kind)
+
+
+# ---- kinds of functions --------------------------------------------------------------------------------
+def rearranged(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """Ask the function itself, one column after the other."""
+    with torch.no_grad():
+        found = [node(*column) for column in zip(*outs, strict=True)]  # type: ignore[operator]
+    columns = [one if isinstance(one, tuple) else (one,) for one in found]
+    return [None if part[0] is None else torch.stack(part) for part in zip(*columns, strict=True)]
+
+
+def pointwise(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """To every argument, summed along the axes along which it was broadcast."""
+    return [None if shape is None else narrowed(outs[0], shape) for shape in argument_shapes(node)]
+
+
+def along(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """All entries along the axis get the sum of them."""
+    mat = outs[0]
+    for axis in axes_of(node, mat.dim() - 1):
+        mat = mat.sum(1 + axis, keepdim=True)
+    return [mat.expand_as(outs[0])]
+
+
+def reduced(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """All entries that were taken to one number get what comes to that."""
+    (shape, *_), mat = argument_shapes(node), outs[0]
+    if shape is None:
+        return [None]
+    if mat.dim() - 1 < len(shape):
+        for axis in sorted(axes_of(node, len(shape))):
+            mat = mat.unsqueeze(1 + axis)
+    return [mat.expand(len(mat), *shape)]
+
+
+def first_axes(node: Node, outs: Sequence[Tensor], kept: Callable[[Node, int], int]) -> Parts:
+    """The first argument alone, entry by entry along so many of its axes, and all entries along the others together."""
+    shape = argument_shapes(node)[0]
+    if shape is None:
+        return [None]
+    lead = 1 + kept(node, len(shape))
+    total = outs[0].flatten(lead).sum(-1) if outs[0].dim() > lead else outs[0]
+    return [total.reshape(*total.shape, *[1] * (len(shape) - lead + 1)).expand(len(total), *shape)]
+
+
+def all_but(last: int, node: Node, dims: int) -> int:
+    """How many axes there are before the last ones."""
+    return dims - last
+
+
+def product(node: Node, outs: Sequence[Tensor], first: int) -> Parts:
+    """Matrix products: a row of the left factor gets what its row of the result has, a column of the right its column.
+
+    What is added comes first; the factors have numbers `first` and `first + 1`.
+    """
+    found: Parts = []
+    for number, shape in enumerate(argument_shapes(node)):
+        if shape is None:
+            found.append(None)
+        elif number < first:
+            found.append(narrowed(outs[0], shape))
+        else:
+            total = outs[0].sum(-1 if number == first else -2, keepdim=True)
+            found.append(total.expand(len(total), *shape))
+    return found
+
+
+TABLE: dict[str, Spread] = {
+    **dict.fromkeys(REARRANGING, rearranged),
+    **dict.fromkeys(POINTWISE, pointwise),
+    **dict.fromkeys(ALONG, along),
+    **dict.fromkeys(REDUCING, reduced),
+    **{name: partial(first_axes, kept=partial(all_but, k)) for name, k in SPATIAL.items()},
+    **dict.fromkeys(("Addmm", "Baddbmm"), partial(product, first=1)),
+    **dict.fromkeys(("Bmm", "Mm"), partial(product, first=0)),
+    **dict.fromkeys(("Convolution", "NativeGroupNorm"), partial(first_axes, kept=lambda node, dims: 1)),
+    "NativeBatchNorm": partial(
+        first_axes, kept=lambda node, dims: 0 if engine.attributes(node).get("training", True) else dims
+    ),
+    "NativeLayerNorm": partial(
+        first_axes, kept=lambda node, dims: dims - len(engine.attributes(node)["normalized_shape"])
+    ),
+}
+"""By the name of a function."""
+
+
+# ---- shapes and axes -----------------------------------------------------------------------------------
+def argument_shapes(node: Node) -> list[torch.Size | None]:
+    """The shapes of a function's arguments (`None`: not differentiable)."""
+    return [
+        None if above is None else engine.output_shapes(above)[nr] for above, nr in map(beyond, node.next_functions)
+    ]
+
+
+def narrowed(mat: Tensor, shape: torch.Size) -> Tensor:
+    """Columns `[V, *out]`, summed along the axes along which an argument of this shape was broadcast."""
+    ones = (1,) * (mat.dim() - 1 - len(shape))
+    return mat.sum_to_size(len(mat), *ones, *shape).reshape(len(mat), *shape)
+
+
+def axes_of(node: Node, dims: int) -> list[int]:
+    """The axes that a function was called with (all, if it names none)."""
+    given = engine.attributes(node).get("dim")
+    named = range(dims) if given in (None, ()) else [given] if isinstance(given, int) else given
+    return [(axis - (1 << 64) if axis >= 1 << 63 else axis) % dims for axis in named] if dims else []

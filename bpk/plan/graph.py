@@ -1,0 +1,251 @@
+"""Autograd's graph between recorded calls: who produced an input, and what lies in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from bpk.context import CTX
+from bpk.jacobians.core.call import Call
+from bpk.plan.vjp import pull_columns
+from bpk.recording import engine
+from bpk.recording.attention_kernels import recover
+from bpk.recording.bystanders import beyond, make_quiet, quieten_inside
+from bpk.recording.membership import Held
+from bpk.recording.parameter_products import recover_product
+from bpk.recording.ports import Port
+from bpk.recording.record import Edge, Record, owner_of
+
+REARRANGING = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Alias",
+        "Clone",
+        "Permute",
+        "ReshapeAlias",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+    )
+) | {"SqueezeBackward1", "KeepBackward"}
+"""Nodes that only rearrange entries."""
+VIEWS = REARRANGING | {f"{name}Backward0" for name in ("Expand", "Repeat", "Select", "Slice")}
+"""Nodes that hand on values unchanged, maybe some of them, or repeatedly."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input of a call comes from.
+
+    `consumer` is that call, `index` the input. `targets` are recorded calls with the graph edge of their output.
+    Without a `stretch` the input *is* the output of the only target; with one, plain autograd lies in between and is
+    asked for the products. `leaves` are what the stretch uses directly, `trained` those that extended modules hold as
+    parameters, `functions` the names of its nodes.
+
+    Columns are those that rules see (`[V, N, ...]`, batch axis in front); ports translate to autograd's tensors.
+    """
+
+    consumer: Record
+    index: int
+    targets: tuple[tuple[Record, Edge], ...]
+    stretch: Edge | None = None
+    leaves: tuple[Tensor, ...] = ()
+    trained: tuple[Tensor, ...] = ()
+    nodes: tuple[Node, ...] = ()
+
+    @cached_property
+    def functions(self) -> frozenset[str]:
+        """The names of the functions of a stretch."""
+        return frozenset(node.name() for node in self.nodes)
+
+    def pull(self, mat: Tensor) -> list[tuple[Record, Tensor]]:
+        """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch."""
+        mat = self.entrance.to_graph(mat)
+        if self.stretch is None:
+            return [(record, port.to_rule(mat)) for (record, _), port in zip(self.targets, self.exits, strict=True)]
+        if not self.targets:
+            return []
+        grads = pull_columns([gradient_edge(self.stretch)], self.target_edges(), (mat,))
+        found = zip(self.targets, self.exits, grads, strict=True)
+        return [(record, port.to_rule(g)) for (record, _), port, g in found if g is not None]
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
+        """The gradient at the beginnings as a differentiable function of them, and of `grad` (stretches only)."""
+        assert self.stretch is not None
+        ends = [gradient_edge(self.stretch)]
+        with torch.enable_grad(), CTX.quietly():
+            at_end = self.entrance.one_to_graph(grad)
+            return torch.autograd.grad(ends, self.beginnings(), (at_end,), retain_graph=True, create_graph=True)
+
+    def rows(self, mat: Tensor, together: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Individual products `[V, N, *p]` of columns `[V, N, *input]` with each parameter of the stretch.
+
+        Autograd sums over samples, so it is asked for one sample after the other; `together`, for their sum
+        `[V, 1, *p]`.
+        """
+        if self.stretch is None or not self.trained:
+            return []
+        ends, found = [gradient_edge(self.stretch)], []
+        if together:
+            found.append(pull_columns(ends, self.trained, (self.entrance.to_graph(mat),)))
+        for n in range(mat.shape[1]) if not together else ():
+            alone = torch.zeros_like(mat).index_copy(1, torch.tensor([n], device=mat.device), mat[:, n : n + 1])
+            found.append(pull_columns(ends, self.trained, (self.entrance.to_graph(alone),)))
+        by_leaf = zip(self.trained, zip(*found, strict=True), strict=True)
+        return [(leaf, torch.stack(parts, 1)) for leaf, parts in by_leaf if parts[0] is not None]
+
+    def target_edges(self) -> list[GradientEdge]:
+        """The outputs of the calls that feed the stretch."""
+        return [gradient_edge(edge) for _, edge in self.targets]
+
+    def beginnings(self) -> list[GradientEdge]:
+        """What the stretch is a function of: the outputs of calls that feed it, then its parameters."""
+        return [*self.target_edges(), *(torch.autograd.graph.get_gradient_edge(p) for p in self.trained)]
+
+    @property
+    def entrance(self) -> Port:
+        """How the input is connected."""
+        return self.consumer.entrance(self.index)
+
+    @property
+    def exits(self) -> list[Port]:
+        """How the results of the targets are connected."""
+        return [record.exit(record.places[edge[1]]) for record, edge in self.targets]
+
+
+def gradient_edge(edge: Edge) -> GradientEdge:
+    """An edge in the form that `torch.autograd.grad` takes."""
+    node, nr = edge
+    assert node is not None
+    return GradientEdge(node, nr)
+
+
+@contextmanager
+def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
+    """Let a rule ask autograd's graph about a call, whose output is at `node`: for products, and for what it saved."""
+    here = (node, next(nr for nr, number in record.places.items() if number == record.used[0]))
+    quieten_layer(record, node)
+    leave, enter = record.exit(record.used[0]), record.entrance(0)
+
+    def pull(vector: Tensor) -> Tensor:
+        at_output = leave.one_to_graph(vector)
+        with CTX.quietly(record):
+            pulled = torch.autograd.grad(
+                (gradient_edge(here),), (gradient_edge(record.edges[0]),), (at_output,), retain_graph=True
+            )
+        return enter.one_to_rule(pulled[0])
+
+    before = call.pull, call.saved
+    call.pull, call.saved = pull, partial(engine.saved_tensor, node)
+    try:
+        yield
+    finally:  # the call is remembered by its record, which the node owns: nothing could free that circle
+        call.pull, call.saved = before
+
+
+def quieten_layer(record: Record, node: Node) -> None:
+    """Make quiet what users' hooks have put into the graph of a layer that has others inside."""
+    if record.module._modules:
+        quieten_inside(node, [edge[0] for edge in record.edges])
+
+
+def owner(edge: Edge) -> Record | None:
+    """The recorded call whose output this edge leads to."""
+    node, nr = edge
+    record = owner_of(node) if node is not None else None
+    if node is None or record is None or nr not in record.places:
+        return None
+    if record.module._backward_hooks:
+        make_quiet(engine.hooks_behind(node))  # those of `register_backward_hook` are at the output's own node
+    return record
+
+
+def trace(consumer: Record, index: int, held: Held) -> Source | None:
+    """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none).
+
+    `held` are the parameters that get fields.
+    """
+    edge = beyond(consumer.edges[index])
+    node = edge[0]
+    if node is None:
+        return None
+    direct = owner(edge) or recover(edge) or recover_product(edge, held)
+    if direct is not None:
+        direct.use(direct.places[edge[1]])
+        return Source(consumer, index, ((direct, edge),))
+    targets: dict[tuple[int, int], tuple[Record, Edge]] = {}
+    leaves: list[Tensor] = []
+    seen: dict[Node, None] = {node: None}
+    waiting = [node]
+    while waiting:
+        here = waiting.pop()
+        for upstream in map(beyond, here.next_functions):
+            above = upstream[0]
+            known = above is None or above in seen
+            found = owner(upstream) or (None if known else recover(upstream) or recover_product(upstream, held, here))
+            if found is not None:
+                targets[id(found), upstream[1]] = (found, upstream)
+                found.use(found.places[upstream[1]])
+            elif above is not None and not known:
+                seen[above] = None
+                waiting.append(above)
+                if above.name() == engine.ACCUMULATE:
+                    leaves.append(above.variable)  # type: ignore[attr-defined]
+                    make_quiet(leaves[-1]._backward_hooks, inside=False)
+    if not targets and not leaves:
+        return None
+    trained = tuple(leaf for leaf in leaves if leaf in held)
+    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
+
+
+def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:
+    """The records behind a root, each after all that it feeds."""
+    feeds = {id(r): 0 for r in above}
+    for record in (*above, root):
+        for source in sources[id(record)].values():
+            for producer, _ in source.targets:
+                feeds[id(producer)] += 1
+    order: list[Record] = []
+    waiting = [root]
+    while waiting:
+        record = waiting.pop()
+        order.append(record)
+        for source in sources[id(record)].values():
+            for producer, _ in source.targets:
+                feeds[id(producer)] -= 1
+                if feeds[id(producer)] == 0:
+                    waiting.append(producer)
+    return order[1:]
+
+
+def parameter_edges(node: Node, inputs: Sequence[Edge], params: dict[str, Tensor]) -> dict[str, tuple[Node, int]]:
+    """By name: the node inside a call that sends a parameter its gradient, and through which output.
+
+    Only parameters that the call reaches exactly once are listed.
+    """
+    stop = {edge[0] for edge in inputs if edge[0] is not None}
+    names = {id(p): name for name, p in params.items()}
+    found: dict[str, list[tuple[Node, int]]] = {}
+    waiting, seen = [node], {node}
+    while waiting:
+        here = waiting.pop()
+        for k, (above, _) in enumerate(here.next_functions):
+            if above is None or above in stop:
+                continue
+            if above.name() == engine.ACCUMULATE:
+                leaf = above.variable  # type: ignore[attr-defined]
+                if id(leaf) in names:
+                    found.setdefault(names[id(leaf)], []).append((here, k))
+            elif above not in seen:
+                seen.add(above)
+                waiting.append(above)
+    return {name: hits[0] for name, hits in found.items() if len(hits) == 1}

@@ -1,0 +1,150 @@
+"""Where the batch axis of a graph may be: hypotheses, the simplest first, for `attribution.py` to test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.context import CTX
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.graph import VIEWS, Source
+from bpk.recording import engine
+from bpk.recording.bystanders import beyond
+from bpk.recording.record import Record
+
+
+def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
+    """What `N` may be, whether the batch axis may be moved, and whether it comes first among the rows of the root.
+
+    The simplest hypotheses come first. With one row in front of everything, moving the batch axis is not simpler than
+    merging it. That all rows are those of one sample agrees with any graph: it is none where what the model was given
+    says otherwise, and comes last if a layer knows better.
+    """
+    sizes = numbers_of_samples(root, above)
+    if root.batch_size > 1 and not may_be_one_sample(above):
+        sizes = [n for n in sizes if n != 1]
+    last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
+    sizes = [n for n in sizes if n not in last]
+    whole = [n for n in sizes if n == root.batch_size]
+    several = any(has_axis(record, root.batch_size) for record in above)
+    settled = 1 in sizes[1:] and several and not one_by_one(root, above)
+    ordered = [(n, movable, True) for movable in (False, True) for n in whole if not (movable and settled)]
+    for movable in (False, True):
+        found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
+        ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
+    return ordered + [(n, True, True) for n in last]
+
+
+def may_be_one_sample(above: list[Record]) -> bool:
+    """Whether what was called may have been given a batch of one: its first tensor, or a layer that knows, says so."""
+    if any(record.knows_batch and record.batch_size == 1 for record in above):
+        return True
+    first = [shapes[0] for shapes in {record.given for record in above} if shapes]
+    tables = [shape for shape in first if len(shape) < 2]  # of positions, maybe, where parts of a model are called
+    return all(shape[:1] in ((), (1,)) for shape in first if shape not in tables or len(tables) == len(first))
+
+
+def one_by_one(root: Record, above: list[Record]) -> bool:
+    """Whether a layer is given data as often as the root has rows, one row at a time: then these may be samples."""
+    calls = Counter(id(r.module) for r in above if is_given_data(r) and r.batch_size == 1)
+    return root.batch_size in calls.values()
+
+
+def has_axis(record: Record, n: int) -> bool:
+    """Whether `n` samples may be behind the first axis of a call that has one row."""
+    if record.batch_size != 1 or not record.inputs:
+        return False
+    free = free_axes(record)
+    return n in (record.inputs[0].shape[1:] if free is None else free)
+
+
+def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
+    """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it."""
+    records = list(above)
+    known = {record.batch_size for record in records if record.knows_batch}
+    counted = [r for r in records if r.params and r.batch_size < root.batch_size and not is_given_parameters(r)]
+    rows = {r.batch_size for r in counted} | {root.batch_size} | known | set().union(*map(behind_first_axis, records))
+    found = sorted((n for n in rows if n and all(k % n == 0 for k in known)), reverse=True)
+    if not found:
+        raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
+    return found
+
+
+def behind_first_axis(record: Record) -> set[int]:
+    """The sizes of axes of data, other than the first, where the batch axis may be."""
+    if not is_given_data(record) or not record.inputs[0].is_floating_point():
+        return set()
+    return {*(free_axes(record) or ())} - {1}
+
+
+def free_axes(record: Record) -> torch.Size | None:
+    """The sizes of axes, behind the first, that a layer treats one by one (`None`: not known)."""
+    looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
+    shape = record.inputs[0].shape
+    return None if looks_at is None else shape[1 : len(shape) - looks_at]
+
+
+def is_given_data(record: Record) -> bool:
+    """Whether a call's inputs depend on no parameter."""
+    return bool(record.inputs) and all(node is None for node, _ in record.edges)
+
+
+def reads_tables(record: Record, sources: Mapping[int, dict[int, Source]]) -> bool:
+    """Whether all that a call sees comes from buffers of extended modules: a table that all samples share."""
+    tables = [buffer for module in CTX.all_modules() for buffer in module._buffers.values() if buffer is not None]
+    waiting, seen = [record], {record}
+    while waiting:
+        call = waiting.pop()
+        feeders = {r for source in sources[id(call)].values() for r, _ in source.targets}
+        data = [x for k, x in enumerate(call.inputs) if call.edges[k][0] is None]
+        if len(data) + len(sources[id(call)]) < len(call.inputs) or not all(
+            any(is_part(x, t) for t in tables) for x in data
+        ):
+            return False
+        waiting += feeders - seen
+        seen |= feeders
+    return True
+
+
+def is_part(x: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor is another one, or a view of it."""
+    return x is whole or x._base is whole
+
+
+def is_given_parameters(record: Record) -> bool:
+    """Whether a call's inputs are parameters, or views of them: it has no samples."""
+    return bool(record.edges) and all(is_parameter(node) for node, _ in map(beyond, record.edges))
+
+
+def is_parameter(node: Node | None) -> bool:
+    """Whether a node of the graph hands out a parameter, or a view of one."""
+    while node is not None and node.name() in VIEWS:
+        node, _ = beyond(node.next_functions[0])
+    return node is not None and node.name() == engine.ACCUMULATE
+
+
+def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
+    """Hypotheses about which sample `0 .. n - 1` each row is of: samples first, or last and between other axes."""
+    if n == 0 or rows % n:
+        return
+    number, share = torch.arange(rows), rows // n
+    behind = sorted((d for d in range(1, share) if share % d == 0), reverse=True)
+    for inner in [share] if in_front else behind:
+        yield (number // inner) % n
+
+
+def mixed(what: str) -> UnsupportedLayer:
+    """The refusal of graphs in which samples cannot be told apart by rows."""
+    return UnsupportedLayer(
+        explain(
+            f"Rows are not samples: {what}.",
+            "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told "
+            "apart.",
+            "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
+            "losses take [N, C, T].",
+        )
+    )

@@ -1,0 +1,170 @@
+"""What is differentiated: a linear combination of extended losses, and nothing else?
+
+Quantities of second order are those of the extended losses. Another function of a loss (`loss.sqrt()`), or a penalty
+beside it (`loss + w.norm()`), has curvature of its own that nobody sends back; a penalty on a parameter also has a
+gradient that belongs to no sample. Autograd's graph tells, from the tensors that are differentiated down to the
+extended losses: it is read anew in every backward pass, and usually has no node beside that of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.graph import Source
+from bpk.recording import engine
+from bpk.recording.bystanders import beyond, passes_on
+from bpk.recording.identity import function_name, words
+from bpk.recording.record import Edge, Record, owner_of
+
+SourcesOf = Callable[[Record], dict[int, Source]]
+
+LINEAR = words("""Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone Expand Identity Index LeakyRelu Max Maximum
+Mean Min Minimum Neg Permute Relu Repeat ReshapeAlias Rsub Select Slice Split Squeeze Stack Sub Sum T Threshold ToCopy
+Transpose Unbind UnsafeView Unsqueeze View Where""")
+"""What autograd calls functions that are linear in all their arguments (almost everywhere)."""
+
+BILINEAR = words("Bmm Dot Mm Mul Mv")
+"""Those that are linear where only one argument is differentiable."""
+
+FRACTION = "Div"
+"""Linear in its first argument."""
+
+
+@dataclass
+class Outside:
+    """What a backward pass reaches without passing an extended loss.
+
+    `calls` are recorded calls, `leaves` tensors that collect a gradient, `curved` names functions of losses that are
+    not linear. `seen` says whether it is known where the pass has started.
+    """
+
+    calls: set[Record] = field(default_factory=set)
+    leaves: list[Tensor] = field(default_factory=list)
+    curved: set[str] = field(default_factory=set)
+    seen: bool = True
+
+    def ends_at(self, node: Node) -> bool:
+        """Note a recorded call or a leaf; the way ends there."""
+        call, leaf = owner_of(node), node.name() == engine.ACCUMULATE
+        if call is not None:
+            self.calls.add(call)
+        elif leaf:
+            self.leaves.append(node.variable)  # type: ignore[attr-defined]
+        return leaf or call is not None
+
+
+def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
+    """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between."""
+    found, losses = Outside(seen=roots is not None), list[Node]()
+    starts = [beyond(root)[0] for root in roots or ()]
+    consumers: dict[Node, list[Node]] = {root: [] for root in starts if root is not None}
+    waiting = list(consumers)
+    while waiting:
+        node = waiting.pop()
+        call = owner_of(node)
+        if call is not None and isinstance(call.rule, Loss):
+            losses.append(node)
+        elif not found.ends_at(node):
+            for above, _ in map(beyond, node.next_functions):
+                if above is not None and above not in consumers:
+                    consumers[above] = []
+                    waiting.append(above)
+                if above is not None:
+                    consumers[above].append(node)
+    seen = set(losses)
+    while losses:  # back to the roots: all these functions read a loss
+        for node in consumers[losses.pop()]:
+            if node not in seen:
+                seen.add(node)
+                losses.append(node)
+                if not is_linear(node):
+                    found.curved.add(node.name())
+    return found
+
+
+def inside_of_loss(loss: Record, node: Node) -> Outside:
+    """What a loss reaches from its `node` by itself, beside the inputs of its call."""
+    found, inputs = Outside(), set(map(beyond, loss.edges))
+    waiting, seen = [node], {node}
+    while waiting:
+        for edge in map(beyond, waiting.pop().next_functions):
+            above = edge[0]
+            if above is not None and edge not in inputs and above not in seen:
+                seen.add(above)
+                if not found.ends_at(above):
+                    waiting.append(above)
+    return found
+
+
+def is_linear(node: Node) -> bool:
+    """Whether autograd's function at a node is linear in all of its differentiable arguments, taken together."""
+    if passes_on(node):
+        return True
+    name = function_name(node)
+    differentiable = [above is not None for above, _ in node.next_functions]
+    if name == FRACTION:
+        return differentiable == [True, False] or differentiable == [True]
+    return name in LINEAR or (name in BILINEAR and sum(differentiable) == 1)
+
+
+def require_linear(loss: Record, outside: Outside) -> None:
+    """Refuse second order where the objective is a nonlinear function of losses."""
+    if not outside.seen:
+        raise UnsupportedLayer(
+            explain(
+                f"What is differentiated behind the loss '{loss.path}' ({type(loss.module).__name__}) cannot be seen.",
+                "the backward pass was started by none of autograd's functions; there might be other parts of the "
+                "objective, whose curvature would be missing.",
+                "call loss.backward(), or use first-order extensions.",
+            )
+        )
+    if outside.curved:
+        names = ", ".join(sorted(name.removesuffix("0") for name in outside.curved))
+        raise UnsupportedLayer(
+            explain(
+                f"The objective is a nonlinear function of the loss '{loss.path}' ({type(loss.module).__name__}).",
+                f"quantities of second order are those of the loss; the curvature of what follows it ({names}) would "
+                "be missing.",
+                "write the whole objective as one module and extend that, or use first-order extensions.",
+            )
+        )
+
+
+def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
+    """Refuse second order where something beside the extended losses reads the output of a call behind them."""
+    touched = next((record for record in above if record in outside.calls), None)
+    if touched is not None:
+        raise UnsupportedLayer(
+            explain(
+                f"The gradient at '{touched.path}' ({type(touched.module).__name__}) is not that of the extended "
+                "losses.",
+                "something else is part of the objective (a penalty by plain functions), and its curvature would be "
+                "missing.",
+                "write the whole objective as one module and extend it, or use first-order extensions.",
+            )
+        )
+
+
+def require_no_penalty(records: Iterable[Record], sources_of: SourcesOf, outside: Outside) -> None:
+    """Refuse penalties on parameters: their gradient belongs to no sample, and would be missing in every quantity."""
+    leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad}
+    for record in records if leaves else ():
+        held = {f"'{record.path}.{name}'": p for name, p in record.params.items()}
+        held.update({f"of shape {list(p.shape)}": p for source in sources_of(record).values() for p in source.trained})
+        for name, p in held.items():
+            if id(p) in leaves:
+                raise UnsupportedLayer(
+                    explain(
+                        f"The parameter {name} is part of the objective by itself: in a penalty, or an input gradient.",
+                        "that share of its gradient passes no extended loss and belongs to no sample: individual "
+                        "gradients, and all that follows from them, would not be those of the objective.",
+                        "extend every loss, also one that reads an input gradient; of a penalty on parameters, call "
+                        "backward() outside of backpack(...): .grad adds up.",
+                    )
+                )

@@ -1,0 +1,146 @@
+"""Before a backward pass: where samples are in each call behind a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from bpk.jacobians.core.errors import UnsupportedLayer, warn
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.attribution import NotInFront, attribute, confirms
+from bpk.plan.forms import Form, form_of, prove, recall, remember
+from bpk.plan.graph import Source
+from bpk.plan.survey import upstream
+from bpk.recording.record import DISSOLVED, Record, leave_to_autograd
+
+SourcesOf = Callable[[Record], dict[int, Source]]
+
+
+@dataclass
+class Placement:
+    """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
+
+    `rows` says, by `id` of a record, which sample each of its rows belongs to. `left` are modules whose calls were left
+    to autograd.
+    """
+
+    above: list[Record]
+    n: int
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    left: list[nn.Module] = field(default_factory=list)
+
+
+def place(
+    root: Record,
+    sources_of: SourcesOf,
+    second_order: bool,
+    forget: Callable[[], None],
+    by_hand: Callable[[Record], bool] = lambda record: False,
+) -> Placement:
+    """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
+
+    Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
+    layers without parameters whose rule cannot have the batch axis where it is. `forget` drops what `sources_of`
+    remembers. Where samples mix, second-order quantities are refused; for first-order ones the user is told once.
+    """
+    above = upstream(root, sources_of)
+    unknown = [record for record in above if record.rule is None and not by_hand(record)]
+    modules = [record.module for record in unknown]
+    if unknown:
+        leave(unknown, (*above, root), sources_of, forget)
+        above = upstream(root, sources_of)
+    moved = is_moved(root, above, sources_of, second_order)
+    stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
+    if not stuck and not moved:
+        return Placement(above, root.batch_size, left=modules)
+    every, form = list(above), form_of((*above, root), sources_of, second_order, stuck)
+    known = recall(root, form)
+    stuck = stuck if known is None else known.left
+    modules += [every[k].module for k in stuck]
+    leave([every[k] for k in stuck], (*above, root), sources_of, forget)
+    above = upstream(root, sources_of)
+    if known is not None:
+        found = remembered(root, above, sources_of, known)
+        if found is not None:
+            return Placement(above, known.n, found, modules)
+    while True:
+        try:
+            n, rows = attribute(root, above, {id(r): feeding(r, sources_of) for r in (*above, root)})
+            break
+        except NotInFront as found:
+            modules += [record.module for record in found.records]
+            leave(found.records, (*above, root), sources_of, forget)
+            above = upstream(root, sources_of)
+        except UnsupportedLayer as error:
+            if second_order or any(r.batch_size != root.batch_size for r in above if r.params):
+                raise
+            warn(f"{error} First-order quantities are those of the chain rule.")
+            n, rows = root.batch_size, {}
+            remember(root, form, Form(numbers_of(above, every), (), n, (), proven=False, mixed=True))
+            return Placement(above, n, rows, modules)
+    proof = prove(root, above, sources_of, n, rows)
+    of_calls = tuple(rows.get(id(r)) for r in (*above, root)) if proof is None else tuple(proof)
+    axes = tuple(record.shifted for record in (*above, root))
+    remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))
+    return Placement(above, n, rows, modules)
+
+
+def numbers_of(above: list[Record], every: list[Record]) -> tuple[int, ...]:
+    """Which of the calls were left to autograd."""
+    remaining = set(above)
+    return tuple(k for k, record in enumerate(every) if record not in remaining)
+
+
+def remembered(root: Record, above: list[Record], sources_of: SourcesOf, known: Form) -> dict[int, Tensor] | None:
+    """Rows as an earlier pass found them, if that holds here (`None`: it does not)."""
+    records = (*above, root)
+    if known.mixed:
+        return {}
+    for record, axis in zip(records, known.axes, strict=True):
+        record.shift(axis)
+    rows = {id(record): each for record, each in zip(records, known.rows, strict=True) if each is not None}
+    if known.proven or confirms(root, above, {id(r): feeding(r, sources_of) for r in records}, known.n, rows):
+        return rows
+    for record in records:
+        record.shift(0)
+    return None
+
+
+def feeding(record: Record, sources_of: SourcesOf) -> dict[int, Source]:
+    """By input index: the recorded calls that feed the call's inputs."""
+    return {index: source for index, source in sources_of(record).items() if source.targets}
+
+
+def is_stuck(record: Record) -> bool:
+    """Whether a layer without parameters rearranges the batch axis, so that autograd rather than its rule passes it."""
+    if record.params or record.rule is None or isinstance(record.rule, Loss) or record.problem:
+        return False
+    call = record.call()
+    return record.rule.obstacle(call) is not None and record.rule.mixing(call) is None
+
+
+def is_moved(root: Record, above: list[Record], sources_of: SourcesOf, second_order: bool) -> bool:
+    """Whether anything in the graph might have moved or merged the batch axis."""
+    if any(record.batch_size != root.batch_size for record in above if second_order or record.params):
+        return True
+    for record in (*above, root):
+        for index, source in feeding(record, sources_of).items():
+            producers = (r.out_axis(r.places[edge[1]]) for r, edge in source.targets)
+            if source.stretch is not None or record.axis(index) or any(producers):
+                return True
+    return False
+
+
+def leave(
+    records: Sequence[Record], consumers: Iterable[Record], sources_of: SourcesOf, forget: Callable[[], None]
+) -> None:
+    """Leave calls to autograd."""
+    wanted = {id(record) for record in records}
+    for consumer in consumers if wanted else ():
+        for source in sources_of(consumer).values():
+            for target, (node, _) in source.targets:
+                if id(target) in wanted and node is not None and target.module is not DISSOLVED:
+                    leave_to_autograd(target, node)
+    forget()

@@ -1,0 +1,70 @@
+"""Look at the whole graph behind a loss before anything is computed, and refuse what would go wrong silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from bpk.context import CTX
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.graph import Source
+from bpk.recording.record import Record
+
+if TYPE_CHECKING:
+    from bpk.extensions.backprop_extension import BackpropExtension
+
+SourcesOf = Callable[[Record], dict[int, Source]]
+
+
+def upstream(record: Record, sources_of: SourcesOf) -> list[Record]:
+    """All recorded calls from which `record` descends."""
+    found: dict[int, Record] = {}
+    waiting = [record]
+    while waiting:
+        for source in sources_of(waiting.pop()).values():
+            for producer, _ in source.targets:
+                if id(producer) not in found:
+                    found[id(producer)] = producer
+                    waiting.append(producer)
+    return list(found.values())
+
+
+def mixes(record: Record) -> bool:
+    """Whether a call's outputs depend on several samples each."""
+    rule = record.rule
+    if rule is None or record.problem or isinstance(rule, Loss) or type(rule).mixing is Rule.mixing:
+        return False
+    return rule.mixing(record.call()) is not None
+
+
+def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -> None:
+    """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
+    sources = sources_of(loss).values()
+    unseen = [leaf for source in sources for leaf in source.leaves if isinstance(leaf, nn.Parameter)]
+    if not records and unseen:
+        CTX.check_transforms(False)
+        raise RuntimeError(
+            explain(
+                f"No extended layer feeds the loss '{loss.path}' ({type(loss.module).__name__}).",
+                "the model was not extended when its forward pass ran, or ran under bpk.disable(), or its layers were "
+                "called by layer.forward(x) or by compiled code, which nobody sees.",
+                "call bpk.extend(model) before the forward pass, run it outside of disable(), and write layer(x).",
+            )
+        )
+
+
+def require_whole_batch(extensions: Iterable[BackpropExtension], loss: Record) -> None:
+    """Refuse sub-sampling where rows are not samples."""
+    for extension in extensions:
+        if extension.subsampling is not None:
+            raise UnsupportedLayer(
+                explain(
+                    f"{extension} cannot look at some samples only behind the loss '{loss.path}'.",
+                    "the model merges the batch axis with another one.",
+                    "leave out subsampling=.",
+                )
+            )

@@ -1,0 +1,84 @@
+"""Where samples mix: the whole batch as one sample, for quantities that are sums over the batch.
+
+The columns of a loss are those of single samples. A layer that mixes samples (BatchNorm in training mode) spreads each
+of them over the batch, so that none of what is beyond belongs to a sample. Sums over the batch exist all the same:
+`diag(J^T H J)` with the Jacobian `J` of all predictions. If all rows are those of one sample, columns are written out
+row by row at the loss, rows of a parameter are summed before they are squared, and cross terms are right. Calls that
+mix are left to autograd, whose products are those of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.placement import Placement, SourcesOf, is_stuck, leave, place
+from bpk.plan.survey import mixes, upstream
+from bpk.recording.record import Record
+from bpk.support.decide import require_support
+
+if TYPE_CHECKING:
+    from bpk.extensions.backprop_extension import BackpropExtension
+
+
+def place_or_merge(
+    root: Record,
+    sources_of: SourcesOf,
+    extensions: Sequence[BackpropExtension],
+    forget: Callable[[], None],
+    by_hand: Callable[[Record], bool],
+    merged: bool = False,
+) -> tuple[Placement, bool]:
+    """`place`; where samples mix and all of second order are sums over the batch, merge them.
+
+    Returns what was found (for first-order extensions, where samples are merged), and whether they are merged. If they
+    were already behind another loss of this pass (`merged`), they are here, too.
+    """
+    second_order = any(e.second_order for e in extensions)
+    if not isinstance(root.rule, Loss) or not may_merge(extensions):
+        return place(root, sources_of, second_order, forget, by_hand), False
+    mixing = [record for record in upstream(root, sources_of) if mixes(record) and not by_hand(record)]
+    if not mixing and not merged:
+        try:
+            return place(root, sources_of, second_order, forget, by_hand), False
+        except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
+            pass
+    first = [e for e in extensions if not e.second_order]
+    for record in mixing:
+        for extension in first:  # the user is told what they get
+            require_support(extension, record, True)
+    found = place(root, sources_of, False, forget, by_hand) if first else Placement([], 1)
+    above = upstream(root, sources_of)
+    left = [r for r in above if not by_hand(r) and (r.rule is None or mixes(r) or is_stuck(r))]
+    modules = [*found.left, *(record.module for record in left)]
+    leave(left, (*above, root), sources_of, forget)
+    return Placement(upstream(root, sources_of), found.n, found.rows, modules), True
+
+
+def may_merge(extensions: Sequence[BackpropExtension]) -> bool:
+    """Whether every second-order extension is a sum over the whole batch (and there are some)."""
+    second_order = [e for e in extensions if e.second_order]
+    return bool(second_order) and all(e.sums_samples and e.subsampling is None for e in second_order)
+
+
+def one_sample(record: Record) -> Tensor:
+    """The sample `[R]` of each row: the only one there is."""
+    return torch.zeros(record.batch_size, dtype=torch.long, device=record.output.device)
+
+
+def require_before(root: Record, losses: Sequence[Record]) -> None:
+    """Refuse to merge samples that another loss of this backward pass has kept apart."""
+    for earlier in losses:
+        raise UnsupportedLayer(
+            explain(
+                f"Samples mix behind the loss '{root.path}' ({type(root.module).__name__}), and not behind "
+                f"'{earlier.path}' ({type(earlier.module).__name__}), which the backward pass reached before.",
+                "columns of that loss are on their way with samples apart, and cannot be added to those of this one.",
+                "use one backward pass for each loss.",
+            )
+        )

@@ -1,0 +1,1 @@
+"""The forward pass: a record for each call of an extended layer."""

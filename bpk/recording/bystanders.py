@@ -1,0 +1,146 @@
+"""Hooks of users, and torch's own nodes with effects, in autograd's graph: what `bpk` differentiates passes them by.
+
+`nn.Module.register_full_backward_hook` and `DistributedDataParallel` put nodes into the graph that hand on what they
+get. Where they lie between two recorded calls, these are connected directly. Where they lie within a stretch of plain
+autograd, the engine evaluates them; then their hooks, and what they do themselves, stay quiet while `bpk` works.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.context import CTX
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.recording import engine
+
+Edge = tuple[Node | None, int]
+
+SEEN = "bpk.quiet"
+"""Key under which a node says that it has been made quiet."""
+
+
+class Quiet:
+    """A user's hook that is not called while `bpk` differentiates; it may look at gradients, but not change curvature.
+
+    Raises:
+        UnsupportedLayer: If it changes a gradient where second-order quantities are computed.
+    """
+
+    __slots__ = ("hook", "inside")
+
+    def __init__(self, hook: Callable[..., Any], inside: bool) -> None:
+        self.hook = hook
+        self.inside = inside  # of the graph, not at a parameter
+
+    def __call__(self, *grads: Any) -> Any:
+        if CTX.quiet:
+            return None
+        changed = self.hook(*grads)
+        if self.inside and is_other(changed, grads[0]) and any(e.second_order for e in CTX.get_active_exts()):
+            raise UnsupportedLayer(
+                explain(
+                    "Second-order quantities cannot be computed behind a hook that changes gradients.",
+                    "a hook changed the gradient: it is not that of the extended losses any more.",
+                    "remove the hook, write what it does as a function, or use first-order extensions.",
+                )
+            )
+        return changed
+
+
+def is_other(changed: Any, given: Any) -> bool:
+    """Whether a hook has returned other gradients than it was given."""
+    if changed is None:
+        return False
+    pairs = zip(changed, given, strict=False) if isinstance(changed, tuple) else [(changed, given)]
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return any(a is not b and not (a.shape == b.shape and bool((a == b).all())) for a, b in tensors)
+
+
+def make_quiet(hooks: MutableMapping[int, Callable[..., Any]] | None, inside: bool = True) -> None:
+    """Put the hooks of a tensor or node into such a shell; what refers to them by their keys goes on to work."""
+    for key, hook in hooks.items() if hooks else ():
+        if not isinstance(hook, Quiet):
+            hooks[key] = Quiet(hook, inside)  # type: ignore[index]  # no key is new
+
+
+class Onlookers:
+    """Tensors between layers that users look at: hooks are made quiet, and what `retain_grad` keeps is put back."""
+
+    def __init__(self) -> None:
+        self.retaining: list[weakref.ref[Tensor]] = []
+        self.before: list[tuple[Tensor, Tensor | None]] = []
+
+    def find(self, tensors: Iterable[weakref.ref[Tensor]]) -> None:
+        """Look for them before anything is differentiated."""
+        for reference in tensors:
+            x = reference()
+            if x is None:
+                continue
+            make_quiet(x._backward_hooks)
+            if x.retains_grad:
+                self.retaining.append(reference)
+                self.before.append((x, x.grad))
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let them have afterwards what they had before."""
+        self.before = [(x, x.grad) for reference in self.retaining if (x := reference()) is not None]
+        try:
+            yield
+        finally:
+            for x, grad in reversed(self.before):
+                x.grad = grad
+            self.before = []
+
+
+def passes_on(node: Node | None) -> bool:
+    """Whether a node hands on what it gets, and is there for its effects."""
+    return type(node) in engine.PASSING_ON
+
+
+def beyond(edge: Edge) -> Edge:
+    """Where an edge leads if such nodes are not counted."""
+    while type(edge[0]) in engine.PASSING_ON:
+        node, number = edge
+        assert node is not None
+        quieten(node)
+        edge = engine.passed_on(node, number)
+    return edge
+
+
+def quieten(node: Node) -> None:
+    """Let nothing happen at such a node while `bpk` differentiates."""
+    known = engine.belongings(node)
+    if SEEN in known:
+        return
+    known[SEEN] = True
+    make_quiet(engine.hooks_before(node))
+    make_quiet(engine.hooks_behind(node))
+    first = engine.PASSING_ON[type(node)]
+    if first:
+
+        def apply(*grads: Tensor | None) -> Any:  # does not refer to the node, which would keep itself alive
+            here = engine.current_node()
+            return (None,) * first + grads if CTX.quiet else type(here).apply(here, *grads)  # type: ignore[attr-defined]
+
+        node.apply = apply  # type: ignore[attr-defined]
+
+
+def quieten_inside(node: Node, stop: Iterable[Node | None]) -> None:
+    """Make quiet what lies within a call: from the node of its output, up to those of its inputs."""
+    seen, waiting = {node, *stop}, [node]
+    while waiting:
+        here = waiting.pop()
+        if passes_on(here):
+            quieten(here)
+        else:
+            make_quiet(engine.hooks_behind(here))
+        fresh = {above for above, _ in here.next_functions if above is not None} - seen
+        seen |= fresh
+        waiting += fresh

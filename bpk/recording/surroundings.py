@@ -1,0 +1,129 @@
+"""What `bpk` cannot work inside of, or with: told in one sentence each, where it would go wrong otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from bpk.jacobians.core.errors import explain
+
+SHARDING = ("torch.distributed.tensor", "torch.distributed.fsdp")
+"""Where classes of parameters and modules live whose parameters are spread over processes (not imported here)."""
+
+
+def may_shard() -> bool:
+    """Whether there can be any: only where their code was imported."""
+    return any(name in sys.modules for name in SHARDING)
+
+
+def is_sharded(thing: object) -> bool:
+    """Whether a parameter, or a module, is one part of something that is spread over processes."""
+    if not may_shard():
+        return False
+    flat = isinstance(thing, nn.Parameter) and "_is_flat_param" in vars(thing)  # a plain class, and this mark
+    return flat or any(cls.__module__.startswith(SHARDING) for cls in type(thing).__mro__)
+
+
+def require_whole(path: str, *things: object) -> None:
+    """Refuse a parameter, or modules around it, that are spread over processes."""
+    for thing in things:
+        if is_sharded(thing):
+            raise ValueError(sharded(path, type(thing).__name__))
+
+
+def sharded(path: str, kind: str) -> str:
+    """What is told about it."""
+    return explain(
+        f"'{path}' ({kind}) belongs to a model whose parameters are spread over processes (FSDP, DTensor).",
+        "each process holds a part of a parameter, and fields belong to whole parameters.",
+        "use bpk on a model with whole parameters (a plain one, or DistributedDataParallel).",
+    )
+
+
+def require_local(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse modules that TorchScript runs, and parameters that are spread over processes."""
+    for path, module in modules:
+        if isinstance(module, torch.jit.RecursiveScriptModule):
+            raise ValueError(
+                explain(
+                    f"Module '{path or type(module).__name__}' was compiled by torch.jit.script.",
+                    "TorchScript runs its layers without hooks, so nobody sees their calls.",
+                    "extend the module itself, not its scripted form.",
+                )
+            )
+        require_whole(path or type(module).__name__, module)
+        for name, param in module.named_parameters(recurse=False):
+            require_whole(f"{path}.{name}" if path else name, param)
+
+
+def is_compiled() -> bool:
+    """Whether Python runs for torch.compile: what is called now would be traced."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def require_eager() -> None:
+    """Refuse to enter a context in code that torch.compile runs."""
+    if is_compiled():
+        raise RuntimeError(
+            explain(
+                "backpack(...) was entered in a function that torch.compile has compiled.",
+                "a compiled step has its backward pass compiled in, or traces what bpk does in it.",
+                "compile the model only: model = torch.compile(bpk.extend(model)), and leave the step as it is.",
+            )
+        )
+
+
+def require_plain_pass(path: str, grads: tuple[Tensor | None, ...]) -> None:
+    """Refuse backward passes that compute nothing, that another compiler runs, or that start inside of another one."""
+    if any(g is not None and g.is_meta for g in grads):
+        raise RuntimeError(
+            explain(
+                f"'{path}' ran on tensors without values (device 'meta').",
+                "they have shapes only, so there is nothing to compute with.",
+                "move model and data to a device first: model.to_empty(device='cpu').",
+            )
+        )
+    if is_compiled():
+        raise RuntimeError(
+            explain(
+                "backward() runs as compiled autograd.",
+                "it traces a backward pass instead of running it, so there are no values to compute with.",
+                "call loss.backward() outside of compiled autograd (torch._dynamo.config.compiled_autograd = False).",
+            )
+        )
+    if in_reentrant_checkpoint():
+        raise RuntimeError(
+            explain(
+                f"'{path}' is inside of torch.utils.checkpoint(..., use_reentrant=True).",
+                "it starts a backward pass of its own for a part of the model, which sees neither the loss nor other "
+                "uses of the parameters.",
+                "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+            )
+        )
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this pass was started by a checkpoint in the middle of another pass."""
+    frame = sys._getframe()
+    start = torch.utils.checkpoint.CheckpointFunction.backward.__code__
+    while frame.f_back is not None:
+        if frame.f_code is start:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def require_visible(paths: Iterable[str]) -> None:
+    """Refuse a pass that reached no layer, because the layers ran under a transform of `torch.func`."""
+    for path in paths:
+        raise RuntimeError(
+            explain(
+                f"The forward pass of '{path}' ran under a transform of torch.func (vmap, grad, jvp, ...).",
+                "a transform runs a layer on tensors of its own, so that the call cannot be recorded.",
+                "call model(x) without a transform, on the whole batch.",
+            )
+        )

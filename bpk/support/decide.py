@@ -1,0 +1,266 @@
+"""`support`: can an extension handle a layer? One pure function for the dispatcher, the docs and the tests."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from torch import nn
+
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
+from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.losses.loss import Loss
+from bpk.recording.record import Record
+from bpk.rules import REGISTRY
+from bpk.sweeps.by_hand import ByHand
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Set
+
+    from bpk.extensions.backprop_extension import BackpropExtension
+
+FAIL_ERROR = "ERROR"
+FAIL_SILENT = "SILENT"
+
+MANY = 6
+"""How many layers and parameters a message lists."""
+
+
+class Kind(Enum):
+    """How a layer is served."""
+
+    SUPPORTED = "supported"
+    GENERIC = "generic"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer: how a layer is served, and if not, why and what to do."""
+
+    kind: Kind
+    reason: str = ""
+    do: str = ""
+
+
+NO_RULE = "bpk has no rule for this class of layer: autograd itself carries what travels through it."
+WRITE_RULE = "bpk.register() a rule for it, to make it faster."
+NO_LOSS = "bpk has no rule for this class of loss."
+WRITE_LOSS = "bpk.register() a rule for it (bpk.register(AutodiffLoss({name})) is the shortest)."
+BY_HAND = "write one and call extension.set_module_extension(...)."
+WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
+
+SUMS = "Sums over the batch exist: DiagGGNExact, DiagGGNMC, DiagHessian, HMP, GGNMP, PCHMP."
+WHOLE_BATCH = "The quantity is that of the whole batch, and autograd itself carries what travels through the layer."
+ADD_AXIS = "add one, also to the target: x.unsqueeze(0)."
+
+USE_HESSIAN = "use quantities of the exact Hessian: DiagHessian, BatchDiagHessian or HMP."
+
+OTHER_LOSS = "use a loss that adds up terms of single samples, or a first-order extension."
+
+CHAIN_RULE = (
+    "first-order quantities are what the chain rule gives, layer by layer; call model.eval() first for those of "
+    "samples."
+)
+
+WARNED: WeakSet[nn.Module] = WeakSet()
+"""Layers that mix samples or take the generic way, and whose user has been told."""
+
+
+def support(extension: BackpropExtension, rule: Rule | None, call: Call | None = None, name: str = "it") -> Support:
+    """Whether `extension` can be computed for, and pass, a layer with this rule.
+
+    Args:
+        extension: The extension.
+        rule: The layer's rule, or `None` if there is none.
+        call: A call of the layer; reasons that depend on options (training mode) need it.
+        name: How the advice calls the layer's class.
+    """
+    sweep = extension.sweep()
+    if sweep is None or isinstance(sweep, ByHand):
+        return Support(
+            Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND
+        )
+    if rule is None:
+        return Support(Kind.GENERIC, NO_RULE, WRITE_RULE)
+    reason = rule.obstacle(call) if call is not None and extension.second_order else None
+    mixing = rule.mixing(call) if call is not None else None
+    if extension.second_order and mixing is not None and not isinstance(rule, Loss):
+        if extension.sums_samples and extension.subsampling is None:
+            return Support(Kind.GENERIC, f"{mixing.rstrip('.')}. {WHOLE_BATCH}")
+        do = "leave out subsampling=." if extension.sums_samples else f"{WAY_OUT} {SUMS}"
+        return Support(Kind.REFUSED, mixing.rstrip(".") + ".", do)
+    if reason is not None:
+        do = OTHER_LOSS if isinstance(rule, Loss) else WAY_OUT
+        do = ADD_AXIS if reason.rstrip(".").endswith("no batch axis") else do
+        return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
+    if call is not None and isinstance(rule, Loss) and sweep.needs_root:
+        reason = rule.no_root(call)
+        if reason is not None:
+            return Support(Kind.REFUSED, f"{reason}.", USE_HESSIAN)
+    caution = mixing.rstrip(".") + "." if mixing is not None else ""
+    generic = isinstance(rule, Autodiff) and not isinstance(rule, Loss)
+    return Support(Kind.GENERIC if generic else Kind.SUPPORTED, caution, CHAIN_RULE if caution else "")
+
+
+def require_support(extension: BackpropExtension, record: Record, feeds: bool) -> None:
+    """Raise, warn or stay silent where an extension cannot handle a recorded call.
+
+    `feeds` says whether anything upstream waits for what travels through the call.
+    """
+    if record.output.dim() > 0 and isinstance(record.rule, Loss) and extension.second_order:
+        raise ValueError(
+            explain(
+                f"{extension} needs a scalar loss, but '{record.path}' ({type(record.module).__name__}) returned shape "
+                f"{list(record.output.shape)}.",
+                "second-order quantities are those of one scalar objective.",
+                "use reduction='mean' or reduction='sum'.",
+            )
+        )
+    name = type(record.module).__name__
+    has_params = any(p.requires_grad for p in record.params.values())
+    if record.problem:
+        answer = Support(Kind.REFUSED, record.problem, record.binding.do)
+    elif record.rule is None and record.output.dim() == 0:
+        answer = Support(Kind.REFUSED, NO_LOSS, WRITE_LOSS.format(name=name))
+    else:
+        asks = record.rule is not None and (extension.second_order or type(record.rule).mixing is not Rule.mixing)
+        answer = support(extension, record.rule, record.call() if asks else None, name)
+    if answer.kind is not Kind.REFUSED:
+        if record.rule is not None:
+            caution(record, answer)
+        return
+    if not (feeds or has_params):
+        return
+    message = refusal(extension, record, answer)
+    if extension.fail_mode == FAIL_ERROR or (record.problem and record.rule is not None and has_params):
+        raise UnsupportedLayer(message)
+    if has_params and extension.fail_mode != FAIL_SILENT:
+        warn(message)
+
+
+def tell(
+    layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order: bool, served: Set[int] = frozenset()
+) -> None:
+    """Tell the user once what takes the generic way, and why.
+
+    Args:
+        layers: Layers that were left to autograd; those with a rule of their own only moved the batch axis.
+        holders: Modules with parameters of their own that functions use.
+        second_order: Whether columns travel. Without, only parameters take more time than they would by a rule.
+        served: By `id`: parameters that a rule serves, because functions only multiply with them.
+    """
+    new = {module: None for module in (*layers, *holders) if module not in WARNED}
+    parts = []
+    for module in new:
+        trained = {name: id(p) for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        own = [name for name, p in trained.items() if p not in served]
+        if trained and not own:
+            continue
+        where, unknown = module.__dict__.get("_bpk_path", ""), REGISTRY.find(module) is None
+        if unknown and not any(module.children()) and (own or second_order):
+            parts.append(f"layer '{where}' ({type(module).__name__})" if where else f"layer {type(module).__name__}")
+        else:
+            parts += [f"parameter '{where}.{name}'" if where else f"parameter '{name}'" for name in own if unknown]
+    WARNED.update(new)
+    if parts:
+        shown = ", ".join(parts[:MANY]) + (f" and {len(parts) - MANY} more" if len(parts) > MANY else "")
+        why = "there is no rule for these layers, or plain functions use these parameters."
+        do = (
+            "nothing is needed, all values are right; a rule makes layers faster (bpk.register). bpk.support lists all."
+        )
+        warn(explain(f"These go the generic way, through autograd itself: {shown}.", why, do))
+
+
+def caution(record: Record, answer: Support) -> None:
+    """Tell the user once that a layer mixes samples."""
+    if answer.reason and record.module not in WARNED:
+        WARNED.add(record.module)
+        what = f"Layer '{record.path}' ({type(record.module).__name__}) mixes samples."
+        warn(explain(what, answer.reason, answer.do))
+
+
+def refusal(extension: BackpropExtension, record: Record, answer: Support) -> str:
+    """The message of a refusal: what, why, what to do, and where the rule is."""
+    module = record.module
+    kind = "loss" if record.output.dim() == 0 else "layer"
+    verb = "pass" if extension.second_order else "be computed for"
+    if kind == "loss":
+        verb = "start at"
+    return explain(
+        f"{extension} cannot {verb} {kind} '{record.path}' ({type(module).__name__}).",
+        answer.reason,
+        answer.do,
+        rule_file(record.rule),
+    )
+
+
+def rule_file(rule: Rule | None) -> str:
+    """In which file a rule's family lives, for messages."""
+    if rule is None:
+        return ""
+    return "/".join(Path(inspect.getfile(type(rule))).parts[-2:])
+
+
+def announce(warning: str | None, extensions: Iterable[BackpropExtension]) -> None:
+    """Tell the user once that quantities will be zero, and what to use instead."""
+    if warning and any(e.second_order for e in extensions):
+        warn(warning)
+
+
+def require_batch(record: Record) -> None:
+    """Refuse an empty batch, and a single sample without a batch axis."""
+    loss = record.rule if isinstance(record.rule, Loss) and not record.problem else None
+    least = 0 if loss is None else loss.least_axes
+    for x in record.inputs if least else ():
+        if x.requires_grad and x.dim() < least:
+            raise UnsupportedLayer(
+                explain(
+                    f"The loss '{record.path}' ({type(record.module).__name__}) got a prediction of shape "
+                    f"{tuple(x.shape)}, which has no batch axis.",
+                    "quantities are those of the samples of a batch.",
+                    ADD_AXIS,
+                )
+            )
+    if not record.problem and record.inputs and record.batch_size == 0:
+        raise ValueError(
+            explain(
+                f"The batch at '{record.path}' ({type(record.module).__name__}) is empty.",
+                "individual and averaged quantities of no samples are undefined.",
+                "skip empty batches (for example drop_last=True in the DataLoader).",
+            )
+        )
+
+
+def require_axis(extension: BackpropExtension, records: Iterable[Record]) -> None:
+    """Refuse layers that were given a single sample without a batch axis."""
+    for record in records:
+        reason = record.rule.obstacle(record.call()) if record.rule is not None and not record.problem else None
+        if reason is not None and reason.rstrip(".").endswith("no batch axis"):
+            raise UnsupportedLayer(
+                refusal(extension, record, Support(Kind.REFUSED, f"{reason.rstrip('.')}.", ADD_AXIS))
+            )
+
+
+def check_samples(extension: BackpropExtension, record: Record) -> None:
+    """Refuse sample indices beyond the batch."""
+    if extension.subsampling and max(extension.subsampling) >= record.batch_size:
+        raise ValueError(
+            explain(
+                f"{extension}: sample index {max(extension.subsampling)} is out of range at '{record.path}' "
+                f"({type(record.module).__name__}).",
+                f"the batch has {record.batch_size} samples (axis 0).",
+                "pass indices from 0 to N - 1.",
+            )
+        )
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Whether a module is one of torch's losses."""
+    return isinstance(module, nn.modules.loss._Loss)

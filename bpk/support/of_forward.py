@@ -1,0 +1,119 @@
+"""`bpk.support(model, inputs=...)`: the calls of one recorded forward pass, and the functions in between."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from bpk.extending import attach, check_module
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.core.binding import Binding, tensors_in
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.passage import PASSAGE
+from bpk.plan.graph import Source, trace
+from bpk.plan.placement import place
+from bpk.recording.membership import Held, parts_of
+from bpk.recording.record import Record
+from bpk.recording.recorder import keep
+from bpk.rules import REGISTRY
+from bpk.support.decide import Kind, Support
+from bpk.support.decide import support as answer
+from bpk.support.of_model import IDLE, is_idle, of_layer
+from bpk.support.table import Cell, SupportTable
+from bpk.verification.problem import Arguments, duplicate, undisturbed
+
+
+def recorded(model: nn.Module, extensions: Sequence[BackpropExtension], inputs: Any) -> SupportTable:
+    """The table of a copy of the model that is called once; what is extended of the model is extended there."""
+    with undisturbed(None, [p.device for p in model.parameters()]):
+        check_module(model)
+        copy = duplicate(model, None)
+        for path in parts_of(model):
+            attach(copy.get_submodule(path), path, False)
+        given = Arguments.of(inputs, 0).map(lambda x: x.detach().clone())
+        forward = Forward(copy, copy(*given.args, **given.kwargs), extensions)
+        return SupportTable(tuple(forward.cells(extensions)))
+
+
+class Forward:
+    """One recorded forward pass, looked at from its output."""
+
+    def __init__(self, model: nn.Module, output: Any, extensions: Sequence[BackpropExtension]) -> None:
+        parts = output.values() if isinstance(output, Mapping) else [output]
+        live = [x for part in parts for x in tensors_in(part) if x.requires_grad]
+        kept = [keep(x) for x in live]
+        whole = Binding(nn.Identity(), tuple(x for x, _ in kept))
+        self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})
+        self.root.module.__dict__["_bpk_path"] = "the output"
+        self.known: dict[int, dict[int, Source]] = {}
+        self.members = Held()
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.order = {id(module): k for k, module in enumerate(model.modules())}
+        self.refusal = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+
+            def by_hand(record: Record) -> bool:
+                return any(e.module_extension(record.module) is not None for e in extensions)
+
+            try:
+                placement = place(self.root, self.sources_of, True, self.known.clear, by_hand)
+            except UnsupportedLayer as error:
+                self.refusal = " ".join(str(error).split())
+                placement = place(self.root, self.sources_of, False, self.known.clear, by_hand)
+        self.above = placement.above
+        self.left = {id(m): m for m in placement.left if REGISTRY.find(m) is None}
+
+    def sources_of(self, record: Record) -> dict[int, Source]:
+        """By input index: where the call's inputs come from."""
+        if id(record) not in self.known:
+            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
+            self.known[id(record)] = {index: source for index, source in traced.items() if source is not None}
+        return self.known[id(record)]
+
+    def cells(self, extensions: Sequence[BackpropExtension]) -> Iterator[Cell]:
+        """Layers in the order of the model, functions before the layer that they feed."""
+        seen: set[tuple[str, str]] = set()
+        last = len(self.order)
+        for module in self.left.values():
+            yield from of_layer(module.__dict__.get("_bpk_path", ""), module, extensions)
+        for record in sorted((*self.above, self.root), key=lambda r: self.order.get(id(r.module), last)):
+            rows = [self.of_source(source, extensions) for source in self.sources_of(record).values()]
+            if record.rule is not PASSAGE:
+                rows.append([self.of_record(record, extension) for extension in extensions])
+            for row in rows:
+                if row and (row[0].path, row[0].layer) not in seen:
+                    seen.add((row[0].path, row[0].layer))
+                    yield from row
+
+    def of_record(self, record: Record, extension: BackpropExtension) -> Cell:
+        """A call: the question that the dispatcher asks."""
+        name = type(record.module).__name__
+        feeds = any(source.targets or source.trained for source in self.sources_of(record).values())
+        has_params = any(p.requires_grad for p in record.params.values())
+        if extension.module_extension(record.module) is not None:
+            found = Support(Kind.SUPPORTED, "By a module extension of its own.")
+        elif record.problem:
+            found = Support(Kind.REFUSED, record.problem, record.binding.do)
+        elif self.refusal and extension.second_order and has_params:
+            found = Support(Kind.REFUSED, self.refusal)
+        else:
+            found = answer(extension, record.rule, record.call() if record.rule is not None else None, name)
+        if found.kind is Kind.REFUSED and not (feeds or has_params):
+            found = Support(Kind.SUPPORTED, "Nothing before it needs a gradient.")
+        if found.kind is Kind.REFUSED and is_idle(extension, record.params.values()):
+            found = IDLE
+        return Cell(record.path, name, type(extension).__name__, found.kind, found.reason, found.do)
+
+    def of_source(self, source: Source, extensions: Sequence[BackpropExtension]) -> list[Cell]:
+        """Plain functions before a call, and the parameters that they use."""
+        if source.stretch is None or not (source.targets or source.trained):
+            return []
+        used = [self.names[id(p)] for p in source.trained if id(p) in self.names]
+        more = f" and {len(used) - 1} more parameters" if len(used) > 1 else ""
+        what = f"functions of {used[0]}{more}" if used else "functions"
+        where = f"before {source.consumer.path}"
+        return [Cell(where, what, type(extension).__name__, Kind.GENERIC, "", "") for extension in extensions]

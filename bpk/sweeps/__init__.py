@@ -1,0 +1,1 @@
+"""What travels backwards along the calls of a plan."""

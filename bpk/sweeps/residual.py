@@ -1,0 +1,377 @@
+"""The second derivative of a stretch of plain autograd, contracted with a gradient, as signed columns.
+
+The dense matrix of one sample has as many rows as the stretch has beginnings. Most functions look at positions one by
+one (`x.sin()`, `x * y`), or along some axes only (a normalisation over channels): along all others the matrix is
+block-diagonal. Which axes these are is found by probing: with a factor `f` that varies along such an axis,
+`R (f w) = f R w` for any `w`. Then one product gives a column of the blocks of all positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.second_order.bordered import compressed
+from bpk.jacobians.second_order.factoring import factor
+from bpk.jacobians.second_order.probing import draw
+from bpk.plan.graph import Source
+from bpk.plan.vjp import pull_columns
+from bpk.recording.ports import OneSample, Port
+from bpk.sweeps.blocks import Blocks, alone, blocks_of
+from bpk.sweeps.born import Born, Chunk, known
+
+Group = tuple[list[Tensor], Tensor]
+"""Columns `[K, N, *target]` for each target, then `[K, N, *p]` for each parameter, and signs `[K, N]`."""
+
+Groups = list[Born]
+"""The same, by number, made a few at a time."""
+
+
+AT_ONCE = 1 << 24
+"""How many numbers products with the second derivative hold at a time."""
+
+WRONG = {"WeightNormInterfaceBackward0": "torch's own second derivative of its weight normalisation is wrong."}
+"""Functions whose second derivative by autograd is not to be used, and why."""
+
+ONCE = ("is not implemented", "once_differentiable", "double backward")
+"""How autograd says that a function can be differentiated once only."""
+
+REFUSAL = "torch::autograd::Error"
+"""The node that `once_differentiable` puts behind a gradient."""
+
+
+class StretchResidual:
+    """`R`, the second derivative of `<grad, stretch(x_1, ..., p_1, ...)>` in targets `x` and parameters `p`.
+
+    Args:
+        source: The stretch.
+        grad: The gradient at its end, as the consumer's rule sees it.
+        rows: For the consumer, then for each target, which rows are those of sample `n` (left out: row `n`).
+        merged: Whether all rows are those of one sample. Inside, this sample has an axis of its own in front of them.
+    """
+
+    def __init__(
+        self, source: Source, grad: Tensor, rows: Sequence[Sequence[Tensor]] | None = None, merged: bool = False
+    ) -> None:
+        self.source = source
+        self.merged = merged
+        self.exits: list[Port | OneSample] = [OneSample(port) if merged else port for port in source.exits]
+        self.grad = grad[None] if merged else grad
+        self.rows = rows
+        self.gradients = self.pulled(self.grad.detach())
+        self.shapes = [p.one_to_rule(g).shape for p, g in zip(self.exits, self.gradients, strict=False)]
+
+    def pulled(self, grad: Tensor) -> tuple[Tensor, ...]:
+        """The gradient at the beginnings, from one at the end."""
+        return self.source.gradients(grad[0] if self.merged else grad)
+
+    def columns(self) -> Group | None:
+        """Its eigendecomposition, jointly over targets and parameters, sample by sample (`None`: it is zero)."""
+        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
+            if self.is_zero:
+                return None
+            self.require_samples()
+            return (
+                self.of_targets_alone()
+                if self.rows is None and not self.source.trained
+                else self.by_sample(balanced=False)
+            )
+
+    def columns_apart(self) -> tuple[Group, Group]:
+        """Those of the targets without the parameters, and of the parameters without the targets (zero in the others).
+
+        Only asked for where `columns` are there.
+        """
+        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
+            targets = self.of_targets_alone() if self.shapes else self.by_sample(balanced=False)
+            found = [born.all() for born in self.of_parameters(balanced=False)]
+        nothing = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
+        lacking = [self.grad.new_zeros(1, len(self.grad), *p.shape) for p in self.source.trained]
+        params = found[0] if found else (dict(enumerate([*nothing, *lacking])), self.grad.new_zeros(1, len(self.grad)))
+        return targets, (list(params[0].values()), params[1])
+
+    def of_targets_alone(self) -> Group:
+        """The eigendecomposition of `R_xx`; parameters have zeros."""
+        parts, signs = self.by_position(balanced=False).all()
+        own = [signs.new_zeros(()).expand(*signs.shape, *p.shape) for p in self.source.trained]
+        return [*parts.values(), *own], signs
+
+    def groups(self) -> Groups:
+        """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes."""
+        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
+            if self.is_zero:
+                return []
+            self.require_samples()
+            self.require_values_only()
+            if self.rows is not None:
+                return [born_of(*self.by_sample(balanced=True))]
+            if not self.source.trained:
+                return [self.without_axis(self.by_position(balanced=True))]
+            found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
+            return [self.without_axis(born) for born in found]
+
+    def without_axis(self, born: Born) -> Born:
+        """Columns at targets as `[K, N, *x]`, where inside the only sample has an axis of its own."""
+        if not self.merged:
+            return born
+
+        def make(start: int, stop: int) -> Chunk:
+            mats, signs = born.make(start, stop)
+            return {k: mat[:, 0] if int(k) < len(self.shapes) else mat for k, mat in mats.items()}, signs
+
+        return Born(born.count, make)
+
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """Whether the rows of a merged batch are treated one by one, each giving one at the end (or nothing bends)."""
+        if self.is_zero:
+            return True
+        same = all(shape[1:2] == self.grad.shape[1:2] for shape in self.shapes)
+        return same and bool(self.shapes) and 1 in self.blocks.apart
+
+    # ---- products --------------------------------------------------------------------------------
+    def product(self, mats: Sequence[Tensor]) -> list[Tensor]:
+        """Columns `[K, N, *target]` by target, and `[K, *p]` by parameter, times `R`.
+
+        Columns may be left out from behind; results are there for all.
+        """
+        given = [p.to_graph(m) for p, m in zip(self.exits, mats, strict=False)] + [*mats[len(self.shapes) :]]
+        pairs = [(g, m) for g, m in zip(self.gradients, given, strict=False) if g.requires_grad]
+        k = len(mats[0])
+        if not pairs:
+            return [self.grad.new_zeros(k, *shape) for shape in self.all_shapes]
+        ends, columns = [g for g, _ in pairs], [m for _, m in pairs]
+        full = self.pull(ends, columns)
+        seen = [port.to_rule(f) for port, f in zip(self.exits, full, strict=False)]
+        return [*seen, *full[len(seen) :]]
+
+    def pull(self, ends: Sequence[Tensor], columns: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Columns from `ends` back to the beginnings from number `first` on, zero where nothing depends on them."""
+        found = pull_columns(ends, self.source.beginnings()[first:], columns, create_graph=False)
+        known = zip(found, self.gradients[first:], strict=True)
+        return [g.new_zeros(len(columns[0]), *g.shape) if mat is None else mat for mat, g in known]
+
+    @property
+    def all_shapes(self) -> list[torch.Size]:
+        """Of every target `[N, *x]`, then of every parameter."""
+        return [*self.shapes, *[p.shape for p in self.source.trained]]
+
+    @cached_property
+    def is_zero(self) -> bool:
+        """Whether the stretch is linear here (tried with a random vector)."""
+        if not any(g.requires_grad for g in self.gradients):
+            return True
+        found = self.product([draw((1, *shape), self.grad, k) for k, shape in enumerate(self.all_shapes)])
+        return not any(bool(mat.any()) for mat in found)
+
+    def require_samples(self) -> None:
+        """Without known rows, those of targets must be the samples, like those at the end."""
+        if self.rows is None and any(shape[0] != self.grad.shape[0] for shape in self.shapes):
+            raise UnsupportedLayer(
+                explain(
+                    f"A nonlinear function merges the batch axis: {self.grad.shape[0]} rows come from "
+                    f"{self.shapes[0][0]}.",
+                    "its second derivative is not known sample by sample.",
+                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
+                )
+            )
+
+    def require_values_only(self) -> None:
+        """Columns are found by eigenvalues of what autograd gives, and have no graph of their own."""
+        if torch.is_grad_enabled():
+            where = f"'{self.source.consumer.path}' ({type(self.source.consumer.module).__name__})"
+            raise UnsupportedLayer(
+                explain(
+                    f"Fields cannot be differentiated behind the nonlinear function before {where}.",
+                    "its second derivative is taken apart numerically, and create_graph=True asks for its derivative.",
+                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
+                )
+            )
+
+    # ---- all samples and positions at once --------------------------------------------------------------
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Along which axes targets are treated apart."""
+        return blocks_of(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad)
+
+    def by_position(self, balanced: bool) -> Born:
+        """Eigendecomposition of the blocks of all positions (`balanced`: see `factor`)."""
+        vectors, signs = factor(self.of_targets().flatten(0, 1), balanced)
+        return self.spread(vectors.reshape(-1, *self.dense_shape), signs)
+
+    def spread(self, vectors: Tensor, signs: Tensor, rows: Callable[[Tensor], list[Tensor]] | None = None) -> Born:
+        """Columns of blocks `[B, N, P, B]` as columns of samples; `rows` gives the parameters' share of some."""
+        n, positions, _ = self.dense_shape
+        signed = signs.reshape(-1, n, positions).movedim(2, 1).flatten(0, 1)
+
+        def make(start: int, stop: int) -> Chunk:
+            here = torch.arange(start, stop, device=vectors.device)
+            parts = alone(vectors, self.blocks, here) + (rows(here) if rows is not None else [])
+            return dict(enumerate(parts)), signed[start:stop]
+
+        return Born(len(signed), make)
+
+    @property
+    def dense_shape(self) -> tuple[int, int, int]:
+        """`N`, the number of positions, and the rows of a block."""
+        return self.shapes[0][0], self.blocks.positions, sum(self.blocks.sizes)
+
+    def of_targets(self) -> Tensor:
+        """`R_xx` of every sample and position: `[N, P, B, B]`."""
+        n, positions, size = self.dense_shape
+        rows = []
+        for part in torch.eye(size, dtype=self.grad.dtype, device=self.grad.device).split(self.at_once):
+            split = enumerate(part.split(self.blocks.sizes, 1))
+            mats = [self.blocks.from_blocks(k, p[:, None, None].expand(-1, n, positions, -1)) for k, p in split]
+            rows.append(self.to_blocks(self.product(mats)))
+        return torch.cat(rows).permute(1, 2, 0, 3)
+
+    def to_blocks(self, found: Sequence[Tensor]) -> Tensor:
+        """Products at all targets as `[K, N, P, B]`."""
+        return torch.cat([self.blocks.to_blocks(k, mat) for k, mat in enumerate(found[: len(self.shapes)])], 3)
+
+    @property
+    def at_once(self) -> int:
+        """How many columns to multiply at once."""
+        return max(1, AT_ONCE // sum(shape.numel() for shape in self.shapes))
+
+    # ---- one sample after the other --------------------------------------------------------------------
+    def by_sample(self, balanced: bool) -> Group:
+        """Eigendecomposition of the dense matrix of every sample, jointly over targets and parameters."""
+        in_order = torch.arange(len(self.grad), device=self.grad.device)[:, None]
+        end, *starts = [in_order] * (1 + len(self.shapes)) if self.rows is None else self.rows
+        most = [max(map(len, start)) for start in starts]
+        dense = [self.of_sample(end[n], [start[n] for start in starts], most) for n in range(len(end))]
+        vectors, signs = factor(torch.stack(dense), balanced)
+        inner = [size * shape[1:].numel() for size, shape in zip(most, self.shapes, strict=True)]
+        *parts, own = vectors.split([*inner, vectors.shape[2] - sum(inner)], 2)
+        found = [part.new_zeros(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        for columns, part, start, size in zip(found, parts, starts, most, strict=True):
+            each = part.reshape(*part.shape[:2], size, *columns.shape[2:])
+            for n, at in enumerate(start):
+                columns[:, at] = each[:, n, : len(at)]
+        return [*found, *self.by_parameter(own)], signs
+
+    def of_sample(self, here: Tensor, at: Sequence[Tensor], most: Sequence[int]) -> Tensor:
+        """The matrix `[D, D]` of one sample.
+
+        The sample's rows are `here` at the consumer, and `at[k]` at target `k`, with zeros behind them up to `most[k]`.
+        """
+        of_sample = torch.zeros_like(self.grad)
+        of_sample[here] = self.grad[here]
+        gradients, exits = self.pulled(of_sample), self.exits
+        with torch.enable_grad():
+            seen = [port.one_to_rule(g) for port, g in zip(exits, gradients, strict=False)]
+            own = [filled(g[rows], size, 0) for g, rows, size in zip(seen, at, most, strict=True)]
+            flat = torch.cat([g.flatten() for g in (*own, *gradients[len(own) :])])
+        unit = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
+        if not flat.requires_grad:
+            return torch.zeros_like(unit)
+        full = self.pull((flat,), (unit,))
+        parts = [port.to_rule(mat) for port, mat in zip(exits, full, strict=False)]
+        targets = [filled(mat[:, rows], size, 1) for mat, rows, size in zip(parts, at, most, strict=True)]
+        return torch.cat([mat.reshape(len(mat), -1) for mat in (*targets, *full[len(targets) :])], 1)
+
+    # ---- with parameters ------------------------------------------------------------------------------
+    def with_parameters(self) -> Born:
+        """`[[R_xx, R_xp], [R_px, 0]]`, position by position."""
+        n, positions, size = self.dense_shape
+        params = sum(p.numel() for p in self.source.trained)
+        mixed = []
+        for part in torch.eye(params, dtype=self.grad.dtype, device=self.grad.device).split(self.at_once):
+            zeros = [part.new_zeros(len(part), *shape) for shape in self.shapes]
+            mixed.append(self.to_blocks(self.product([*zeros, *self.by_parameter(part)])))
+        border = torch.cat(mixed).permute(1, 2, 3, 0)  # [N, P, B, params]
+        dense, basis = compressed(self.of_targets(), border)
+        vectors, signs = factor(dense.flatten(0, 1), balanced=True)
+        vectors = vectors.reshape(-1, n, positions, dense.shape[3])
+
+        def rows(here: Tensor) -> list[Tensor]:
+            column, position = here // positions, here % positions
+            inner = vectors[column, :, position, size:]  # [K, N, r]
+            return self.by_parameter(torch.einsum("knr,nkqr->knq", inner, basis[:, position]))
+
+        return self.spread(vectors[..., :size], signs, rows)
+
+    def by_parameter(self, flat: Tensor) -> list[Tensor]:
+        """`[..., all parameters]` as `[..., *p]` of each."""
+        parts = flat.split([p.numel() for p in self.source.trained], -1)
+        return [part.reshape(*part.shape[:-1], *p.shape) for part, p in zip(parts, self.source.trained, strict=True)]
+
+    def of_parameters(self, balanced: bool) -> Groups:
+        """`R_pp` of every sample (nothing where the stretch is linear in its parameters)."""
+        zeros = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
+        probe = [draw((1, *p.shape), self.grad, k) for k, p in enumerate(self.source.trained)]
+        if not any(bool(mat.any()) for mat in self.product([*zeros, *probe])[len(self.shapes) :]):
+            return []
+        size = sum(p.numel() for p in self.source.trained)
+        dense = []
+        for n in range(len(self.grad)):
+            of_sample = torch.zeros_like(self.grad)
+            of_sample[n] = self.grad[n]
+            own = self.pulled(of_sample)[len(self.shapes) :]
+            with torch.enable_grad():
+                flat = torch.cat([g.flatten() for g in own])
+            unit = torch.eye(size, dtype=flat.dtype, device=flat.device)
+            found = self.pull((flat,), (unit,), len(self.shapes)) if flat.requires_grad else [torch.zeros_like(unit)]
+            dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
+        vectors, signs = factor(torch.stack(dense), balanced)
+        nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
+        return [born_of([*nothing, *self.by_parameter(vectors)], signs)]
+
+
+def born_of(parts: Sequence[Tensor], signs: Tensor) -> Born:
+    """Columns that exist already, by number."""
+    return known(dict(enumerate(parts)), signs)
+
+
+def filled(x: Tensor, size: int, axis: int) -> Tensor:
+    """A tensor with zeros behind it along an axis."""
+    missing = size - x.shape[axis]
+    return torch.cat([x, x.new_zeros(*x.shape[:axis], missing, *x.shape[axis + 1 :])], axis) if missing else x
+
+
+def is_marked(source: Source, grad: Tensor) -> bool:
+    """Whether a user's function is marked with `once_differentiable`.
+
+    Its gradient then has no graph towards its inputs, as if it were linear. It has one towards an error, however, if
+    it is asked for with a gradient that itself requires one.
+    """
+    if not any(name.endswith("Backward") for name in source.functions):  # torch's own end with a number
+        return False
+    waiting = [g.grad_fn for g in source.gradients(grad.detach().requires_grad_())]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.name() == REFUSAL:
+            return True
+        fresh = {above for above, _ in node.next_functions} - seen
+        seen |= fresh
+        waiting += fresh
+    return False
+
+
+@contextmanager
+def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
+    """Say which function has no second derivative, or a wrong one. `grad` is the gradient at the end of the stretch."""
+    what = f"A function before '{source.consumer.path}' ({type(source.consumer.module).__name__}) cannot be "
+    what += "differentiated twice."
+    do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
+    for name in source.functions & WRONG.keys():
+        raise UnsupportedLayer(explain(what, WRONG[name], do))
+    if is_marked(source, grad):
+        raise UnsupportedLayer(explain(what, "it is marked with once_differentiable.", do))
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE):
+            raise
+        raise UnsupportedLayer(explain(what, reason, do)) from error

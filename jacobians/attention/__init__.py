@@ -1,0 +1,1 @@
+"""Scaled dot-product attention, as a function and as a layer."""

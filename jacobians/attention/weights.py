@@ -1,0 +1,160 @@
+"""Weights of linear layers that live inside a larger layer: individual gradients, their squares, Kronecker factors.
+
+The larger layer says what each of its weights multiplies, and pulls columns to the output of these linear layers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core import gemm
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.rule import add_up
+from bpk.jacobians.core.several import SeveralOutputs
+
+
+class LinearInside(SeveralOutputs):
+    """A layer some of whose weights stand for linear layers `y = x W^T`, or for several whose rows are stacked.
+
+    Factors of a weight are those of a linear layer: `G` is the GGN of a bias added to `y` (positions summed before the
+    outer product), `A = sum_n sum_t x x^T / N`, averaged over what is stacked (as over groups of a convolution).
+    "expand" has a row for each position (those of stacked layers side by side, shorter ones padded with zeros) and
+    divides by `N T`; "reduce" averages over positions first.
+    """
+
+    @abstractmethod
+    def operands(self, call: Call, param: str) -> list[Tensor]:
+        """What a weight multiplies, `[N, T, I]` for each of the stacked layers; nothing where it is no weight."""
+
+    @abstractmethod
+    def columns(self, call: Call, mat: Tensor, param: str) -> list[Tensor]:
+        """Columns `[V, N, T, O]` at the outputs of these layers."""
+
+    @abstractmethod
+    def vectors(self, call: Call, mat: Tensor, param: str) -> Tensor:
+        """Columns `[V, N, *p]` of a parameter that is no weight."""
+
+    # ---- rows ----------------------------------------------------------------------------------------
+    def rows(self, call: Call, mat: Tensor, param: str, sum_batch: bool) -> Tensor:
+        """Parameter products: `[V, *p]`, or `[V, N, *p]` where `sum_batch` is false."""
+        inputs = self.operands(call, param)
+        if not inputs:
+            rows = self.vectors(call, mat, param)
+            return rows.sum(1) if sum_batch else rows
+        pairs = list(zip(self.columns(call, mat, param), inputs, strict=True))
+        if sum_batch:
+            return joined([torch.matmul(m.flatten(1, 2).transpose(1, 2), x.flatten(0, 1)) for m, x in pairs], 1)
+        empty = call.empty if len(pairs) == 1 else fresh
+        return joined([outer(m, x, empty) for m, x in pairs], 2)
+
+    # ---- shortcuts -------------------------------------------------------------------------------------
+    def has_cheap_squares(self, call: Call, param: str) -> bool:
+        return not self.operands(call, param)
+
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        inputs = self.operands(call, param)
+        if torch.is_grad_enabled() or not inputs:
+            return super().squared_sum(call, mat, param, weights, per_sample)
+        empty = call.empty if len(inputs) == 1 else fresh
+        parts = [
+            squares(m, x, weights, per_sample, empty)
+            for m, x in zip(self.columns(call, mat, param), inputs, strict=True)
+        ]
+        return joined(parts, -2)
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        inputs = self.operands(call, param)
+        if not inputs:
+            return super().norm_squared(call, grad_out, param)
+        pairs = zip(self.columns(call, grad_out[None], param), inputs, strict=True)
+        return add_up([gemm.norm_squared(patches(x), seen(m)[0], x.shape[2]) for m, x in pairs])
+
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        inputs, n = self.operands(call, param), call.batch_size
+        moments = []
+        for x in inputs:
+            t, width = x.shape[1:]
+            moment = gemm.second_moment(patches(x), n, 1, width, t, x, approximation == "reduce")
+            moments.append(moment / (n * t * len(inputs) if approximation == "expand" else n * len(inputs)))
+        return add_up(moments) if moments else None
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        if not self.operands(call, param):
+            return self.vectors(call, mat, param).flatten(2)
+        parts = self.columns(call, mat, param)
+        if approximation != "expand":
+            return joined([m.sum(2) for m in parts], 2)
+        longest = max(m.shape[2] for m in parts)
+        return joined([torch.nn.functional.pad(m, (0, 0, 0, longest - m.shape[2])) for m in parts], 3)
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """For a weight, of the bias that its factor `G` belongs to."""
+        if isinstance(wrt, int) or not self.operands(call, wrt):
+            return super().congruence(call, matrix, wrt)
+        total = []
+        for n in range(call.batch_size):
+            pull = partial(self._pull_to_outputs, call.subset([n]), wrt)
+            total.append(pull(pull(matrix).T))
+        return add_up(total) / call.batch_size
+
+    def _pull_to_outputs(self, one: Call, param: str, matrix: Tensor) -> Tensor:
+        """Columns `[D, D_out]` at the only sample's output, pulled to the outputs of a weight's layers: `[D, O]`."""
+        return self.kron_rows(one, matrix.reshape(-1, *one.output.shape), param)[:, 0]
+
+
+def outer(m: Tensor, x: Tensor, empty: gemm.Empty) -> Tensor:
+    """`sum_t m_t x_t^T` for every sample: `[V, N, O, I]`."""
+    if torch.is_grad_enabled():
+        return torch.matmul(m.transpose(2, 3), x)
+    out = empty((*m.shape[:2], m.shape[3], x.shape[2]), m)
+    for column, goal in zip(m, out, strict=True):
+        torch.bmm(column.transpose(1, 2), x, out=goal)
+    return out
+
+
+def squares(m: Tensor, x: Tensor, weights: Tensor | None, per_sample: bool, empty: gemm.Empty) -> Tensor:
+    """`sum_v w_vn (sum_t m_t x_t^T)^2`: `[O, I]`, or `[N, O, I]` where `per_sample`. No graph is built."""
+    (v, n, t, o), width = m.shape, x.shape[2]
+    if t == 1 or gemm.by_pairs(v, o, width, t):
+        return gemm.squared_sum(patches(x), seen(m), width, weights, per_sample, empty).squeeze(-3)
+    total = empty((n if per_sample else 1, o, width), gemm.wide(m[:0])).zero_()
+    for part in gemm.chunks(n, 2 * o * width, m.device):
+        goal = total[part] if per_sample else fresh((part.stop - part.start, o, width), total).zero_()
+        rows = torch.empty_like(goal)
+        for k, column in enumerate(m[:, part]):
+            torch.bmm(gemm.wide(column).transpose(1, 2), gemm.wide(x[part]), out=rows)
+            goal.addcmul_(rows, rows if weights is None else rows * weights[k, part, None, None])
+        if not per_sample:
+            total[0] += goal.sum(0)
+    return (total if per_sample else total[0]).to(m.dtype)
+
+
+def patches(x: Tensor) -> gemm.Patches:
+    """What a linear layer multiplies, as `gemm` sees it: `[N, T, I]` to `[B, 1, I, T]`."""
+
+    def some(samples: slice) -> Tensor:
+        return x[samples].transpose(1, 2)[:, None]
+
+    return some
+
+
+def seen(columns: Tensor) -> Tensor:
+    """Columns as `gemm` sees them: `[V, N, T, O]` to `[V, N, 1, O, T]`."""
+    return columns.transpose(2, 3)[:, :, None]
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Stacked rows."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def fresh(shape: Sequence[int], like: Tensor) -> Tensor:
+    """New memory."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device)

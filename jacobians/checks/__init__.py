@@ -1,0 +1,1 @@
+"""`check_rule`: rules against autograd, sympy and their own defaults."""

@@ -1,0 +1,170 @@
+"""What `check_rule` asserts of shortcuts: every override equals the default that it replaces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.checks.case import Case
+from bpk.jacobians.checks.reference import as_rows
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.rule import Rule, add_up
+from bpk.jacobians.core.several import SeveralOutputs
+
+BLOCK_LIMIT = 96
+"""Up to this many entries a parameter's whole block, or the output's square matrix, is formed."""
+
+
+def shortcuts(case: Case) -> None:
+    """`squared_sum`, `norm_squared`, Kronecker factors and `congruence` against the defaults of `Rule`."""
+    second_order = case.rule.obstacle(case.call) is None
+    for param in case.call.params:
+        squared_sum(case, param)
+        if case.exact:
+            in_blocks(case, param)
+        norm_squared(case, param)
+        if case.exact and second_order:
+            kronecker(case, param)
+    out = case.call.output[0].numel()
+    if case.exact and second_order and out <= BLOCK_LIMIT:
+        for wrt in case.reference.wrts:
+            if case.call.sample_shape(wrt).numel() <= BLOCK_LIMIT:
+                congruence(case, wrt)
+
+
+def squared_sum(case: Case, param: str) -> None:
+    """With one column and with weighted columns, summed and per sample."""
+    rule, call = case.rule, case.call
+    variants = [(case.cotangent(1), None), (case.cotangent(3), case.random(3, call.batch_size))]
+    for mat, weights in variants:
+        for per_sample in (False, True) if case.exact else (False,):
+            arguments = (call, mat, param, weights, per_sample)
+            expected = case.run("squared_sum (default)", Rule.squared_sum, rule, *arguments)
+            got = case.run("squared_sum", rule.squared_sum, *arguments)
+            axes, shown = (("sample",) if per_sample else ()), "the individual gradients"
+            case.same("squared_sum", got, expected, param, axes, shown, loosen=4.0)
+
+
+def in_blocks(case: Case, param: str) -> None:
+    """Columns that come in blocks, of different numbers and orders in memory, add up to what all of them give."""
+    rule, call = case.rule, case.call
+    if type(rule).squared_sum is Rule.squared_sum:
+        return
+    mat, weights = case.cotangent(5), case.random(5, call.batch_size)
+    expected = case.run("squared_sum (default)", Rule.squared_sum, rule, call, mat, param, weights)
+    sizes = [2, 2, 1]
+    blocks = [mat[:2], last_axis_outermost(mat[2:4]), mat[4:]]
+    arguments = zip(blocks, weights.split(sizes), strict=True)
+    parts = [case.run("squared_sum", rule.squared_sum, call, m, param, w) for m, w in arguments]
+    if all(part is not None for part in parts):
+        case.same("squared_sum", add_up(parts), expected, param, (), "all columns at once", loosen=4.0)
+    together = case.run("squared_sum_of_blocks", rule.squared_sum_of_blocks, call, blocks, param, weights, False)
+    if together is not None:
+        case.same("squared_sum_of_blocks", together, expected, param, (), "all columns at once", loosen=4.0)
+
+
+def last_axis_outermost(x: Tensor) -> Tensor:
+    """The same numbers in another order in memory."""
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def norm_squared(case: Case, param: str) -> None:
+    """Norms of the individual gradients."""
+    grad_out = case.cotangent(1)[0]
+    arguments = (case.call, grad_out, param)
+    expected = case.run("norm_squared (default)", Rule.norm_squared, case.rule, *arguments)
+    got = case.run("norm_squared", case.rule.norm_squared, *arguments)
+    case.same("norm_squared", got, expected, param, ("sample",), "the individual gradients", loosen=4.0)
+
+
+def kronecker(case: Case, param: str) -> None:
+    """The factors of a parameter.
+
+    Without an input factor, `G` is the parameter's whole block. With one, `G` is the whole block of the
+    parameter that is added to the output (the bias), and where the output has one position, `G (x) A` of
+    one sample is that sample's block of the weight.
+    """
+    rule, call = case.rule, case.call
+    mat = case.cotangent(2)
+    factor = case.run("kron_input", rule.kron_input, call, param)
+    got = case.run("kron_output", rule.kron_output, call, mat, param)
+    if got is None:
+        return
+    if factor is None:
+        if call.params[param].numel() <= BLOCK_LIMIT:
+            expected = case.run("jac_t_mat_prod", block, rule, call, mat, param)
+            case.same("kron_output", got, expected, param, against="its definition")
+        return
+    size = got.shape[0]
+    if size * factor.shape[0] != call.params[param].numel():
+        case.fail(
+            "kron_input",
+            f"factors of shapes {tuple(got.shape)} and {tuple(factor.shape)} do not make up the "
+            f"{call.params[param].numel()} entries of parameter '{param}'.",
+            "let kron_output have one row per output feature, kron_input one per feature that it sees.",
+        )
+        return
+    case.same("kron_input", factor, factor.T, param, against="its transpose")
+    for name in _added(case, size, param):
+        expected = case.run("jac_t_mat_prod", block, rule, call, mat, name)
+        case.same("kron_output", got, expected, param, against=f"the block of parameter '{name}'")
+    one_position = call.output[0].numel() == size and not isinstance(rule, SeveralOutputs)  # a last state has seen more
+    if one_position and call.params[param].numel() <= BLOCK_LIMIT:
+        one, column = call.subset([0]), mat[:1, :1]
+        left, right = (
+            case.run("kron_output", rule.kron_output, one, column, param),
+            case.run("kron_input", rule.kron_input, one, param),
+        )
+        if left is not None and right is not None:
+            if call.params[param].shape[0] != size:  # factors of the transpose (a table of embeddings is [in, out])
+                left, right = right, left
+            expected = case.run("jac_t_mat_prod", block, rule, one, column, param)
+            case.same("kron_output", torch.kron(left, right), expected, param, against="the block of one sample")
+
+
+def block(rule: Rule, call: Call, mat: Tensor, param: str) -> Tensor:
+    """A parameter's whole GGN block `[P, P]` from columns `[V, N, *out]`."""
+    rows = as_rows(rule.jac_t_mat_prod(call, mat, param, sum_batch=False).flatten(0, 1))
+    return rows.T @ rows
+
+
+def congruence(case: Case, wrt: Wrt) -> None:
+    """The mean of `J^T M J`, sample by sample; for a weight, the factor that goes with `kron_input`."""
+    rule, call = case.rule, case.call
+    out = call.output[0].numel()
+    matrix = case.random(out, out)
+    matrix = matrix + matrix.T  # the recursion of KFRA passes symmetric matrices
+    got = case.run("congruence", rule.congruence, call, matrix, wrt)
+    if got is None:
+        return
+    name = wrt
+    if isinstance(wrt, str) and rule.kron_input(call, wrt) is not None:
+        added = _added(case, got.shape[0], wrt)
+        if not added:
+            return
+        name = added[0]
+    expected = case.run("congruence (default)", Rule.congruence, rule, call, matrix, name)
+    if case.same("congruence", got, expected, wrt, against="one sample at a time"):
+        pulled = mean_congruence(case, matrix, name)
+        case.same("congruence", got, pulled, wrt, against="autograd", loosen=4.0)
+
+
+def mean_congruence(case: Case, matrix: Tensor, wrt: Wrt) -> Tensor:
+    """`mean_n J_n^T M J_n` from the dense Jacobian of autograd."""
+    samples, out = case.call.batch_size, case.call.output[0].numel()
+    dense = case.reference.jacobian(wrt)
+    blocks = dense.reshape(samples, out, *dense.shape[1:])
+    parts = []
+    for n in range(samples):
+        rows = as_rows(blocks[n][:, n] if isinstance(wrt, int) else blocks[n])
+        parts.append(rows.T @ matrix.to(rows.dtype) @ rows)
+    return torch.stack(parts).mean(0)
+
+
+def _added(case: Case, size: int, param: str) -> list[str]:
+    """The bias of a weight by its name; else parameters of this size without an input factor, which are added."""
+    rule, call = case.rule, case.call
+    if "weight" in param:
+        bias = param.replace("weight", "bias")
+        return [bias] if bias in call.params else []
+    return [name for name, p in call.params.items() if p.numel() == size and rule.kron_input(call, name) is None]

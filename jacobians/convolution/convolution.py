@@ -1,0 +1,247 @@
+"""Convolutions as "weight times patches": one family for plain, one for transposed ones, over any number of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bpk.jacobians.convolution.moments import patch_moment
+from bpk.jacobians.convolution.unfold import pad_adjoint, unfold, unfold_transposed
+from bpk.jacobians.core import gemm
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.rule import Example
+from bpk.jacobians.families.affine import Affine
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def tuple_of(value: Any, length: int) -> tuple[int, ...]:
+    """An option given once for all axes, or once per axis."""
+    return (value,) * length if isinstance(value, int) else tuple(value)
+
+
+def leftover(
+    long: Sequence[int],
+    short: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    kernel: Sequence[int],
+) -> list[int]:
+    """The output padding that makes a transposed convolution lead from size `short` to size `long`."""
+    axes = zip(long, short, stride, padding, dilation, kernel, strict=True)
+    return [wanted - ((n - 1) * s - 2 * p + d * (k - 1) + 1) for wanted, n, s, p, d, k in axes]
+
+
+def stacked(parts: list[Tensor]) -> Tensor:
+    """`torch.stack`, without a copy where there is one part."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+
+def _folded(function: Callable[[Tensor], Tensor], mat: Tensor, shape: Sequence[int]) -> Tensor:
+    """Apply a function of a batch to columns `[V, N, ...]`, in parts that stay in cache."""
+    batch = mat.flatten(0, 1)
+    if torch.is_grad_enabled():
+        return function(batch).reshape(*mat.shape[:2], *shape)
+    parts = list(gemm.chunks(len(batch), (mat[0, 0].numel() + prod(shape)) // 8, mat.device)) if mat.numel() else []
+    if len(parts) < 2:
+        return function(batch).reshape(*mat.shape[:2], *shape)
+    out = torch.empty((len(batch), *shape), dtype=mat.dtype, device=mat.device)
+    for part in parts:
+        out[part] = function(batch[part])
+    return out.view(*mat.shape[:2], *shape)
+
+
+class ChannelsFirst(Affine):
+    """Outputs `[N, G O, *t]`, a kernel over `axes` axes."""
+
+    def __init__(self, axes: int, *modules: type[nn.Module], functions: Sequence[Any], examples: Sequence[Example]):
+        super().__init__(*modules, functions=functions, params=("weight", "bias"), examples=examples)
+        self.axes = axes
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        binding = super().bind(module, args, kwargs)
+        if binding.inputs[0].dim() > self.axes + 1:
+            return binding
+        return replace(binding, problem="its input has no batch axis.", do="add one: x.unsqueeze(0).")
+
+    def stride(self, options: Any) -> tuple[int, ...]:
+        return tuple_of(options.stride, self.axes)
+
+    def dilation(self, options: Any) -> tuple[int, ...]:
+        return tuple_of(options.dilation, self.axes)
+
+    def as_columns(self, call: Call, mat: Tensor) -> Tensor:
+        groups = call.options.groups
+        return mat.reshape(*mat.shape[:2], groups, mat.shape[2] // groups, call.output.shape[2:].numel())
+
+    def as_output(self, call: Call, columns: Tensor) -> Tensor:
+        v, n, g, o, _ = columns.shape
+        size = call.output.shape[2:]
+        return columns.expand(v, n, g, o, size.numel()).reshape(v, n, g * o, *size)
+
+    def weight_product(self, call: Call, mat: Tensor) -> Tensor:
+        return stacked([self.apply(call, call.inputs[0], weight) for weight in mat])
+
+    def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return _folded(partial(self.apply, call, weight=call.params["weight"]), mat, call.output.shape[1:])
+
+    def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return _folded(partial(self.apply_adjoint, call, weight=call.params["weight"]), mat, call.inputs[0].shape[1:])
+
+    def apply(self, call: Call, x: Tensor, weight: Tensor) -> Tensor:
+        """The layer without bias, on any batch."""
+        raise NotImplementedError
+
+    def apply_adjoint(self, call: Call, g: Tensor, weight: Tensor) -> Tensor:
+        """Its transpose, on any batch."""
+        raise NotImplementedError
+
+
+class Conv(ChannelsFirst):
+    """`out = W * pad(x) + b`."""
+
+    def margins(self, options: Any, kernel: Sequence[int]) -> tuple[tuple[int, ...], list[int], str]:
+        """The symmetric padding left to the convolution, and what is padded before it, in which mode."""
+        mode = getattr(options, "padding_mode", "zeros")
+        if options.padding == "same":
+            totals = [d * (k - 1) for d, k in zip(self.dilation(options), kernel, strict=True)]
+            before = [total // 2 for total in totals]
+            after = [total - b for total, b in zip(totals, before, strict=True)]
+        else:
+            given = 0 if options.padding == "valid" else options.padding
+            before = after = list(tuple_of(given, self.axes))
+        if mode == "zeros" and before == after:
+            return tuple(before), [], "constant"
+        explicit = [p for pair in zip(reversed(before), reversed(after), strict=True) for p in pair]
+        return (0,) * self.axes, explicit, "constant" if mode == "zeros" else mode
+
+    def _padded(self, options: Any, x: Tensor, kernel: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+        padding, explicit, mode = self.margins(options, kernel)
+        return (F.pad(x, explicit, mode) if any(explicit) else x), padding
+
+    def forward(self, options: Any, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        weight = params["weight"]
+        x, padding = self._padded(options, inputs[0], weight.shape[2:])
+        return CONV[self.axes](
+            x, weight, params.get("bias"), self.stride(options), padding, self.dilation(options), options.groups
+        )
+
+    def apply(self, call: Call, x: Tensor, weight: Tensor) -> Tensor:
+        return self.forward(call.options, (x,), {"weight": weight})
+
+    def apply_adjoint(self, call: Call, g: Tensor, weight: Tensor) -> Tensor:
+        options, kernel, shape = call.options, weight.shape[2:], call.inputs[0].shape[2:]
+        padding, explicit, mode = self.margins(options, kernel)
+        stride, dilation = self.stride(options), self.dilation(options)
+        padded: Sequence[int] = shape
+        if explicit:
+            padded = [s + a + b for s, a, b in zip(shape, explicit[-2::-2], explicit[-1::-2], strict=True)]
+        rest = leftover(padded, g.shape[2:], stride, padding, dilation, kernel)
+        back = TRANSPOSED[self.axes](g, weight, None, stride, padding, rest, options.groups, dilation)
+        return pad_adjoint(back, explicit, mode, shape) if any(explicit) else back
+
+    def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
+        kernel, options = call.params["weight"].shape[2:], call.options
+        x, padding = self._padded(options, call.inputs[0][samples], kernel)
+        columns = unfold(x, kernel, self.stride(options), padding, self.dilation(options))
+        return columns.reshape(x.shape[0], options.groups, columns.shape[1] // options.groups, columns.shape[2])
+
+    def moment(self, call: Call, average: bool) -> Tensor:
+        weight, options = call.params["weight"], call.options
+        kernel = weight.shape[2:]
+        if average or options.groups > 1 or kernel[0] == 1 or weight[0, :, 0].numel() < 32 or torch.is_grad_enabled():
+            return super().moment(call, average)
+
+        def padded(part: slice) -> Tensor:
+            x, padding = self._padded(options, call.inputs[0][part], kernel)
+            return F.pad(x, [p for p in reversed(padding) for _ in range(2)])
+
+        size = call.output.shape[2:]
+        return patch_moment(padded, call.batch_size, kernel, self.stride(options), self.dilation(options), size)
+
+    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        weight, options = call.params["weight"], call.options
+        x, padding = self._padded(options, call.inputs[0], weight.shape[2:])
+        return stacked([_weight_gradient(m, x, weight, self, options, padding, False) for m in mat])
+
+    def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
+        groups, shape = call.options.groups, call.params["weight"].shape
+        return weight.reshape(*weight.shape[: weight.dim() - len(shape)], groups, shape[0] // groups, -1)
+
+    def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
+        return matrix.reshape(*matrix.shape[:-3], *call.params["weight"].shape)
+
+
+class ConvTranspose(ChannelsFirst):
+    """The transpose of a convolution; weight `[G C, O, *k]`, so canonical `W[g, o, (c, k)]`."""
+
+    def forward(self, options: Any, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        rest = tuple_of(options.output_padding, self.axes)
+        return self._run(options, inputs[0], params["weight"], params.get("bias"), rest)
+
+    def _run(self, options: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[int]) -> Tensor:
+        padding = tuple_of(options.padding, self.axes)
+        return TRANSPOSED[self.axes](
+            x, weight, bias, self.stride(options), padding, list(rest), options.groups, self.dilation(options)
+        )
+
+    def apply(self, call: Call, x: Tensor, weight: Tensor) -> Tensor:
+        options = call.options
+        padding = tuple_of(options.padding, self.axes)
+        # from the output's size, which `forward(x, output_size)` may have chosen
+        sizes = call.output.shape[2:], x.shape[2:]
+        rest = leftover(*sizes, self.stride(options), padding, self.dilation(options), weight.shape[2:])
+        return self._run(options, x, weight, None, rest)
+
+    def apply_adjoint(self, call: Call, g: Tensor, weight: Tensor) -> Tensor:
+        options = call.options
+        padding = tuple_of(options.padding, self.axes)
+        return CONV[self.axes](g, weight, None, self.stride(options), padding, self.dilation(options), options.groups)
+
+    def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
+        x, options = call.inputs[0][samples], call.options
+        kernel, padding = call.params["weight"].shape[2:], tuple_of(options.padding, self.axes)
+        columns = unfold_transposed(
+            x, kernel, self.stride(options), padding, self.dilation(options), call.output.shape[2:]
+        )
+        return columns.reshape(x.shape[0], options.groups, columns.shape[1] // options.groups, columns.shape[2])
+
+    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        weight, options, x = call.params["weight"], call.options, call.inputs[0]
+        padding = tuple_of(options.padding, self.axes)
+        return stacked([_weight_gradient(m, x, weight, self, options, padding, True) for m in mat])
+
+    def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
+        shape, groups = call.params["weight"].shape, call.options.groups
+        lead = weight.shape[: weight.dim() - len(shape)]
+        split = weight.reshape(*lead, groups, shape[0] // groups, shape[1], -1)
+        return split.transpose(-2, -3).flatten(-2)
+
+    def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
+        shape, groups = call.params["weight"].shape, call.options.groups
+        split = matrix.reshape(*matrix.shape[:-1], shape[0] // groups, shape[2:].numel())
+        return split.transpose(-2, -3).reshape(*matrix.shape[:-3], *shape)
+
+
+def _weight_gradient(
+    m: Tensor, x: Tensor, weight: Tensor, rule: ChannelsFirst, options: Any, padding: Sequence[int], transposed: bool
+) -> Tensor:
+    """The library's own weight gradient, summed over samples."""
+    stride, dilation = rule.stride(options), rule.dilation(options)
+    rest = [0] * rule.axes
+    if transposed:
+        rest = leftover(m.shape[2:], x.shape[2:], stride, padding, dilation, weight.shape[2:])
+    wanted = (False, True, False)
+    return torch.ops.aten.convolution_backward(
+        m, x, weight, None, stride, padding, dilation, transposed, rest, options.groups, wanted
+    )[1]

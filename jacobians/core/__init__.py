@@ -1,0 +1,1 @@
+"""What a rule is: calls, bindings, the interface, the registry."""

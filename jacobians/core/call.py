@@ -1,0 +1,182 @@
+"""One call of a layer: everything a rule is allowed to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.random_state import RandomState
+
+if TYPE_CHECKING:
+    from bpk.jacobians.core.rule import Rule
+
+Wrt = int | str
+"""What to differentiate with respect to: the index of an input or the name of a parameter."""
+
+Options = Any
+"""Where hyperparameters are read from: the module itself, or an object with the same attributes."""
+
+
+DRAWN = ("slope", "mask")
+"""Keys of the memo under which random layers keep what they drew, `[N, ...]`: it cannot be recomputed for a part."""
+
+
+def of_samples(drawn: Any, index: Tensor) -> Any:
+    """What was drawn for some samples; several tensors may be in a tuple."""
+    return tuple(part[index] for part in drawn) if isinstance(drawn, tuple) else drawn[index]
+
+
+class Call:
+    """One evaluation `output = layer(*inputs; params)` on a batch of `N` samples.
+
+    Axis 0 of every input and of the output is the batch axis. Of a layer with several results, `used` names those
+    that matter; if these are several, `output` holds them flattened, side by side. `options` carries the
+    hyperparameters as attributes (for a module: the module). `pull`, where present, multiplies
+    `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules of layers that draw
+    random numbers need it. `saved`, where present, looks up what autograd kept of the forward pass under a name, so
+    that a rule need not compute it again. Both exist during the backward pass only, for `Rule.capture`. `whole` is the
+    call on the whole batch, where this is a part of it; only rules of layers that mix samples need it. `spare` is
+    contiguous memory that `empty` may hand out. `drawn`, where the rule asks for it, is the state of the random
+    generators before the call.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        inputs: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        output: Tensor,
+        pull: Callable[[Tensor], Tensor] | None = None,
+        used: Mapping[int, torch.Size] | None = None,
+    ) -> None:
+        self.options = options
+        self.inputs = tuple(inputs)
+        self.params = dict(params)
+        self.output = output
+        self.pull = pull
+        self.used = {0: output.shape[1:]} if used is None else dict(used)
+        self.saved: Callable[[str], Tensor | None] | None = None
+        self.spare: Tensor | None = None
+        self.drawn: RandomState | None = None
+        self.whole: Call | None = None
+        self._memo: dict[Hashable, Any] = {}
+
+    @property
+    def batch_size(self) -> int:
+        """`N`, the number of samples."""
+        return self.inputs[0].shape[0]
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for a result, of the dtype and on the device of `like`: the spare memory, where it fits.
+
+        In the input products of layers without parameters, the spare memory may be that of the columns themselves:
+        an elementwise rule may overwrite them, others must not ask for memory before they have read all of them.
+
+        On processors new memory costs up to ten times more than writing to memory that is in use already.
+        """
+        spare, self.spare = self.spare, None
+        size = torch.Size(shape)
+        if (
+            spare is not None
+            and spare.numel() == size.numel()
+            and (spare.dtype, spare.device) == (like.dtype, like.device)
+        ):
+            return spare.view(size)
+        return torch.empty(size, dtype=like.dtype, device=like.device)
+
+    def memo(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return `compute()`, evaluated once per call and shared by all who ask for `key`."""
+        if key not in self._memo:
+            self._memo[key] = compute()
+        return self._memo[key]
+
+    def detached(self) -> Call:
+        """The same call without its graph; it shares memory, versions, and what was computed already."""
+        call = Call(
+            self.options,
+            [x.detach() for x in self.inputs],
+            {name: p.detach() for name, p in self.params.items()},
+            self.output.detach(),
+            used=self.used,
+        )
+        call._memo = self._memo
+        return call
+
+    def shape_of(self, wrt: Wrt) -> torch.Size:
+        """The shape of an input (`[N, *in]`) or of a parameter (`[*p]`)."""
+        return self.inputs[wrt].shape if isinstance(wrt, int) else self.params[wrt].shape
+
+    def sample_shape(self, wrt: Wrt) -> torch.Size:
+        """The shape of one sample of an input (`[*in]`), or of a parameter (`[*p]`)."""
+        return self.inputs[wrt].shape[1:] if isinstance(wrt, int) else self.params[wrt].shape
+
+    def by_position(self, axes: int) -> Call:
+        """The same call with every position as a sample: so many axes behind the batch axis join it."""
+        inputs = [x.flatten(0, axes) for x in self.inputs]
+        return Call(self.options, inputs, self.params, self.output.flatten(0, axes))
+
+    def subset(self, samples: Sequence[int]) -> Call:
+        """The same call restricted to some samples of the batch."""
+        index = torch.as_tensor(list(samples), device=self.output.device)
+        kept = Call(
+            self.options,
+            [x[index] for x in self.inputs],
+            self.params,
+            self.output[index] if self.output.dim() else self.output,
+            used=self.used,
+        )
+        kept.whole = self if self.whole is None else self.whole
+        kept._memo = {key: of_samples(value, index) for key, value in self._memo.items() if key in DRAWN}
+        return kept
+
+    def cast(self, dtype: torch.dtype) -> Call:
+        """The same call with floating-point tensors converted to `dtype` (autocast, bfloat16)."""
+
+        def to(x: Tensor) -> Tensor:
+            return x.to(dtype) if x.is_floating_point() else x
+
+        cast = Call(
+            self.options,
+            [to(x) for x in self.inputs],
+            {name: to(p) for name, p in self.params.items()},
+            to(self.output),
+            used=self.used,
+        )
+        cast._memo = {key: value for key, value in self._memo.items() if key in DRAWN}
+        cast._memo |= {key: to(value) for key, value in cast._memo.items() if isinstance(value, Tensor)}
+        cast.drawn = self.drawn
+        return cast
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, *inputs: Tensor, params: Sequence[str] = (), rule: Rule | None = None, used: Any = None
+    ) -> Call:
+        """Evaluate `module` and return the call, ready to hand to its rule.
+
+        `rule` is asked how the layer's arguments are to be seen; `used` names the results that matter.
+
+        >>> call = Call.of(nn.Linear(2, 3), torch.ones(4, 2), params=("weight", "bias"))
+        >>> call.output.shape, call.batch_size
+        (torch.Size([4, 3]), 4)
+        """
+        with torch.enable_grad():
+            live = [x.detach().requires_grad_() if x.is_floating_point() else x.detach() for x in inputs]
+            given = [x * 1 if x.requires_grad else x for x in live]  # survives in-place layers
+            out = module(*given)
+        results = list(tensors_in(out))
+
+        def pull(vector: Tensor) -> Tensor:
+            return torch.autograd.grad(results[0], live[0], vector, retain_graph=True)[0]
+
+        every = dict(module.named_parameters())
+        own = {n: p for n in params if (p := every.get(n)) is not None}
+        if rule is None:
+            return cls(module, [x.detach() for x in live], own, results[0].detach(), pull)
+        binding = rule.bind(module, tuple(live), {})
+        seen = binding.seen([x.detach() for x in binding.inputs])
+        output, shapes = rule.join(binding, [x.detach() for x in results], used or (0,))
+        return cls(binding.options, seen, own, output, pull, shapes)

@@ -1,0 +1,68 @@
+"""The errors that `bpk` raises: each says what, why, what to do and where."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+import warnings
+from types import FrameType
+
+import torch
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+LIBRARIES = (PACKAGE + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))) + os.sep)
+"""Folders of this package, and of those beside torch."""
+
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+PACKAGES = "-packages" + os.sep
+"""How folders of installed packages end, which may lie in that of Python."""
+
+
+def explain(what: str, why: str = "", do: str = "", where: str = "") -> str:
+    """Lay out an error message: what happened, why, what to do about it, and where.
+
+    >>> print(explain("KFRA cannot pass 'norm' (BatchNorm1d).", "it mixes samples.", "call model.eval()."))
+    KFRA cannot pass 'norm' (BatchNorm1d).
+      Why: it mixes samples.
+      Do:  call model.eval().
+    """
+    parts = [what]
+    for label, text in (("Why: ", why), ("Do:  ", do), ("Rule: ", where)):
+        if text:
+            parts.append(f"  {label}{text}")
+    return "\n".join(parts)
+
+
+def raised_at(error: BaseException, anywhere: bool = True) -> str:
+    """`file:line, in function` of the innermost code of a user in which an error was raised.
+
+    Where none took part, that of this package, if it may be `anywhere`.
+    """
+    users = ours = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = os.path.abspath(frame.filename)
+        place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+        if file.startswith(LIBRARIES[0]):
+            ours = place
+        elif os.path.isfile(file) and not file.startswith(TORCH) and (PACKAGES in file or not file.startswith(PYTHON)):
+            users = place
+    return users or (ours if anywhere else "")
+
+
+def warn(message: str) -> None:
+    """Warn, and show the user's line that has led here, rather than one in the middle of a backward pass."""
+    frame: FrameType | None = inspect.currentframe()
+    level = 0
+    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith(LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=1 + level if frame is not None else 2)
+
+
+class UnsupportedLayer(NotImplementedError):
+    """A quantity cannot be computed for, or cannot pass, a layer."""
+
+
+class RuleError(ValueError):
+    """A rule is registered twice, incomplete, or its products disagree."""

@@ -1,0 +1,367 @@
+"""What a rule is: products with a layer's Jacobians and with its second derivative.
+
+A rule never forms a Jacobian. It multiplies with it. Everything that an extension asks for has a
+correct default here, written in terms of `jac_mat_prod` and `jac_t_mat_prod`; a family of rules
+overrides a default where its structure allows a cheaper way, and `check_rule` asserts that both agree.
+
+Shapes: `V` free columns, `N` samples, `*out`/`*in` without the batch axis, `*p` a parameter's shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.again import call_again
+from bpk.jacobians.core.binding import Binding, in_front
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.conversion import Conversion, Reader, convert
+from bpk.jacobians.core.errors import RuleError, explain
+
+
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+class Residual(Enum):
+    """Structure of a layer's second derivative, contracted with the gradient of its output."""
+
+    ZERO = "zero"
+    DIAGONAL = "diagonal"
+    GENERAL = "general"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A small concrete layer with input shapes, from which tests and documentation are generated."""
+
+    layer: Callable[..., nn.Module]
+    shapes: tuple[tuple[int, ...], ...]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    train: bool = False
+    target: Callable[..., Tensor | tuple[Tensor, ...]] | None = None
+    domain: Callable[[Tensor], Tensor] | None = None
+
+    def build(self) -> nn.Module:
+        """The layer, in the mode that the example asks for."""
+        return self.layer(*self.args, **self.kwargs).train(self.train)
+
+    def inputs(self, dtype: torch.dtype = torch.float64, batch: int | None = None) -> tuple[Tensor, ...]:
+        """Random inputs of the example's shapes (with another batch size if asked).
+
+        `domain` maps normal numbers to where the layer is defined; `target(shape)` gives further inputs.
+        """
+        shapes = [s if batch is None else (batch, *s[1:]) for s in self.shapes]
+        drawn = [torch.randn(s, dtype=torch.float64) for s in shapes]
+        if self.domain is not None:
+            drawn = [self.domain(x) for x in drawn]
+        if self.target is not None:
+            further = self.target(shapes[0])
+            drawn.extend(further if isinstance(further, tuple) else (further,))
+        return tuple(x.to(dtype) if x.is_floating_point() else x for x in drawn)
+
+    def __str__(self) -> str:
+        shown = [_spell(a) for a in self.args] + [f"{k}={_spell(v)}" for k, v in self.kwargs.items()]
+        name = getattr(self.layer, "__name__", str(self.layer))
+        return f"{name}({', '.join(shown)}){'.train' if self.train else ''} on {'x'.join(map(str, self.shapes[0]))}"
+
+
+def _spell(value: Any) -> str:
+    """`repr`, but functions by name: the names of tests hold no addresses."""
+    return value.__name__ if inspect.isroutine(value) else repr(value)
+
+
+def case(
+    layer: Callable[..., nn.Module],
+    *args: Any,
+    shape: Sequence[int] | None = None,
+    shapes: Sequence[Sequence[int]] = (),
+    train: bool = False,
+    target: Callable[..., Tensor | tuple[Tensor, ...]] | None = None,
+    domain: Callable[[Tensor], Tensor] | None = None,
+    **kwargs: Any,
+) -> Example:
+    """Write an `Example` the way the layer itself is written.
+
+    Args:
+        layer: The layer's class, or a function that builds it.
+        args, kwargs: What it is built with.
+        shape: The shape of its input, batch axis first.
+        shapes: In place of `shape`, the shapes of several inputs, in the order in which the layer takes them.
+        train: Whether the layer is in training mode.
+        target: From the first shape to further inputs, such as the target of a loss.
+        domain: From normal numbers to inputs for which the layer is defined.
+
+    >>> str(case(nn.Linear, 2, 3, bias=False, shape=(4, 2)))
+    'Linear(2, 3, bias=False) on 4x2'
+    >>> [list(x.shape) for x in case(nn.Bilinear, 2, 3, 1, shapes=((4, 2), (4, 3))).inputs()]
+    [[4, 2], [4, 3]]
+    """
+    if (shape is None) == (not shapes):
+        name = getattr(layer, "__name__", str(layer))
+        raise RuleError(
+            explain(
+                f"The example of {name} has {'no shape' if shape is None else 'shape= and shapes='}.",
+                "inputs are drawn in the shapes that it gives.",
+                f"write case({name}, ..., shape=(4, 3)), or shapes=((4, 3), (4, 2)) for two inputs.",
+            )
+        )
+    given = (tuple(shape),) if shape is not None else tuple(tuple(s) for s in shapes)
+    return Example(layer, given, args, kwargs, train, target, domain)
+
+
+class Rule(ABC):
+    """A layer, described once: where it applies, its products, and what it cannot do.
+
+    `modules` are the `torch.nn` classes it serves, `functions` the functions and tensor methods
+    (for the converter), `params` the names of its parameters, `examples` small cases for tests and docs.
+    """
+
+    from_output: bool = False
+    """Whether the products are right when `call.inputs[0]` holds the output (layers that work in place)."""
+
+    reads_values: bool = True
+    """Whether the products depend on the values of the inputs, and not on their shapes alone."""
+
+    def __init__(
+        self,
+        *modules: type[nn.Module],
+        functions: Collection[Any] = (),
+        params: Sequence[str] = (),
+        examples: Sequence[Example] = (),
+    ) -> None:
+        self.modules = tuple(modules)
+        self.functions = tuple(functions)
+        self.readers: dict[Any, Reader] = dict(functions) if isinstance(functions, Mapping) else {}
+        self.params = tuple(params)
+        self.examples = tuple(examples)
+
+    @property
+    def name(self) -> str:
+        """How messages and tables call this rule."""
+        owners = [m.__name__ for m in self.modules] or [getattr(f, "__name__", str(f)) for f in self.functions]
+        return f"{type(self).__name__}({', '.join(owners)})"
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def params_of(self, module: nn.Module) -> Sequence[str]:
+        """The names of a module's parameters (of a child's: `"child.weight"`). Default: `params`."""
+        return self.params
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        """From the arguments of a forward call to what the rule sees. Default: the tensors among them, as they are."""
+        if kwargs:
+            args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
+        return Binding(module, tuple(x for x in args if isinstance(x, Tensor)))
+
+    def to_module(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_tensor: Callable[[Any], bool]
+    ) -> Conversion:
+        """The module that stands for a call of one of `functions`, or `CannotConvert` (see `conversion.convert`)."""
+        return convert(self, function, args, kwargs, is_tensor)
+
+    def join(
+        self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]
+    ) -> tuple[Tensor, dict[int, torch.Size]]:
+        """The results that matter as one output, batch axis in front, and their shapes `[*out]` by number."""
+        seen = {k: in_front(results[k], binding.out_axis(k), 1) if results[k].dim() else results[k] for k in used}
+        shapes = {k: x.shape[1:] for k, x in seen.items()}
+        if len(seen) == 1:
+            return next(iter(seen.values())), shapes
+        return torch.cat([x.reshape(len(x), -1) for x in seen.values()], 1), shapes
+
+    def draws(self, module: nn.Module) -> bool:
+        """Whether a forward call, in the module's present mode, draws random numbers that the rule needs once more.
+
+        Then `call.drawn` is the state of the generators before the call, and `capture` is called in every backward
+        pass; what it puts into the call's memo under `"mask"` is restricted to the samples of a part.
+        """
+        return False
+
+    def acts_on(self, call: Call) -> int | None:
+        """How many trailing axes of its input the layer looks at, so that the batch axis may be any before them.
+
+        `None` (the default): the batch axis must be the first one.
+        """
+        return None
+
+    def mixing(self, call: Call) -> str | None:
+        """Why this call mixes samples, so that first-order quantities are those of the chain rule, layer by layer."""
+        return None
+
+    def obstacle(self, call: Call) -> str | None:
+        """Why second-order quantities cannot pass this call, or `None` where they can. Default: `mixing`."""
+        return self.mixing(call)
+
+    def capture(self, call: Call) -> None:
+        """Compute what is only available during the backward pass (random masks). Default: nothing."""
+
+    # ---- the products: what a family must derive -------------------------------------------------
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        """The layer as a pure function. Default: the module, called with these parameters."""
+        out = call_again(options, params, tuple(inputs))
+        return out if isinstance(out, Tensor) else out[0]
+
+    def evaluate(self, call: Call, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        """The output of `call` at other inputs and parameters."""
+        return self.forward(call.options, inputs, params)
+
+    @abstractmethod
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        """Multiply with the Jacobian: `[V, N, *in] -> [V, N, *out]`, or `[V, *p] -> [V, N, *out]`."""
+
+    @abstractmethod
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        """Multiply with the transposed Jacobian: `[V, N, *out] -> [V, N, *in]`.
+
+        For a parameter `[V, *p]`, or `[V, N, *p]` where `sum_batch` is false.
+        """
+
+    # ---- the second derivative -------------------------------------------------------------------
+    @abstractmethod
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        """Structure of the second derivative with respect to `wrts` jointly."""
+
+    def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
+        """The diagonal `[N, *in]` of a `DIAGONAL` residual."""
+        raise TypeError(f"{self.name} declares a diagonal residual but does not give it")
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """Multiply with the residual `sum_k grad_out_k d2 out_k`, jointly over the keys of `mats`.
+
+        Inputs travel as `[V, N, *in]`, parameters as `[V, *p]` (summed over samples in the result).
+        """
+        from bpk.jacobians.families import autodiff
+
+        kind = self.residual(call, tuple(mats))
+        if kind is Residual.ZERO:
+            return {wrt: torch.zeros_like(mat) for wrt, mat in mats.items()}
+        if kind is Residual.DIAGONAL and tuple(mats) == (0,):
+            return {0: self.residual_diag(call, grad_out) * mats[0]}
+        return autodiff.residual_mat_prod(self, call, grad_out, mats)
+
+    def residual_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """Factor the residual as `sum_k s_k u_k u_k^T` for every sample, with `u_k` along its eigenvectors.
+
+        Returns `{wrt: [K, N, *wrt]}` and signs `[K, N]` in {-1, 0, 1}.
+        """
+        from bpk.jacobians.second_order import factoring
+
+        if self.residual(call, wrts) is Residual.DIAGONAL and tuple(wrts) == (0,):
+            diag = self.residual_diag(call, grad_out)
+            flat = diag.reshape(len(diag), -1)  # a sample may be one number
+            zero = flat == 0  # the square root has no derivative there
+            root = torch.where(zero, 0.0, torch.where(zero, 1.0, flat).abs().sqrt())
+            columns = torch.diag_embed(root).transpose(0, 1)
+            return {0: columns.reshape(-1, *diag.shape)}, flat.sign().transpose(0, 1)
+        return factoring.residual_columns(self, call, grad_out, wrts)
+
+    def signed_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """The same with any `u_k`: for sums over all columns, such as the Hessian's diagonal.
+
+        Default: `residual_columns`; jointly over inputs and parameters in closed form where the layer is linear in
+        either of them.
+        """
+        from bpk.jacobians.second_order.bordered import Bordered, corner
+
+        part = corner(self, call, wrts) if any(isinstance(wrt, str) for wrt in wrts) else ()
+        if part:
+            return Bordered(self, call, grad_out, wrts, part).signed_columns()
+        return self.residual_columns(call, grad_out, wrts)
+
+    def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
+        """The rows of every sample's residual that belong to the `D` entries of `wrt`: `{b: [D, N, *b]}` for `wrts`."""
+        from bpk.jacobians.second_order.bordered import rows_by_sample
+
+        return rows_by_sample(self, call, grad_out, (wrt,), wrts)
+
+    # ---- shortcuts: correct defaults in terms of the products ------------------------------------
+    def has_cheap_squares(self, call: Call, param: str) -> bool:
+        """Whether `squared_sum` and `norm_squared` cost less than reading individual rows that exist already."""
+        return False
+
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        """`sum_v w_vn (J_n^T m_vn)^2`, elementwise: `[*p]`, or `[N, *p]` where `per_sample`.
+
+        `mat` is `[V, N, *out]`, `weights` `[V, N]`. With `V = 1` this is the squared individual
+        gradient, with a square root of the GGN its diagonal.
+        """
+        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).square()
+        if weights is not None:
+            rows = rows * weights.reshape(weights.shape + (1,) * (rows.dim() - 2))
+        return rows.sum(0) if per_sample else rows.sum((0, 1))
+
+    def squared_sum_of_blocks(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
+    ) -> Tensor | None:
+        """`squared_sum` of columns that come in several blocks, or `None` to be given them one after the other."""
+        return None
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        """Squared norms `[N]` of the individual gradients."""
+        rows = self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0]
+        return rows.reshape(len(grad_out), -1).square().sum(1)
+
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""
+        return None
+
+    def transposes(self, param: str) -> bool:
+        """Whether `G` belongs to the last axis of the parameter and `A` to the first (embeddings)."""
+        return False
+
+    def input_first(self, param: str) -> bool:
+        """Whether factors are listed as `[A, G]`, in the order of the parameter's axes, where it is transposed."""
+        return False
+
+    def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """The factor `G` from columns `[V, N, *out]`. Default: the parameter's whole GGN block `[P, P]`."""
+        rows = self.kron_rows(call, mat, param, approximation).flatten(0, -2)
+        return rows.T @ rows
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """Rows `[..., P]` whose Gram matrix is the factor `G`. Default: `[V, N, P]`, the parameter's columns."""
+        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False)
+        return rows.reshape(*rows.shape[:2], -1)
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).
+
+        For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, so
+        that memory stays at `D` times the size of one sample.
+        """
+        total: Tensor | None = None
+        for n in range(call.batch_size):
+            one = call.subset([n])
+            total_n = self._congruence_of_sample(one, matrix, wrt)
+            total = total_n if total is None else total + total_n
+        assert total is not None
+        return total / call.batch_size
+
+    def _congruence_of_sample(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
+        """`J^T M J` for a call with one sample, by multiplying from both sides."""
+        out = call.output.shape[1:]
+        half = self._pull_flat(call, matrix.reshape(-1, 1, *out), wrt)  # M J: [D, D_wrt]
+        return self._pull_flat(call, half.T.reshape(-1, 1, *out), wrt)
+
+    def _pull_flat(self, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
+        return self.jac_t_mat_prod(call, mat, wrt, sum_batch=True).reshape(len(mat), -1)

@@ -1,0 +1,1 @@
+"""Families of rules: a layer declares its structure, and the products follow."""

@@ -1,0 +1,182 @@
+"""Layers that multiply a weight with patches of their input: Linear, Bilinear and every convolution.
+
+With groups `g`, output channels `o`, positions `t` and patches `a`,
+
+    out[n, g, o, t] = sum_i W[g, o, i] a[n, g, i, t] + b[g, o].
+
+A layer declares its patches, how its weight and output are seen in this form, and the products with
+its input; everything that concerns weight and bias follows here, once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core import gemm
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.room import require_room
+from bpk.jacobians.families.linear_in_each import LinearInEach
+
+
+class Affine(LinearInEach):
+    """The family "weight times patches, plus bias"."""
+
+    # ---- what a layer declares -------------------------------------------------------------------
+    @abstractmethod
+    def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
+        """The patches `a` of some samples: `[B, G, I, T]`."""
+
+    @abstractmethod
+    def as_columns(self, call: Call, mat: Tensor) -> Tensor:
+        """See `[V, N, *out]` as `[V, N, G, O, T]`."""
+
+    @abstractmethod
+    def as_output(self, call: Call, columns: Tensor) -> Tensor:
+        """See `[V, N, G, O, T]` (`T` may be 1: the same everywhere) as `[V, N, *out]`."""
+
+    @abstractmethod
+    def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
+        """See weights `[..., *p]` as `[..., G, O, I]`."""
+
+    @abstractmethod
+    def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
+        """See `[..., G, O, I]` as weights `[..., *p]`."""
+
+    @abstractmethod
+    def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        """`[V, N, *in] -> [V, N, *out]`: the layer without bias."""
+
+    @abstractmethod
+    def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        """`[V, N, *out] -> [V, N, *in]`."""
+
+    # ---- what follows ----------------------------------------------------------------------------
+    def weight_product(self, call: Call, mat: Tensor) -> Tensor:
+        """`[V, *p] -> [V, N, *out]`."""
+        columns = torch.matmul(self.as_matrix(call, mat)[:, None], self.patches(call))
+        return self.as_output(call, columns)
+
+    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        """`[V, N, *out] -> [V, *p]`, summed over samples."""
+        columns = self.as_columns(call, mat)
+        return self.as_weight(call, torch.einsum("vngot,ngit->vgoi", columns, self.patches(call)))
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        if isinstance(wrt, int):
+            return self.input_product(call, mat, wrt)
+        if wrt == "weight":
+            return self.weight_product(call, mat)
+        groups = self._matrix_shape(call)[0]
+        columns = mat.reshape(mat.shape[0], 1, groups, -1, 1)
+        return self.as_output(call, columns.expand(-1, call.batch_size, -1, -1, -1))
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        if isinstance(wrt, int):
+            return self.input_adjoint(call, mat, wrt)
+        if wrt == "weight" and sum_batch:
+            return self.weight_adjoint(call, mat)
+        if wrt == "weight":
+            width = self._matrix_shape(call)[2]
+            columns = self.as_columns(call, mat)
+            rows = gemm.per_sample(partial(self.patches, call), columns, width, call.empty)
+            return self.as_weight(call, rows)
+        rows = self._bias_rows(call, mat)
+        return rows.sum(1) if sum_batch else rows
+
+    def has_cheap_squares(self, call: Call, param: str) -> bool:
+        """With one position squares factorise; a bias has few entries anyway."""
+        return param != "weight" or self.positions(call) == 1
+
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().squared_sum(call, mat, param, weights, per_sample)
+        if param == "weight":
+            columns, width = self.as_columns(call, mat), self._matrix_shape(call)[2]
+            patches = partial(self.patches, call)
+            squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
+            return self.as_weight(call, squares)
+        squares = gemm.sum_of_squares(self._bias_rows(call, mat), weights)
+        return (squares if per_sample else squares.sum(0)).to(mat.dtype)
+
+    def squared_sum_of_blocks(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
+    ) -> Tensor | None:
+        """All blocks at once, so that the patches are gathered and multiplied once for all of them."""
+        if torch.is_grad_enabled() or self.has_cheap_squares(call, param):
+            return None
+        blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
+        if gemm.by_pairs(sum(map(len, mats)), blocks[0].shape[3], width, self.positions(call)):
+            patches = partial(self.patches, call)
+            squares = gemm.squared_sum_by_pairs(patches, blocks, width, weights, per_sample, call.empty)
+            return self.as_weight(call, squares)
+        if not all(gemm.one_by_one(block, width) for block in blocks):
+            return None
+        patches = partial(self.patches, call)
+        squares = gemm.squared_sum_by_sample(patches, blocks, width, weights, per_sample, call.empty)
+        return self.as_weight(call, squares)
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        if param != "weight":
+            return gemm.wide(self._bias_rows(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
+        columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
+        return gemm.norm_squared(partial(self.patches, call), columns, width)
+
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.
+
+        "expand": divided by `N T`; "reduce": of `a` averaged over positions (Eschenhagen et al. 2023,
+        arXiv:2311.00636).
+        """
+        if param != "weight":
+            return None
+        require_room(self._matrix_shape(call)[2], call.params["weight"])
+        n = call.batch_size
+        moment = self.moment(call, approximation == "reduce")
+        divisor = n * self.positions(call) if approximation == "expand" else n
+        return moment / divisor if torch.is_grad_enabled() else moment.div_(divisor)
+
+    def moment(self, call: Call, average: bool) -> Tensor:
+        """`sum_n sum_t a a^T` `[I, I]`, mean over groups; of the mean over positions where `average`."""
+        groups, _, width = self._matrix_shape(call)
+        n, t = call.batch_size, self.positions(call)
+        return gemm.second_moment(partial(self.patches, call), n, groups, width, t, call.inputs[0], average)
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """Rows whose Gram matrix is `G` `[G O, G O]`: positions summed, or one row for each ("expand")."""
+        if approximation == "expand" and param == "weight":
+            return self.as_columns(call, mat).movedim(-1, 2).flatten(3)  # [V, N, T, G O]
+        return self._bias_rows(call, mat)
+
+    def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        rows = gemm.wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
+        return gemm.linear(rows.T, rows.T).to(mat.dtype)
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""
+        if wrt == 0 and len(call.inputs) == 1:
+            return self._congruence_of_sample(call.subset([0]), matrix, 0)
+        if isinstance(wrt, int):
+            return super().congruence(call, matrix, wrt)
+        size, out = matrix.shape[0], call.output.shape[1:]
+        one = call.subset([0])
+        half = self._bias_rows(one, matrix.reshape(size, 1, *out))[:, 0]  # [D, G O]
+        return self._bias_rows(one, half.T.reshape(-1, 1, *out))[:, 0]
+
+    def positions(self, call: Call) -> int:
+        """`T`."""
+        groups, channels, _ = self._matrix_shape(call)
+        return call.output.shape[1:].numel() // (groups * channels)
+
+    def _matrix_shape(self, call: Call) -> torch.Size:
+        return self.as_matrix(call, call.params["weight"]).shape
+
+    def _bias_rows(self, call: Call, mat: Tensor) -> Tensor:
+        """Columns summed over positions: `[V, N, G O]`."""
+        return self.as_columns(call, mat).sum(-1).flatten(2)

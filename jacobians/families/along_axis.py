@@ -1,0 +1,96 @@
+"""The family of layers that mix the entries along one axis, such as a softmax."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.rule import Example, Residual, Rule
+
+
+class AlongAxis(Rule):
+    """A layer that mixes the entries along one axis `dim` only.
+
+    Its residual is block-diagonal: one block per sample and position along the other axes.
+    """
+
+    def __init__(self, *modules: type[nn.Module], functions: Sequence[Any], examples: Sequence[Example]) -> None:
+        super().__init__(*modules, functions=functions, examples=examples)
+
+    def dim(self, options: Options, dims: int) -> int:
+        """The axis of an input with `dims` axes, counted from the front; `None` is PyTorch's implicit choice."""
+        dim = options.dim
+        if dim is None:
+            return 0 if dims in (0, 1, 3) else 1
+        return dim % dims
+
+    def _dim(self, call: Call) -> int:
+        return self.dim(call.options, call.inputs[0].dim())
+
+    def acts_on(self, call: Call) -> int | None:
+        return call.inputs[0].dim() - self._dim(call)
+
+    def mixing(self, call: Call) -> str | None:
+        return "it mixes samples: its dim is the batch axis." if self._dim(call) == 0 else None
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.GENERAL
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        return {0: self._residual_product(call, grad_out, mats[0])}
+
+    @abstractmethod
+    def _residual_product(self, call: Call, grad_out: Tensor, mat: Tensor) -> Tensor:
+        """Multiply `[V, N, *in]` with the residual."""
+
+
+class BlockResidual(AlongAxis):
+    """A layer along an axis that gives its residual as one small matrix per position: columns are eigenvectors."""
+
+    def residual_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """The columns of all blocks: `{0: [C*P, N, *in]}`, for `C` entries along the axis and `P` positions."""
+        dim = self._dim(call)
+        vectors, signs = signed_roots(self._block_residual(call, grad_out, dim))
+        count, positions, size = signs.shape
+        spread = torch.diag_embed(vectors.permute(3, 0, 2, 1))  # [C (column), N, C (entry), P, P (column)]
+        columns = spread.permute(0, 4, 1, 3, 2).reshape(size * positions, count, positions, size)
+        others = call.inputs[0].movedim(dim, -1).shape[1:-1]
+        columns = columns.reshape(-1, count, *others, size).movedim(-1, dim + 1)
+        return {0: columns}, signs.permute(2, 1, 0).reshape(-1, count)
+
+    @abstractmethod
+    def _block_residual(self, call: Call, grad_out: Tensor, dim: int) -> Tensor:
+        """The residual's blocks `[N, P, C, C]`."""
+
+
+def as_blocks(x: Tensor, dim: int) -> Tensor:
+    """`[N, ..., C (at dim), ...]` as `[N, P, C]`."""
+    moved = x.movedim(dim, -1)
+    return moved.reshape(moved.shape[0], -1, moved.shape[-1])
+
+
+def signed_roots(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvectors `[..., C, C]` scaled by `sqrt|eigenvalue|`, and signs `[..., C]`, of symmetric matrices.
+
+    Blocks that are not finite give NaN, and eigenvalues that are zero up to rounding give zero columns;
+    both without a trace in the gradient of other blocks.
+    """
+    wide = matrices.double()
+    finite = wide.isfinite().all(-1).all(-1)[..., None, None]
+    regular = finite & (wide != 0).any(-1).any(-1)[..., None, None]
+    size = wide.shape[-1]
+    distinct = torch.diag(torch.arange(1, size + 1, dtype=wide.dtype, device=wide.device))
+    values, vectors = torch.linalg.eigh(torch.where(regular, wide, distinct))
+    tiny = torch.finfo(torch.float64).eps * size * values.abs().amax(-1, keepdim=True)
+    kept = regular[..., 0] & (values.abs() > tiny)
+    roots = torch.where(kept, torch.where(kept, values, torch.ones_like(values)).abs().sqrt(), torch.zeros_like(values))
+    columns = torch.where(finite, vectors * roots[..., None, :], torch.full_like(wide, torch.nan))
+    signs = torch.where(kept, values.sign(), (~finite[..., 0]).to(values))
+    return columns.to(matrices.dtype), signs.to(matrices.dtype)

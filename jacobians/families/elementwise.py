@@ -1,0 +1,192 @@
+"""The family of elementwise layers: everything follows from one expression in `x`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.conversion import name_of
+from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
+from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.rule import Example, Residual, Rule
+from bpk.jacobians.families.symbolic import Derivation, derive, hyperparameters
+
+
+class Pointwise(Rule):
+    """A layer whose Jacobian is diagonal, `out_i = f_i(x_i)`: its products scale by the slope `f_i'(x_i)`."""
+
+    @abstractmethod
+    def slope(self, call: Call) -> Tensor:
+        """The diagonal `[N, *in]` of the Jacobian, computed once per call."""
+
+    def acts_on(self, call: Call) -> int | None:
+        return 0
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        return mat * self.slope(call)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        slope = self.slope(call)
+        if call.spare is None or torch.is_grad_enabled() or mat.dtype != slope.dtype:
+            return mat * slope
+        return torch.mul(mat, slope, out=call.empty(mat.shape, mat))  # the spare memory may be that of `mat`
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        """`mean_n D_n M D_n = M * (S^T S / N)` with the slopes `S` `[N, D]`: no loop over samples."""
+        slope = self.slope(call)
+        slopes = slope.reshape(len(slope), -1)
+        return matrix * (slopes.T @ slopes / call.batch_size)
+
+
+class Elementwise(Pointwise):
+    r"""A layer `out = f(x)` applied to every entry, given by one expression in `x`.
+
+    Derived from the expression, on first use: the forward, both products `mat * f'(x)`
+    (`[V, N, *in] -> [V, N, *in]`), whether the residual is zero, its diagonal `f''(x) * grad_out`, and
+    LaTeX for the documentation. Names in the expression other than `x` and the functions of
+    `bpk.jacobians.families.symbolic` are hyperparameters, read from the attribute of the same name of the layer.
+
+    Args:
+        expression: Such as `"x*sigmoid(x)"`. Kinks are written `where(condition, a, b)`. A mapping from
+            the values of a string option to expressions where such an option selects among them.
+        modules: The `torch.nn` classes it serves. Default: one that is generated from the first function, and found
+            in `bpk.custom_module.elementwise` (`torch.exp` -> `Exp`).
+        functions: The functions and tensor methods it serves.
+        hyper: For a hyperparameter, the attribute it is read from (a string) or its value (a number).
+        choose: The name of the option that selects from a mapping of expressions.
+        examples: Cases for tests and documentation. Default: each class without arguments, on two shapes.
+        from_output: Declares that `f'(f(x)) = f'(x)` for every `x`, so that an in-place layer's output
+            can stand in for the overwritten input.
+        positive: Declares that `f` is defined for `x > 0` only (this concerns the default examples).
+
+    >>> rule = Elementwise("x*sigmoid(x)", nn.SiLU)
+    >>> call = Call.of(nn.SiLU(), torch.zeros(1, 2))
+    >>> rule.jac_t_mat_prod(call, torch.ones(1, 1, 2))
+    tensor([[[0.5000, 0.5000]]])
+    """
+
+    def __init__(
+        self,
+        expression: str | Mapping[str, str],
+        *modules: type[nn.Module],
+        functions: Collection[Any] = (),
+        hyper: Mapping[str, str | float] | None = None,
+        choose: str = "",
+        examples: Sequence[Example] = (),
+        from_output: bool = False,
+        positive: bool = False,
+    ) -> None:
+        super().__init__(*(modules or (function_layer(functions),)), functions=functions)
+        if isinstance(expression, str) is bool(choose):
+            raise RuleError(
+                explain(
+                    f"{self.name} has {'one expression' if choose else 'several expressions'}.",
+                    "choose= names the option that selects among several expressions, and goes with a mapping.",
+                    "write Elementwise({'none': '...', 'tanh': '...'}, ..., choose='approximate').",
+                )
+            )
+        self.expressions = {"": expression} if isinstance(expression, str) else dict(expression)
+        self.choose = choose
+        self.hyper = dict(hyper or {})
+        self.from_output = from_output
+        used = {name for text in self.expressions.values() for name in hyperparameters(text)}
+        if unused := sorted(set(self.hyper) - used):
+            raise RuleError(
+                explain(f"{self.name} sets {', '.join(unused)}.", "the expression has no such name.", "drop it.")
+            )
+        self.examples = tuple(examples) or self._default_examples(positive)
+
+    def _default_examples(self, positive: bool) -> tuple[Example, ...]:
+        kind = PositiveExample if positive else Example
+        return tuple(kind(layer, (shape,)) for layer in self.modules for shape in ((3, 4), (2, 3, 4)))
+
+    def derivation(self, options: Options) -> Derivation:
+        """The function and its derivatives that these options select."""
+        if not self.choose:
+            return derive(self.expressions[""])
+        choice = getattr(options, self.choose)
+        if choice not in self.expressions:
+            raise RuleError(
+                explain(
+                    f"{self.name} has no expression for {self.choose}={choice!r}.",
+                    f"known are {', '.join(map(repr, self.expressions))}.",
+                    "add the expression to the rule.",
+                )
+            )
+        return derive(self.expressions[choice])
+
+    def latex(self, order: int = 0, choice: str = "") -> str:
+        """The function or its `order`-th derivative as LaTeX, for the documentation."""
+        return derive(self.expressions[choice]).latex(order)
+
+    def _evaluate(self, options: Options, x: Tensor, order: int) -> Tensor:
+        derived = self.derivation(options)
+        sources = [self.hyper.get(name, name) for name in derived.hyper]
+        values = [getattr(options, s) if isinstance(s, str) else s for s in sources]
+        for name, value in zip(derived.hyper, values, strict=True):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise UnsupportedLayer(
+                    explain(
+                        f"{self.name} has the hyperparameter {name} of shape {list(value.shape)}.",
+                        "an expression has numbers as hyperparameters.",
+                        "describe the layer by bpk.Autodiff, or with one number.",
+                    )
+                )
+        return derived.compiled[order](x, *map(float, values))
+
+    def _derivative(self, call: Call, order: int) -> Tensor:
+        # what was computed without a graph must not serve a call that differentiates through it
+        key = ("derivative", order, torch.is_grad_enabled())
+        return call.memo(key, lambda: self._evaluate(call.options, call.inputs[0], order))
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return self._evaluate(options, inputs[0], 0)
+
+    def slope(self, call: Call) -> Tensor:
+        return self._derivative(call, 1)
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.ZERO if self.derivation(call.options).linear else Residual.DIAGONAL
+
+    def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
+        """`f''(x) * grad_out`, `[N, *in]`."""
+        return self._derivative(call, 2) * grad_out
+
+
+def function_layer(functions: Collection[Any]) -> type[nn.Module]:
+    """The class of layers that apply the first of these functions to every entry."""
+    if not functions:
+        raise RuleError(explain("A rule without modules and functions.", "nothing leads to it.", "name a class."))
+    function = next(iter(functions))
+
+    def apply(x: Tensor, /) -> Tensor:
+        return function(x)
+
+    name = name_of(function)
+    apply.__doc__ = f"`{name}` of every entry."
+    return layer(name.capitalize(), apply, home="elementwise")
+
+
+class FunctionLayer(nn.Module):
+    """A function of one tensor as a module, for the examples of rules that serve no module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@dataclass(frozen=True)
+class PositiveExample(Example):
+    """An example whose inputs are positive, for functions such as the logarithm."""
+
+    def inputs(self, dtype: torch.dtype = torch.float64, batch: int | None = None) -> tuple[Tensor, ...]:
+        return tuple((x.abs() + 0.5).to(dtype) for x in super().inputs(torch.float64, batch))

@@ -1,0 +1,91 @@
+"""Layers that are linear in each of their operands: inputs and parameters that are multiplied with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.second_order.bordered import Bordered, corner
+
+AT_ONCE = 1 << 22
+"""How many numbers products with unit vectors hold at a time."""
+
+
+class LinearInEach(Rule):
+    """A layer that is linear in each of its inputs and parameters, plus parameters that are only added.
+
+    Its second derivative couples pairs of operands: contracted with the output's gradient `g`,
+
+        (R u)_a = sum_{b != a} J_a(b := u_b)^T g,
+
+    the transposed Jacobian with respect to `a`, evaluated where operand `b` is replaced by `u_b`.
+    """
+
+    added: tuple[str, ...] = ("bias",)
+
+    def operands(self, wrts: Sequence[Wrt]) -> tuple[Wrt, ...]:
+        """Those of `wrts` that are multiplied with others."""
+        return tuple(w for w in wrts if w not in self.added)
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.GENERAL if len(self.operands(wrts)) > 1 else Residual.ZERO
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        operands = self.operands(tuple(mats))
+        result: dict[Wrt, Tensor] = {wrt: torch.zeros_like(mat) for wrt, mat in mats.items()}
+        for a in operands:
+            for b in operands:
+                if a != b:
+                    pulled = [self.jac_t_mat_prod(replace(call, b, u), grad_out[None], a)[0] for u in mats[b]]
+                    result[a] = result[a] + torch.stack(pulled)
+        return result
+
+    def signed_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """In closed form for several inputs alone, too."""
+        part = corner(self, call, wrts)
+        if part:
+            return Bordered(self, call, grad_out, wrts, part).signed_columns()
+        return super().signed_columns(call, grad_out, wrts)
+
+    def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
+        """`J_b(wrt := e_j)^T g` for the unit vectors `e_j`: those of an input with all samples at once."""
+        shape = call.sample_shape(wrt)
+        units = torch.eye(shape.numel()).to(call.output).reshape(-1, *shape)
+        operands, rows = self.operands(wrts), dict[Wrt, Tensor]()
+        for b in wrts:
+            own = call.sample_shape(b)
+            if b == wrt or b not in operands or wrt not in operands:
+                rows[b] = units.new_zeros(()).expand(len(units), call.batch_size, *own)
+            elif isinstance(wrt, int):
+                step = max(1, AT_ONCE // max(1, call.batch_size * max(own.numel(), call.output[0].numel())))
+                rows[b] = torch.cat([self._rows_of_input(call, grad_out, wrt, u, b) for u in units.split(step)])
+            else:
+                calls = [replace(call, wrt, unit) for unit in units]
+                rows[b] = torch.stack([self.jac_t_mat_prod(c, grad_out[None], b, sum_batch=False)[0] for c in calls])
+        return rows
+
+    def _rows_of_input(self, call: Call, grad_out: Tensor, wrt: int, units: Tensor, b: Wrt) -> Tensor:
+        """`[V, N, *b]`: a call with `V N` samples, each of which sees one unit vector."""
+        n = call.batch_size
+
+        def repeated(x: Tensor) -> Tensor:
+            return x.expand(len(units), *x.shape).flatten(0, 1)
+
+        spread = units[:, None].expand(-1, n, *units.shape[1:]).flatten(0, 1)
+        inputs = [spread if k == wrt else repeated(x) for k, x in enumerate(call.inputs)]
+        every = Call(call.options, inputs, call.params, repeated(call.output), used=call.used)
+        rows = self.jac_t_mat_prod(every, repeated(grad_out)[None], b, sum_batch=False)[0]
+        return rows.unflatten(0, (len(units), n))
+
+
+def replace(call: Call, wrt: Wrt, value: Tensor) -> Call:
+    """The same call with another value for one operand (what was remembered is dropped)."""
+    inputs = [value if wrt == k else x for k, x in enumerate(call.inputs)]
+    params = {name: value if wrt == name else p for name, p in call.params.items()}
+    return Call(call.options, inputs, params, call.output)

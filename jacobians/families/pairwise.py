@@ -1,0 +1,118 @@
+"""The family of functions of two numbers, applied entry by entry with broadcasting: products, quotients, maxima."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
+from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.rule import Example, Residual, Rule, add_up
+from bpk.jacobians.families.along_axis import signed_roots
+
+ZERO: float = 0.0
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """The derivatives of `f(x, y)` at every entry; numbers where they are constant."""
+
+    x: Tensor
+    y: Tensor
+    xx: Tensor | float = ZERO
+    xy: Tensor | float = ZERO
+    yy: Tensor | float = ZERO
+
+    def first(self, wrt: Wrt) -> Tensor:
+        """`f_x` or `f_y`."""
+        return self.y if wrt == 1 else self.x
+
+    def second(self, a: Wrt, b: Wrt) -> Tensor | float:
+        """`f_xx`, `f_xy` or `f_yy`."""
+        return self.xy if a != b else (self.yy if a == 1 else self.xx)
+
+
+class Pairwise(Rule):
+    """`out = f(x, y)` entry by entry: the author gives `f`'s derivatives as a function of `x` and `y`.
+
+    Operands are broadcast behind the batch axis: products with the transposed Jacobian sum over what was repeated.
+    """
+
+    def __init__(
+        self,
+        *modules: type[nn.Module],
+        derivatives: Callable[[Tensor, Tensor], Derivatives],
+        functions: Collection[Any] = (),
+        examples: Sequence[Example] = (),
+    ) -> None:
+        super().__init__(*modules, functions=functions, examples=examples)
+        self.derivatives = derivatives
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        return bind_operands(module, args, kwargs)
+
+    def acts_on(self, call: Call) -> int | None:
+        return 0 if call.inputs[0].shape == call.inputs[1].shape else None
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        shape = common_shape(inputs)
+        return options.forward(*(spread(x, shape) for x in inputs))
+
+    def _at(self, call: Call) -> Derivatives:
+        shape = call.output.shape[1:]
+        x, y = (spread(x, shape) for x in call.inputs)
+        return call.memo(("derivatives", torch.is_grad_enabled()), lambda: self.derivatives(x, y))
+
+    def _shape(self, call: Call, wrt: Wrt) -> torch.Size:
+        return call.shape_of(wrt)[1:]
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        return spread(mat, call.output.shape[1:], 2) * self._at(call).first(wrt)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        return collect(mat * self._at(call).first(wrt), self._shape(call, wrt), 2)
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        at = self._at(call)
+        if not any(isinstance(at.second(a, b), Tensor) or at.second(a, b) for a in wrts for b in wrts):
+            return Residual.ZERO
+        return Residual.DIAGONAL if tuple(wrts) == (0,) else Residual.GENERAL
+
+    def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
+        return collect(grad_out * self._at(call).xx, self._shape(call, 0))
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """`(R u)_a = sum_b f_ab g u_b`."""
+        at, out = self._at(call), call.output.shape[1:]
+        wide = {wrt: spread(mat, out, 2) for wrt, mat in mats.items()}
+        products: dict[Wrt, Tensor] = {}
+        for a in mats:
+            total = add_up([grad_out * at.second(a, b) * wide[b] for b in mats])
+            products[a] = collect(total, self._shape(call, a), 2)
+        return products
+
+    def residual_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """From the eigenvectors of `g [[f_xx, f_xy], [f_xy, f_yy]]` at every entry of the output."""
+        if len(wrts) == 1 and tuple(wrts) == (0,):
+            return super().residual_columns(call, grad_out, wrts)
+        at, out = self._at(call), call.output.shape[1:]
+        rows = [torch.stack([as_rows(grad_out * at.second(a, b)) for b in wrts], -1) for a in wrts]
+        vectors, signs = signed_roots(torch.stack(rows, -2))  # [N, D, K, K], [N, D, K]
+        columns: dict[Wrt, Tensor] = {}
+        for k, wrt in enumerate(wrts):
+            placed = torch.diag_embed(vectors[:, :, k].permute(2, 0, 1))  # [K, N, D, D (column)]
+            wide = placed.permute(0, 3, 1, 2).reshape(-1, len(grad_out), *out)
+            columns[wrt] = collect(wide, self._shape(call, wrt), 2)
+        return columns, signs.permute(2, 1, 0).reshape(-1, len(grad_out))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[N, *out]` as `[N, D]`."""
+    return x.reshape(x.shape[0], -1)

@@ -1,0 +1,228 @@
+"""What layers that standardise their input have in common: `x̂ = (x - mean) r` with `r = 1 / sqrt(var + eps)`.
+
+`FixedStatistics` knows mean and variance beforehand: `x̂` is linear in `x`. `GroupStatistics` takes them over groups
+of entries, each with `D` of them. With `P = I - 1 1^T / D` (`P = I` where the mean is not subtracted), its Jacobian and
+its second derivative contracted with `g` are, for each group,
+
+    J = r (P - x̂ x̂^T / D)
+    R = -(r^2 / D) (h x̂^T + x̂ h^T + c P - (3 c / D) x̂ x̂^T),    h = P g,  c = <h, x̂>.
+
+All Jacobians here are symmetric. Statistics are computed in float32 at least.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.gemm import wide
+
+BLOCK = 1 << 17
+"""How many numbers are multiplied at once on a processor, so that they stay in cache."""
+
+
+def eager() -> bool:
+    """Whether buffers may be written to: no graph is built, and no `torch.func` transform runs."""
+    return not torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None
+
+
+class Standardized(ABC):
+    """`x̂` of one call (`values` `[N, *in]`), and how it depends on `x`.
+
+    `weight`, where given, is broadcast against `[N, *in]`.
+    """
+
+    values: Tensor
+
+    @abstractmethod
+    def pull(self, mat: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`J (w m)` for `mat` `[V, N, *in]`; without a graph it may be written to `out`, also where that is `mat`."""
+
+    @abstractmethod
+    def push(self, mat: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`w (J m)` for `mat` `[V, N, *in]`."""
+
+
+class FixedStatistics(Standardized):
+    """Mean and variance do not depend on the input; both are broadcast against `[N, *in]`."""
+
+    def __init__(self, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> None:
+        self.x = x
+        self.mean = wide(mean)
+        self.rstd = (wide(var) + eps).rsqrt()
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]  # computed where it is asked for
+        return torch.addcmul(-self.mean * self.rstd, wide(self.x), self.rstd).to(self.x.dtype)  # in one pass
+
+    def sums(self, mat: Tensor) -> Tensor:
+        """`x̂ m` summed over positions, `[V, N, C, ...] -> [V, N, C]`, without writing `x̂`."""
+        columns = mat.flatten(3)
+        products = torch.linalg.vecdot(columns, wide(self.x).flatten(2))
+        return (products - self.mean.flatten() * columns.sum(-1)) * self.rstd.flatten()
+
+    def slope(self, weight: Tensor | None) -> Tensor:
+        """`w r`: the diagonal of the Jacobian."""
+        return self.rstd if weight is None else weight * self.rstd
+
+    def pull(self, mat: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return torch.mul(mat, self.slope(weight).to(mat.dtype), out=out)
+
+    def push(self, mat: Tensor, weight: Tensor | None = None) -> Tensor:
+        return self.pull(mat, weight)
+
+
+class GroupStatistics(Standardized):
+    """Mean and variance over groups: the entries of a sample, in order, are cut into `groups` equal parts.
+
+    Without `centred`, the mean is not subtracted and the variance is the mean square.
+    """
+
+    def __init__(self, x: Tensor, groups: int, eps: float, centred: bool = True) -> None:
+        self.shape = x.shape
+        self.groups = groups
+        self.centred = centred
+        self.source = wide(self.fold(x[None])[0])  # [B, D]
+        self.size = self.source.shape[1]
+        if centred and eager():
+            self.unit, self.mean, self.rstd = torch.native_layer_norm(self.source, [self.size], None, None, eps)
+        else:
+            moved = self.project(self.source)
+            self.rstd = (moved.square().mean(1, keepdim=True) + eps).rsqrt()
+            self.unit = moved * self.rstd
+        self.values = self.unfold(self.unit[None])[0].to(x.dtype)
+
+    def fold(self, mat: Tensor) -> Tensor:
+        """`[V, N, *in] -> [V, B, D]`, a row for each group."""
+        return mat.reshape(mat.shape[0], self.shape[0] * self.groups, -1)
+
+    def unfold(self, rows: Tensor) -> Tensor:
+        """`[V, B, D] -> [V, N, *in]`."""
+        return rows.reshape(rows.shape[0], *self.shape)
+
+    # ---- the Jacobian ----------------------------------------------------------------------------
+    def project(self, rows: Tensor) -> Tensor:
+        """`P m` along the last axis."""
+        return rows - rows.mean(-1, keepdim=True) if self.centred else rows
+
+    def multiply(self, mat: Tensor, weight: Tensor | None) -> Tensor:
+        """`J (w m)`, all columns at once."""
+        rows = self.fold(wide(mat if weight is None else mat * weight))
+        share = torch.linalg.vecdot(rows, self.unit)[..., None]
+        centred = self.project(rows)
+        if torch.is_grad_enabled():
+            return self.unfold((centred - self.unit * (share / self.size)) * self.rstd).to(mat.dtype)
+        return self.unfold(torch.addcmul(centred, self.unit, share, value=-1 / self.size) * self.rstd).to(mat.dtype)
+
+    def pull(self, mat: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not eager() or mat.dtype != self.unit.dtype or not len(mat):
+            return self.multiply(mat, weight)
+        result = torch.empty(mat.shape, dtype=mat.dtype, device=mat.device) if out is None else out
+        limit = BLOCK if mat.device.type == "cpu" else result.numel()
+        step = max(1, min(limit // max(1, self.unit.numel()), len(mat)))
+        kernel = self.kernel(weight, step)
+        for part, target in zip(mat.split(step), result.split(step), strict=True):
+            target.copy_(kernel(part))
+        return result
+
+    def kernel(self, weight: Tensor | None, step: int) -> Callable[[Tensor], Tensor]:
+        """A function that computes `J (w m)` for up to `step` columns `[V, N, *in]`, without a graph."""
+        return partial(self.multiply, weight=weight)
+
+    def push(self, mat: Tensor, weight: Tensor | None = None) -> Tensor:
+        pushed = self.pull(mat)
+        if weight is None:
+            return pushed
+        return pushed * weight if not eager() else pushed.mul_(weight)
+
+    # ---- the second derivative -------------------------------------------------------------------
+    def residual(self, grad: Tensor, mat: Tensor) -> Tensor:
+        """`R m` for the gradient `[N, *in]` of `x̂` and `mat` `[V, N, *in]`."""
+        rows, x = self.fold(wide(mat)), self.unit
+        h = self.project(self.fold(wide(grad)[None]))
+        c = (h * x).sum(-1, keepdim=True)
+        along_x, along_h = (rows * x).sum(-1, keepdim=True), (rows * h).sum(-1, keepdim=True)
+        bent = h * along_x + x * (along_h - (3 / self.size) * c * along_x) + c * self.project(rows)
+        return self.unfold(bent * (-self.rstd.square() / self.size)).to(mat.dtype)
+
+    def columns(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Orthogonal columns of `R` in closed form: `[G (D + 2), N, *in]`, and signs `[G (D + 2), N]`.
+
+        In the plane of `x̂` and `h`, `R` is a symmetric 2 x 2 matrix; its eigenvectors make two columns. On what
+        `P` leaves orthogonal to the plane, it is `-(r^2 c / D)` times the projector `Q`, the sum of the
+        products of its columns: `Q = Q Q^T`.
+        """
+        x, r = self.unit.double(), self.rstd.double()
+        h = self.project(self.fold(grad[None])[0].double())
+        first, length = direction(x)
+        rest = h - first * (first * h).sum(1, keepdim=True)
+        rest = self.project(rest - first * (first * rest).sum(1, keepdim=True))
+        small = rest.square().sum(1, keepdim=True) <= torch.finfo(torch.float64).eps * h.square().sum(1, keepdim=True)
+        second, height = direction(torch.where(small, torch.zeros_like(rest), rest))
+
+        scale = -r.square() / self.size
+        flat = scale * (h * x).sum(1, keepdim=True)
+        (upper, lower), (cos, sin) = plane(
+            3 * flat * (1 - length.square() / self.size), scale * length * height, torch.where(small, 0.0, flat)
+        )
+        basis = torch.eye(self.size, dtype=x.dtype, device=x.device)
+        outside = self.project(basis) - first[:, :, None] * first[:, None, :] - second[:, :, None] * second[:, None, :]
+        vectors = torch.cat(  # [B, K, D]
+            [
+                outside * root(flat)[:, :, None],
+                ((first * cos + second * sin) * root(upper))[:, None],
+                ((second * cos - first * sin) * root(lower))[:, None],
+            ],
+            1,
+        )
+        signs = torch.cat([flat.expand(-1, self.size), upper, lower], 1).sign().detach().nan_to_num(nan=1.0)
+        return self._spread(vectors, grad), self._by_sample(signs).flatten(0, 1).to(grad.dtype)
+
+    def _by_sample(self, rows: Tensor) -> Tensor:
+        """`[B, K, ...] -> [G, K, N, ...]`."""
+        return rows.unflatten(0, (self.shape[0], self.groups)).movedim(0, 2)
+
+    def _spread(self, vectors: Tensor, grad: Tensor) -> Tensor:
+        """Columns of the groups `[B, K, D]` as columns of samples `[G K, N, *in]`, zero outside their group."""
+        own = self._by_sample(vectors)  # [G, K, N, D]
+        placed = torch.diag_embed(own.permute(1, 2, 3, 0)).permute(3, 0, 1, 4, 2)  # [G, K, N, G, D]
+        return placed.reshape(-1, *grad.shape).to(grad.dtype)
+
+
+class BatchStatistics(GroupStatistics):
+    """Mean and variance of every channel (axis 1) over samples and positions: a group for each channel."""
+
+    def __init__(self, x: Tensor, eps: float) -> None:
+        super().__init__(x, 1, eps)
+
+    def fold(self, mat: Tensor) -> Tensor:
+        return mat.transpose(1, 2).reshape(mat.shape[0], self.shape[1], -1)
+
+    def unfold(self, rows: Tensor) -> Tensor:
+        n, channels, *positions = self.shape
+        return rows.reshape(rows.shape[0], channels, n, *positions).transpose(1, 2)
+
+
+def root(x: Tensor) -> Tensor:
+    """`sqrt|x|`, with derivative zero at zero."""
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).abs().sqrt())
+
+
+def direction(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors `[B, D]` divided by their lengths (zero stays zero), and the lengths `[B, 1]`."""
+    length = root(rows.square().sum(1, keepdim=True))
+    return rows / torch.where(length == 0, 1.0, length), length
+
+
+def plane(top: Tensor, side: Tensor, bottom: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Eigenvalues of `[[top, side], [side, bottom]]`, and the cosine and sine of the first eigenvector's angle."""
+    mean, half = (top + bottom) / 2, (top - bottom) / 2
+    round_ = (half == 0) & (side == 0)
+    angle = torch.atan2(torch.where(round_, 0.0, side), torch.where(round_, 1.0, half)) / 2
+    spread = root(half.square() + side.square())
+    return (mean + spread, mean - spread), (angle.cos(), angle.sin())

@@ -1,0 +1,176 @@
+"""From one expression in `x` to a function and its first two derivatives, as torch code.
+
+An activation is written as a string, such as `"x*sigmoid(x)"` or `"where(x <= 0, 0, x)"`. sympy
+differentiates it, a small printer turns the results into torch code. The functions that may be used
+stand in `FUNCTIONS`, each with its derivative in closed form (`sigmoid(x)*sigmoid(-x)`, not
+`exp(-x)/(1 + exp(-x))**2`). Kinks are written with `where`, whose condition says which side a kink (and
+NaN) belongs to. Nothing is simplified: sympy only applies the chain rule. sympy is imported on the
+first derivation, not with this module.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.functions import FUNCTIONS
+from bpk.jacobians.families.torch_code import compile_expression
+
+MACROS = ("where", "relu", "clamp", "max", "min", "pi")
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """A function of `x` and hyperparameters, with its first and second derivative.
+
+    `compiled[k](x, *hyper)` is the `k`-th derivative, elementwise; `hyper` are the names of the
+    hyperparameters in the order in which they are passed. `linear` says that the second derivative is
+    zero everywhere (between the kinks). `source` is the generated code.
+    """
+
+    hyper: tuple[str, ...]
+    compiled: tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
+    source: tuple[str, str, str]
+    linear: bool
+    symbolic: tuple[Any, Any, Any]
+
+    def latex(self, order: int = 0) -> str:
+        """The `order`-th derivative as LaTeX, for the documentation."""
+        import sympy
+
+        expression = self.symbolic[order]
+        words = {s: rf"\mathrm{{{s.name}}}".replace("_", r"\_") for s in expression.free_symbols if _is_word(s.name)}
+        return str(sympy.latex(expression, symbol_names=words))
+
+
+def _is_word(name: str) -> bool:
+    return len(name) > 1 and name not in ("alpha", "beta", "gamma", "delta", "lambda", "mu", "sigma")
+
+
+def hyperparameters(expression: str) -> tuple[str, ...]:
+    """Names in `expression` other than `x` and the known functions; raises `RuleError` on any mistake.
+
+    >>> hyperparameters("where(x > 0, x, negative_slope*x)")
+    ('negative_slope',)
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(expression, mode="eval")))
+    except SyntaxError as error:
+        raise RuleError(
+            explain(f"{expression!r} is not an expression.", str(error), "write e.g. 'x*sigmoid(x)'.")
+        ) from error
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    known = {*FUNCTIONS, *MACROS}
+    if unknown := sorted(called - known):
+        raise RuleError(
+            explain(
+                f"{expression!r} uses {', '.join(unknown)}.",
+                "this function has no derivative in the table.",
+                f"use {', '.join(sorted(known))}, or add it to FUNCTIONS with its derivative.",
+                "jacobians/core/functions.py",
+            )
+        )
+    names = {n.id: None for n in nodes if isinstance(n, ast.Name)}
+    return tuple(n for n in names if n != "x" and n not in known)
+
+
+@cache
+def derive(expression: str) -> Derivation:
+    """Differentiate an expression in `x` twice and compile it and both derivatives.
+
+    >>> import torch
+    >>> f = derive("where(x <= 0, 0, x**2)")
+    >>> [g(torch.tensor([-1.0, 3.0])).tolist() for g in f.compiled]
+    [[0.0, 9.0], [0.0, 6.0], [0.0, 2.0]]
+    """
+    hyper = hyperparameters(expression)
+    algebra = _algebra()
+    value = algebra.parse(expression, hyper)
+    first = value.diff(algebra.x)
+    second = first.diff(algebra.x)
+    orders = (value, first, second)
+    made = [compile_expression(algebra, order, hyper) for order in orders]
+    functions, sources = tuple(f for f, _ in made), tuple(s for _, s in made)
+    return Derivation(hyper, functions, sources, second == 0, orders)  # type: ignore[arg-type]
+
+
+@cache
+def _algebra() -> SimpleNamespace:
+    """sympy, its symbol `x`, and the functions of the table as sympy functions (on first use)."""
+    import sympy
+    from sympy.parsing.sympy_parser import parse_expr
+
+    x = sympy.Symbol("x", real=True)
+
+    class where(sympy.Function):
+        """`where(condition, a, b)`; unlike Piecewise it never rewrites the condition (NaN, kinks)."""
+
+        @classmethod
+        def eval(cls, condition: Any, a: Any, b: Any) -> Any:
+            if condition in (sympy.true, sympy.false):
+                return a if condition == sympy.true else b
+            if a == b:
+                return a
+            if isinstance(b, where) and b.args[1] == a:  # the same value on both sides of a middle piece
+                return where(sympy.Or(condition, b.args[0]), a, b.args[2])
+            return None
+
+        def _eval_derivative(self, symbol: Any) -> Any:
+            condition, a, b = self.args
+            return where(condition, a.diff(symbol), b.diff(symbol))
+
+        def _latex(self, printer: Any) -> str:
+            rows, rest = [], self
+            while isinstance(rest, where):
+                condition, a, rest = rest.args
+                rows.append(rf"{printer._print(a)} & {printer._print(condition)}")
+            rows.append(rf"{printer._print(rest)} & \text{{otherwise}}")
+            return r"\begin{cases} " + r" \\ ".join(rows) + r" \end{cases}"
+
+    def relu(a: Any) -> Any:
+        return where(a <= 0, 0, a)
+
+    def clamp(a: Any, low: Any, high: Any) -> Any:
+        return where(a < low, low, where(a > high, high, a))
+
+    def maximum(a: Any, b: Any) -> Any:
+        return where(a > b, a, where(a < b, b, (a + b) / sympy.Integer(2)))  # autograd halves at a tie
+
+    def minimum(a: Any, b: Any) -> Any:
+        return where(a < b, a, where(a > b, b, (a + b) / sympy.Integer(2)))
+
+    macros = {"where": where, "relu": relu, "clamp": clamp, "max": maximum, "min": minimum, "pi": sympy.pi}
+    names: dict[str, Any] = {**macros, "x": x, "Integer": sympy.Integer, "Float": sympy.Float}
+
+    def parse(expression: str, hyper: tuple[str, ...] = ()) -> Any:
+        symbols = {name: sympy.Symbol(name, real=True) for name in hyper}
+        return sympy.sympify(parse_expr(expression, {**names, **symbols}, global_dict={"Symbol": sympy.Symbol}))
+
+    def fdiff(self: Any, argindex: int = 1) -> Any:
+        return parse(FUNCTIONS[type(self).__name__].derivative).xreplace({x: self.args[0]})
+
+    def latex(self: Any, printer: Any, exp: str | None = None) -> str:
+        name, argument = type(self).__name__, printer._print(self.args[0])
+        power = f"^{{{exp}}}" if exp is not None else ""
+        if name == "abs":
+            return rf"\left|{argument}\right|{power}"
+        if name == "sqrt":
+            return rf"\sqrt{{{argument}}}{power}"
+        shown = FUNCTIONS[name].latex or rf"\operatorname{{{name}}}"
+        return rf"{shown}{power}\left({argument}\right)"
+
+    @classmethod  # type: ignore[misc]
+    def root_of_number(cls: Any, argument: Any) -> Any:
+        return sympy.Pow(argument, sympy.Rational(1, 2)) if argument.is_number else None
+
+    for name in FUNCTIONS:
+        names[name] = type(name, (sympy.Function,), {"nargs": 1, "fdiff": fdiff, "_latex": latex})
+    names["sqrt"].eval = root_of_number
+    return SimpleNamespace(sympy=sympy, x=x, where=where, parse=parse)

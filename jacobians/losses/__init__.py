@@ -1,0 +1,1 @@
+"""Loss functions: square roots of their Hessians, and products with these."""

@@ -1,0 +1,51 @@
+"""Losses without curvature: (piecewise) linear in their predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.rule import Example, Residual
+from bpk.jacobians.losses.loss import Loss
+
+
+class ZeroCurvature(Loss):
+    """A loss whose Hessian is zero (almost) everywhere: (piecewise) linear in its `predictions`, jointly.
+
+    Its factors have one column, of zeros (NaN where the prediction is NaN). `why` ends up in a warning.
+    """
+
+    def __init__(
+        self,
+        why: str,
+        *modules: type[nn.Module],
+        examples: Sequence[Example] = (),
+        least_axes: int = 1,
+        predictions: tuple[int, ...] = (0,),
+    ) -> None:
+        super().__init__(*modules, examples=examples)
+        self.flat = why
+        self.least_axes = least_axes
+        self.predictions = predictions
+
+    def together(self, wrts: tuple[int, ...]) -> Loss:
+        return self if set(wrts) <= set(self.predictions) else super().together(wrts)
+
+    def sqrt_hessian(self, call: Call) -> Tensor:
+        return self._zeros(call)[None]
+
+    def sqrt_hessian_sampled(self, call: Call, mc_samples: int) -> Tensor:
+        return self._zeros(call).expand(mc_samples, *call.inputs[0].shape)
+
+    def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
+        return self._zeros(call).expand_as(mat)
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.ZERO
+
+    def _zeros(self, call: Call) -> Tensor:
+        x = call.inputs[0]
+        return torch.where(x.isnan(), x, 0.0)

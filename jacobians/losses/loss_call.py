@@ -1,0 +1,114 @@
+"""Losses of any signature: where in the arguments of a forward call its tensors are, and how to call it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.again import call_again
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.call import Options
+from bpk.jacobians.core.function_module import Slot, fill
+
+Filled = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A module, and the positional and named arguments of a call."""
+
+
+class Arguments(Protocol):
+    """Options of a call that know how its arguments are made of tensors."""
+
+    def fill(self, inputs: Sequence[Tensor]) -> Filled:
+        """Put tensors in their places."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of one call of a loss, with slots in place of tensors (anywhere in tuples, lists, dictionaries)."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def fill(self, inputs: Sequence[Tensor]) -> Filled:
+        """Put tensors in their places."""
+        return self.module, fill(self.args, inputs), fill(dict(self.kwargs), inputs)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Where the arguments of a loss are, once some of its inputs are merged into the first one."""
+
+    options: Options
+    shapes: Mapping[int, torch.Size]
+
+    def fill(self, inputs: Sequence[Tensor]) -> Filled:
+        """Module and arguments, for tensors that start with the joint prediction."""
+        parts, others = split(inputs[0], self.shapes, 1), iter(inputs[1:])
+        count = len(inputs) - 1 + len(self.shapes)
+        return filled(self.options, [parts[i] if i in parts else next(others) for i in range(count)])
+
+
+def bind_any(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+    """See the tensors of any call of a loss: those that require grad come first, they are its predictions."""
+    tensors = list(tensors_anywhere((args, dict(kwargs))))
+    order = sorted(range(len(tensors)), key=lambda k: not tensors[k].requires_grad)
+    seen = tuple(tensors[k] for k in order)
+    if not kwargs and len(args) == len(seen) and all(x is y for x, y in zip(args, seen, strict=True)):
+        return Binding(module, seen)
+    numbers = iter([order.index(k) for k in range(len(tensors))])
+    return Binding(Given(module, with_slots(args, numbers), with_slots(dict(kwargs), numbers)), seen)
+
+
+def filled(options: Options, inputs: Sequence[Tensor]) -> Filled:
+    """The module and the arguments of a call, from its options and its tensors."""
+    return (options, tuple(inputs), {}) if isinstance(options, nn.Module) else options.fill(inputs)
+
+
+def evaluate(filled: Filled, dtype: torch.dtype) -> Tensor:
+    """Call a loss again, with its parameters and buffers in this precision; the module stays as it is."""
+    module, args, kwargs = filled
+    state = {name: cast(x, dtype) for name, x in module.named_parameters()}
+    state.update({name: cast(x, dtype).clone() for name, x in module.named_buffers()})  # forward may write to them
+    out: Tensor = call_again(module, state, args, kwargs)
+    return out
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Change the precision of floating-point numbers only."""
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def tensors_anywhere(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists and dictionaries, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_anywhere(part)
+    elif isinstance(value, dict):
+        yield from tensors_anywhere(list(value.values()))
+
+
+def with_slots(value: Any, numbers: Iterator[int]) -> Any:
+    """Nested arguments with numbered slots in place of tensors."""
+    if isinstance(value, Tensor):
+        return Slot(next(numbers))
+    if isinstance(value, dict):
+        return {name: with_slots(part, numbers) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [with_slots(part, numbers) for part in value]
+        return type(value)(parts) if type(value) in (tuple, list) else type(value)(*parts)  # a named tuple
+    return value
+
+
+def split(joint: Tensor, shapes: Mapping[int, torch.Size], lead: int) -> dict[int, Tensor]:
+    """What lies side by side behind `lead` axes, by input."""
+    if len(shapes) == 1:
+        return {next(iter(shapes)): joint}
+    parts = joint.split([shape.numel() for shape in shapes.values()], lead)
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {i: part.reshape(*joint.shape[:lead], *shape) for (i, shape), part in pairs}

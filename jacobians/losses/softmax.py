@@ -1,0 +1,118 @@
+"""Cross-entropy of a softmax: the loss whose Hessian couples the classes of one position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.gemm import wide
+from bpk.jacobians.losses.loss import Loss, safe_sqrt
+
+
+def _grid(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Index tensors of the last two axes of `[K, N, C]`."""
+    n, c = (torch.arange(size, device=rows.device) for size in rows.shape[1:])
+    return n[:, None], c
+
+
+class SoftmaxCrossEntropy(Loss):
+    """Cross-entropy of logits `[N, C, *d]`, with all options of `torch.nn.CrossEntropyLoss`.
+
+    At every position `H = a (diag(p) - p p^T)` with `p = softmax(logits)`. The weight `a = sum_c w_c t_c / divisor`
+    has class weights `w` and the (smoothed) target distribution `t`, and is 0 where the target is ignored. The mean
+    divides by the summed weights of the targets that count, or by the number of positions for probability targets.
+
+    The columns are `sqrt(a p_c) (e_c - p)`. With extra axes there is one set per position, `K = C prod(d)`,
+    ordered like the entries of a prediction, each zero at all other positions.
+    """
+
+    least_axes = 2
+
+    def sqrt_hessian(self, call: Call) -> Tensor:
+        x = call.inputs[0]
+        if x.dim() > 2:
+            return next(self.sqrt_hessian_parts(call, x.shape[1:].numel()))
+        return self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
+
+    def sqrt_hessian_parts(self, call: Call, columns: int) -> Iterator[Tensor]:
+        x = call.inputs[0]
+        if x.dim() == 2:
+            yield from self.sqrt_hessian(call).split(columns)
+            return
+        of_position = self._position_columns(call)  # [C, N, C, P]
+        positions = of_position.shape[3]
+        for numbers in torch.arange(x.shape[1:].numel(), device=x.device).split(columns):
+            c, p = numbers // positions, numbers % positions
+            own = of_position[c, :, :, p]  # [K, N, C]
+            part = own.new_zeros(len(numbers), *of_position.shape[1:])
+            part = part.index_put(
+                (torch.arange(len(numbers), device=x.device)[:, None, None], *_grid(own), p[:, None, None]), own
+            )
+            yield part.reshape(len(numbers), *x.shape).to(x.dtype)
+
+    def sqrt_hessian_by_position(self, call: Call) -> tuple[Tensor, tuple[int, ...]]:
+        x = call.inputs[0]
+        root = self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
+        return root, tuple(range(2, x.dim()))
+
+    def sqrt_hessian_sampled(self, call: Call, mc_samples: int) -> Tensor:
+        x = call.inputs[0]
+        log_p, weight = self._softmax(call)
+        p = log_p.exp()
+        n, classes, positions = p.shape
+        with torch.no_grad():
+            rows = p.transpose(1, 2).reshape(-1, classes)
+            valid = rows.isfinite().all(1, keepdim=True)  # NaN must stop neither the other samples nor the draw
+            drawn = torch.where(valid, rows, 1.0).multinomial(mc_samples, replacement=True)
+            hot = functional.one_hot(drawn, classes).reshape(n, positions, mc_samples, classes).permute(2, 0, 3, 1)
+        score = (p - hot) * (safe_sqrt(weight) / mc_samples**0.5)[:, None]
+        return score.reshape(mc_samples, *x.shape).to(x.dtype)
+
+    def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
+        log_p, weight = self._softmax(call)
+        p = log_p.exp()
+        v = mat.reshape(mat.shape[0], *p.shape)
+        return (p * weight[:, None] * (v - (p * v).sum(2, keepdim=True))).reshape(mat.shape).to(mat.dtype)
+
+    def sum_hessian(self, call: Call) -> Tensor:
+        x = call.inputs[0]
+        log_p, weight = self._softmax(call)
+        p = log_p.exp()
+        scaled = p * weight[:, None]
+        blocks = scaled.sum(0).T.diag_embed() - torch.einsum("ncp,ndp->pcd", scaled, p)  # [P, C, C]
+        size = x.shape[1:].numel()
+        return blocks.permute(1, 2, 0).diag_embed().transpose(1, 2).reshape(size, size).to(x.dtype)
+
+    def _position_columns(self, call: Call) -> Tensor:
+        """`[C, N, C, P]`: column `c` at every position."""
+        log_p, weight = self._softmax(call)
+        root = (log_p / 2).exp() * safe_sqrt(weight)[:, None]  # exp(log_p / 2) has a derivative also where p is 0
+        eye = torch.eye(log_p.shape[1], dtype=log_p.dtype, device=log_p.device)
+        return (eye[:, None, :, None] - log_p.exp()) * root.transpose(0, 1)[:, :, None]
+
+    def _softmax(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Log-probabilities `[N, C, P]` and the weights `a` `[N, P]`, computed once per call."""
+        return call.memo(("softmax", torch.is_grad_enabled()), lambda: self._compute_softmax(call))
+
+    def _compute_softmax(self, call: Call) -> tuple[Tensor, Tensor]:
+        logits, target = wide(call.inputs[0]), call.inputs[1]
+        log_p = functional.log_softmax(logits, 1).reshape(*logits.shape[:2], logits.shape[2:].numel())
+        n, classes, positions = log_p.shape
+        class_weight = call.options.weight
+        w = log_p.new_ones(classes) if class_weight is None else class_weight.to(log_p)
+        smoothing = call.options.label_smoothing
+        if target.shape == logits.shape:  # a distribution over classes at every position
+            t = target.to(log_p.dtype).reshape(log_p.shape)
+            weight = torch.einsum("ncp,c->np", t * (1 - smoothing) + smoothing / classes, w)
+            total: Tensor | int = n * positions
+        else:
+            y = target.long().reshape(n, positions)
+            counts = y != call.options.ignore_index
+            of_target = torch.where(counts, w[torch.where(counts, y, 0)], 0.0)
+            weight = (1 - smoothing) * of_target + smoothing * w.mean() * counts
+            total = of_target.sum()
+        return log_p, weight / total if call.options.reduction == "mean" else weight

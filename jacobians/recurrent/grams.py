@@ -1,0 +1,92 @@
+"""Squares of many columns at once: a matrix over time for each hidden unit, whatever the number of columns.
+
+The squared weight gradients of all columns, `sum_v (sum_t d_vto u_ti)^2`, are `sum_ts K_o[t, s] u_ti u_si` with the
+Gram matrix `K_o[t, s] = sum_v d_vto d_vso`. It serves every parameter of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.recurrent.cells import pick
+from bpk.jacobians.recurrent.stack import Pulled, Stack
+
+LIMIT = 1 << 24
+"""How many numbers the Gram matrices of a call may have."""
+
+
+class TimeGrams:
+    """Gram matrices over time for some columns: `[N, K H, T, T]` by scan, `[N, P, T, T]` for what is projected."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.mats: list[Tensor] = []
+        self.weights: Tensor | None = None
+        self.local: dict[str, Tensor] = {}
+        self.states: dict[str, Tensor] = {}
+
+    def holds(self, mats: Sequence[Tensor], weights: Tensor | None) -> bool:
+        """Whether these are the Gram matrices of these columns with these weights."""
+        if len(mats) != len(self.mats) or any(x is not y for x, y in zip(mats, self.mats, strict=True)):
+            return False
+        if weights is None or self.weights is None:
+            return weights is self.weights
+        return torch.equal(weights, self.weights)
+
+    def add(self, pulled: Pulled, weights: Tensor | None = None) -> None:
+        """What came of some more columns, weighted by `[V, N]`."""
+        cell = self.stack.cell
+        used = range(min(*cell.inputs, *cell.hidden), 1 + max(*cell.inputs, *cell.hidden))
+        for row, adjoints in zip(self.stack.traces, pulled.adjoints, strict=True):
+            for trace, adjoint in zip(row, adjoints, strict=True):
+                steps, suffix, width = len(trace.hidden), trace.scan.suffix, adjoint.dq.shape[-1]
+                units = slice(used.start * width, used.stop * width)
+                accumulate(self.local, suffix, adjoint.dq.flatten(3), weights, steps, units)
+                if adjoint.dh is not None:
+                    accumulate(self.states, suffix, adjoint.dh, weights, steps)
+
+    def squares(self, param: str, per_sample: bool) -> Tensor:
+        """The weighted squares of a parameter's gradients: `[*p]`, or `[N, *p]` where `per_sample`."""
+        layer, place, role = self.stack.find(param)
+        trace, cell = self.stack.traces[layer][place], self.stack.cell
+        u, suffix = trace.value(role), trace.scan.suffix
+        if role == "weight_hr":
+            gram = self.states[suffix]
+        else:
+            blocks = self.local[suffix].unflatten(1, (sum(cell.parts), -1))
+            gram = pick(blocks, cell.inputs if role.endswith("_ih") else cell.hidden, 1).flatten(1, 2)
+        if u is None:
+            return gram.sum((2, 3)) if per_sample else gram.sum((0, 2, 3))
+        total = gram.new_zeros(*gram.shape[0 if per_sample else 1 : 2], u.shape[2])
+        for n, values in enumerate(u.unbind(1)):
+            goal = total[n] if per_sample else total
+            goal += gram[n].flatten(1) @ (values[:, None] * values).flatten(0, 1)
+        return total
+
+
+def accumulate(
+    grams: dict[str, Tensor], key: str, d: Tensor, weights: Tensor | None, steps: int, units: slice = slice(None)
+) -> None:
+    """Add the Gram matrices over time of columns `[t, V, N, O]` that live for the first `t` of all steps."""
+    t, _, n, o = d.shape
+    if key not in grams:
+        grams[key] = d.new_zeros(n, o, steps, steps)
+    right = units_first(d)
+    left = right if weights is None else units_first(d * weights[..., None])
+    for gram, a, b in zip(grams[key], left, right, strict=True):
+        gram[units, :t, :t] += a[units] @ b[units].transpose(1, 2)
+
+
+def units_first(d: Tensor) -> Tensor:
+    """`[T, V, N, O]` as `[N, O, T, V]`; transposed as one matrix, which torch does in blocks that stay in cache."""
+    t, v, n, o = d.shape
+    return d.reshape(t * v, -1).t().contiguous().view(n, o, t, v)
+
+
+def pays(stack: Stack, columns: int) -> bool:
+    """Whether Gram matrices over time are cheaper than one product for each column, and not too large."""
+    sizes = [(len(trace.hidden), trace.slopes.slope[0].numel()) for row in stack.traces for trace in row]
+    return columns > 2 * sizes[0][0] and sum(numbers * steps * steps for steps, numbers in sizes) <= LIMIT

@@ -1,0 +1,185 @@
+"""Recurrent layers: one backward recurrence serves the input, the initial states and every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core import gemm
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.families import sequence_gemm
+from bpk.jacobians.recurrent import residual as recurrent_residual
+from bpk.jacobians.recurrent.columns import RecurrentColumns
+from bpk.jacobians.recurrent.grams import TimeGrams, pays
+from bpk.jacobians.recurrent.layer import StepForward
+from bpk.jacobians.recurrent.stack import Pulled
+
+
+class Recurrent(RecurrentColumns):
+    """Recurrent layers with products by one recurrence over time.
+
+    Every parameter is that of an affine map applied at each step, `a_t = W_ih x_t + b_ih`, `b_t = W_hh h_{t-1} + b_hh`
+    and `h_t = W_hr m_t`: its gradients are those of a linear layer with time as an extra axis, and so are its
+    Kronecker factors: `A = sum_n sum_t u_t u_t^T / N` with `u` the input of the map, and `G` the block of the GGN of
+    a bias added to its output (gradients summed over time before the outer product). "expand" and "reduce" are as
+    for linear layers (Eschenhagen et al. 2023, arXiv:2311.00636).
+    """
+
+    # ---- products --------------------------------------------------------------------------------
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        found = self.pushed(call, {wrt: gemm.wide(mat)})
+        parts = {k: x for k, x in enumerate(found) if x is not None and k in call.used}
+        return self.merge(call, parts).to(mat.dtype)
+
+    def pushed(self, call: Call, mats: Mapping[Wrt, Tensor]) -> list[Tensor | None]:
+        x, h, c = self.seen([mats.get(k) for k in range(3)], 1)
+        params = {name: mat for name, mat in mats.items() if isinstance(name, str)}
+        lead = len(next(iter(mats.values())))
+        return self.returned(self.at(call).push(x, h, c, params, lead)[0], 1)
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        if isinstance(wrt, int):
+            grams = self.foresee(call, mat)
+
+            def to_input(pulled: Pulled) -> Tensor:
+                if grams is not None:
+                    grams.add(pulled)
+                return self.left(pulled, wrt)
+
+            return self.collect(call, mat, call.inputs[wrt].shape, to_input)
+        shape = (*([] if sum_batch else [call.batch_size]), *call.params[wrt].shape)
+        return self.collect(call, mat, shape, lambda pulled: self.rows(call, pulled, wrt, sum_batch))
+
+    def rows(self, call: Call, pulled: Pulled, param: str, sum_batch: bool) -> Tensor:
+        """The gradients of a parameter: `[V, *p]`, or `[V, N, *p]`."""
+        columns, values = self.affine(call, pulled, param)
+        if values is None:
+            return columns.sum((0, 2) if sum_batch else 0)
+        return (
+            sequence_gemm.summed(columns, values)
+            if sum_batch
+            else sequence_gemm.per_sample(columns, values, call.empty)
+        )
+
+    def has_cheap_squares(self, call: Call, param: str) -> bool:
+        """A bias has few entries."""
+        return param.startswith("bias")
+
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        found = self.squared_sum_of_blocks(call, [mat], param, weights, per_sample)
+        return super().squared_sum(call, mat, param, weights, per_sample) if found is None else found
+
+    def squared_sum_of_blocks(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
+    ) -> Tensor | None:
+        if torch.is_grad_enabled():
+            return None
+        if pays(self.at(call), sum(map(len, mats))):
+            return self.grams(call, mats, weights).squares(param, per_sample).to(mats[0].dtype)
+        total: Tensor | None = None
+        for scale, pulled in self.all_pieces(call, mats, weights):
+            columns, values = self.affine(call, pulled, param)
+            if values is None:
+                squares = columns.sum(0).square()
+                squares = squares if scale is None else squares * scale[..., None]
+                part = squares.sum(0) if per_sample else squares.sum((0, 1))
+            else:
+                part = sequence_gemm.squared_sum(columns, values, scale, per_sample, call.empty)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.to(mats[0].dtype)
+
+    def all_pieces(
+        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None
+    ) -> Iterator[tuple[Tensor | None, Pulled]]:
+        """Backward recurrences of columns in several blocks, with the weights of these columns."""
+        split = [None] * len(mats) if weights is None else weights.split([len(mat) for mat in mats])
+        for mat, scale in zip(mats, split, strict=True):
+            for part, pulled in self.pieces(call, mat):
+                yield scale if part is None or scale is None else scale[part], pulled
+
+    def grams(self, call: Call, mats: Sequence[Tensor], weights: Tensor | None) -> TimeGrams:
+        """Gram matrices over time, shared by all parameters that ask with the same columns."""
+        known: list[TimeGrams] = call.memo((self, "grams"), list)
+        for grams in known:
+            if grams.holds(mats, weights):
+                return grams
+        grams = TimeGrams(self.at(call))
+        grams.mats, grams.weights = list(mats), weights
+        for scale, pulled in self.all_pieces(call, mats, weights):
+            grams.add(pulled, scale)
+        known[:] = [*known[-1:], grams]
+        return grams
+
+    def foresee(self, call: Call, mat: Tensor) -> TimeGrams | None:
+        """Where many columns pass on the way to the input: Gram matrices to which they are added at once.
+
+        Squares of the parameters' columns usually follow, and would need the same backward recurrences again.
+        """
+        if torch.is_grad_enabled() or not pays(self.at(call), len(mat)):
+            return None
+        known: list[TimeGrams] = call.memo((self, "grams"), list)
+        if not known:
+            known.append(TimeGrams(self.at(call)))
+        if known[0].weights is not None or any(mat is other for other in known[0].mats):
+            return None
+        known[0].mats.append(mat)
+        return known[0]
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        columns, values = self.affine(call, self.pulled(call, grad_out[None]), param)
+        if values is None:
+            return columns[:, 0].sum(0).square().sum(1).to(grad_out.dtype)
+        return sequence_gemm.norm_squared(columns[:, 0], values).to(grad_out.dtype)
+
+    # ---- the second derivative -------------------------------------------------------------------
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.GENERAL
+
+    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        grad = self.seeds(self.split(call, gemm.wide(grad_out)[None]))
+        given = {wrt: gemm.wide(mat) for wrt, mat in mats.items()}
+        x, h, c = self.seen([given.get(k) for k in range(3)], 1)
+        params = {name: mat for name, mat in given.items() if isinstance(name, str)}
+        lead = len(next(iter(mats.values())))
+        bent = recurrent_residual.residual_mat_prod(self.at(call), grad, (x, h, c), params, lead)
+        found = {wrt: bent.params[wrt] if isinstance(wrt, str) else self.left(bent, wrt) for wrt in mats}
+        return {wrt: product.to(mats[wrt].dtype) for wrt, product in found.items()}
+
+    # ---- Kronecker factors -----------------------------------------------------------------------
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        stack = self.at(call)
+        layer, place, role = stack.find(param)
+        values = stack.traces[layer][place].value(role)
+        if values is None:
+            return None
+        t, n = values.shape[:2]
+        rows = values.mean(0) if approximation == "reduce" else values.flatten(0, 1)
+        return (rows.T @ rows / (n * t if approximation == "expand" else n)).to(call.output.dtype)
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """Rows whose Gram matrix is `G`: gradients summed over time, or one row for each step ("expand")."""
+        expand = approximation == "expand" and param.startswith("weight")
+
+        def found(pulled: Pulled) -> Tensor:
+            columns, _ = self.affine(call, pulled, param)
+            return columns.movedim(0, 2) if expand else columns.sum(0)
+
+        steps = [call.inputs[0].shape[1]] if expand and self.axes == 3 else []
+        width = call.params[param].shape[0]
+        return self.collect(call, mat, (call.batch_size, *steps, width), found)
+
+    def _pull_flat(self, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
+        """For the recursion of KFRA a weight stands for the bias that would be added to its map."""
+        if isinstance(wrt, int):
+            return super()._pull_flat(call, mat, wrt)
+        return self.kron_rows(call, mat, wrt).sum(1)
+
+
+class RecurrentStep(StepForward, Recurrent):
+    """A single step of a recurrent layer, such as `nn.LSTMCell`."""

@@ -1,0 +1,126 @@
+"""The second derivative of a recurrent layer, contracted with the gradient of its results.
+
+It is the derivative of the backward recurrence along a tangent. Two things in it depend on the point: the slopes of
+the cells (their second derivative is that of `Cell.output`, unit by unit), and the maps `W u`, bilinear in a weight
+and what it is multiplied with. Hence: one forward recurrence for the tangents, then the backward recurrence again, with
+
+    added to dq_t       (d2 output / dq2)[dm_t, dc_t] q'_t
+    added to dh_(t-1)   W_hh'^T db_t,   to dx_t   W_ih'^T da_t,   to dm_t   W_hr'^T dh_t
+    added to dW         da_t x'_t^T, db_t h'_(t-1)^T, dh_t m'_t^T
+
+where a prime marks tangents, and `d` gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from bpk.jacobians.families import sequence_gemm
+from bpk.jacobians.recurrent.back import Adjoint, gradients_of_states, pull
+from bpk.jacobians.recurrent.forth import Tangent
+from bpk.jacobians.recurrent.scan import Trace
+from bpk.jacobians.recurrent.stack import Seeds, Stack
+
+
+@dataclass
+class Bent:
+    """Products with the residual: for the input `[T, V, N, I]`, states `[V, N, *]` by scan, parameters `[V, *p]`."""
+
+    x: Tensor
+    states: dict[int, tuple[Tensor, Tensor | None]]
+    params: dict[str, Tensor]
+
+    def input(self) -> Tensor:
+        """For the input `[T, V, N, I]`."""
+        return self.x
+
+    def state(self, index: int) -> Tensor:
+        """For the initial hidden (1) or cell (2) state `[V, N, scans, *]`."""
+        found = [self.states[number][index - 1] for number in sorted(self.states)]
+        return torch.stack([x for x in found if x is not None], 2)
+
+
+def residual_mat_prod(
+    stack: Stack,
+    grad: Seeds,
+    inputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    params: Mapping[str, Tensor],
+    lead: int,
+) -> Bent:
+    """Multiply with the residual, jointly over the input, both initial states and some parameters."""
+    base, (_, tangents) = stack.pull(grad), stack.push(*inputs, params, lead)
+    given: list[Tensor | None] = [grad.y]
+    for k in reversed(range(1, len(stack.traces))):
+        given.insert(0, stack.input_gradient(k, base.adjoints[k]))
+    bent = Bent(torch.empty(0), {}, {})
+    dy = Seeds()
+    for k in reversed(range(len(stack.traces))):
+        first, parts = stack.seeds_of(k, given[k], grad), stack.seeds_of(k, dy.y, dy)
+        total: Tensor | None = None
+        for (trace, seeds), (_, (part, _, _)), adjoint, tangent in zip(
+            first, parts, base.adjoints[k], tangents[k], strict=True
+        ):
+            own = trace.scan.own(params)
+            second, dh0 = scan_back(trace, adjoint, gradients_of_states(trace, adjoint, *seeds), tangent, own, part)
+            bent.states[trace.scan.number] = dh0, second.dc0
+            for role, product in of_params(trace, adjoint, second, tangent, own).items():
+                bent.params[role + trace.scan.suffix] = product
+            dx = stack.cell.of_input(second.dq) @ trace.params["weight_ih"]
+            if "weight_ih" in own:
+                dx = dx + sent(stack.cell.of_input(adjoint.dq), own["weight_ih"])
+            dx = trace.scan.turned(dx)
+            total = dx if total is None else total + dx
+        assert total is not None
+        bent.x = stack.entering(k, total)
+        dy = Seeds(bent.x)
+    return bent
+
+
+def scan_back(
+    trace: Trace,
+    adjoint: Adjoint,
+    gradients: tuple[Tensor, Tensor | None],
+    tangent: Tangent,
+    own: Mapping[str, Tensor],
+    dy: Tensor | None,
+) -> tuple[Adjoint, Tensor]:
+    """The derivative of a scan's backward recurrence, and that of the gradient of its initial hidden state."""
+    cell, (dm, dc) = trace.cell, (None if g is None else g[:, 0] for g in gradients)
+    assert dm is not None
+    bend = vmap(lambda q: cell.bend(trace.q, dm, dc, q), 1, 1)(tangent.q)
+    start: Tensor | None = None
+    if "weight_hh" in own:
+        back = sent(cell.of_hidden(adjoint.dq), own["weight_hh"])
+        start, later = back[0], torch.cat([back[1:], torch.zeros_like(back[:1])])
+        dy = later if dy is None else dy + later
+    dy = bend.new_zeros(*bend.shape[:3], trace.before.shape[-1]) if dy is None else dy
+    middle = sent(adjoint.of(trace, "weight_hr"), own["weight_hr"]) if "weight_hr" in own else None
+    second = pull(trace, dy, None, None, bend, middle)
+    return second, second.dh0 if start is None else second.dh0 + start
+
+
+def of_params(
+    trace: Trace, adjoint: Adjoint, second: Adjoint, tangent: Tangent, own: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Products for the parameters of a scan, `[V, *p]`."""
+    found = {}
+    moved = {"weight_ih": tangent.x, "weight_hh": tangent.before, "weight_hr": tangent.m}
+    for role in own:
+        columns, values = second.of(trace, role), trace.value(role)
+        if values is None:
+            found[role] = columns.sum((0, 2))
+            continue
+        found[role] = sequence_gemm.summed(columns, values)
+        if (u := moved[role]) is not None:
+            found[role] = found[role] + torch.einsum("tno,tvni->voi", adjoint.of(trace, role)[:, 0], u)
+    return found
+
+
+def sent(columns: Tensor, weights: Tensor) -> Tensor:
+    """The only column `[T, 1, N, O]`, sent back through several weights `[V, O, I]`: `[T, V, N, I]`."""
+    return torch.einsum("tno,voi->tvni", columns[:, 0], weights)

@@ -1,0 +1,1 @@
+"""Second derivatives that nobody has declared: their structure, and signed columns of them."""

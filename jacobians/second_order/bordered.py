@@ -1,0 +1,151 @@
+"""Residuals with a zero corner, `[[A, B], [B^T, 0]]`: a layer that is linear in its parameters, or in its inputs.
+
+Of the entries of both sides, those of one (`corner`) are enumerated: their rows `(A_j, B_j)` are all that there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.gemm import wide
+from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.families.autodiff_graph import is_differentiated
+
+
+def corner(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Wrt, ...]:
+    """The smallest part of `wrts` without which the residual is zero; nothing, where there is none.
+
+    Tried are the inputs, and each of `wrts` alone.
+    """
+    inputs = tuple(w for w in wrts if isinstance(w, int))
+    tried = sorted({inputs, *((w,) for w in wrts)}, key=lambda part: (entries(call, part), str(part)))
+    for part in tried:
+        rest = tuple(w for w in wrts if w not in part)
+        if part and rest and rule.residual(call, rest) is Residual.ZERO:
+            return part
+    return ()
+
+
+def entries(call: Call, wrts: Sequence[Wrt]) -> int:
+    """How many numbers `wrts` have per sample."""
+    return sum(call.sample_shape(w).numel() for w in wrts)
+
+
+def rows_by_sample(
+    rule: Rule, call: Call, grad_out: Tensor, part: Sequence[Wrt], wrts: Sequence[Wrt]
+) -> dict[Wrt, Tensor]:
+    """The residual times the unit vectors of `part`, for one sample after the other: `{b: [D, N, *b]}` for `wrts`."""
+    sizes = [call.sample_shape(a).numel() for a in part]
+    eye, zero = torch.eye(sum(sizes)).to(call.output), call.output.new_zeros(())
+    units = dict(zip(part, eye.split(sizes, 1), strict=True))
+    mats: dict[Wrt, Tensor] = {}
+    for b in wrts:
+        shape = (len(eye), *([1] if isinstance(b, int) else []), *call.sample_shape(b))
+        mats[b] = units[b].reshape(shape) if b in units else zero.expand(shape)
+    rows: dict[Wrt, list[Tensor]] = {b: [] for b in wrts}
+    for n in range(call.batch_size):
+        product = rule.residual_mat_prod(call.subset([n]), grad_out[n : n + 1], mats)
+        for b in wrts:
+            rows[b].append(product[b][:, 0] if isinstance(b, int) else product[b])
+    return {b: torch.stack(parts, 1) for b, parts in rows.items()}
+
+
+def flattened(columns: Mapping[Wrt, Tensor]) -> Tensor:
+    """Columns `{wrt: [K, N, *wrt]}` side by side: `[K, N, D]`."""
+    return torch.cat([x.reshape(*x.shape[:2], -1) for x in columns.values()], 2)
+
+
+def unflattened(columns: Tensor, shapes: Mapping[Wrt, torch.Size]) -> dict[Wrt, Tensor]:
+    """The way back, given the shape of each `wrt`."""
+    parts = columns.split([shape.numel() for shape in shapes.values()], 2)
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {w: part.reshape(*part.shape[:2], *shape) for (w, shape), part in pairs}
+
+
+def with_border(side: Tensor, border: Tensor) -> Tensor:
+    """`[[A, B], [B^T, 0]]` of `A` `[..., D, D]` and `B` `[..., D, P]`."""
+    zero = border.new_zeros(*border.shape[:-2], border.shape[-1], border.shape[-1])
+    return torch.cat([torch.cat([side, border], -1), torch.cat([border.mT, zero], -1)], -2)
+
+
+def compressed(side: Tensor, border: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix `[..., D + r, D + r]` with the eigenvalues of `[[A, B], [B^T, 0]]` (but for zeros), and `[..., P, r]`.
+
+    With `B^T = Q T` (QR) it is `[[A, T^T], [T, 0]]`, in the basis of the first `D` entries and the columns of `Q`.
+    """
+    basis, upper = (part.to(border.dtype) for part in torch.linalg.qr(wide(border.mT)))  # half precision has no QR
+    return with_border(side, upper.mT), basis
+
+
+class Bordered:
+    """The rows of the residual that belong to `part`, one of its corners: `{wrt: [D, N, *wrt]}`."""
+
+    def __init__(self, rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt], part: Sequence[Wrt]) -> None:
+        found = [rule.residual_rows(call, grad_out, a, wrts) for a in part]
+        self.part, self.wrts = tuple(part), tuple(wrts)
+        self.shapes = {w: call.sample_shape(w) for w in (*part, *(w for w in wrts if w not in part))}
+        self.rows = {w: torch.cat([rows[w] for rows in found]) if found[1:] else found[0][w] for w in self.shapes}
+
+    def signed_columns(self) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """Columns `[K, N, *wrt]` and signs `[K, N]` without an eigendecomposition.
+
+        With unit vectors `e_j` and `w_j = (A_j / 2, B_j)` the residual is `sum_j e_j w_j^T + w_j e_j^T`, and
+
+            e w^T + w e^T = 1/2 (c e + w/c) (c e + w/c)^T - 1/2 (c e - w/c) (c e - w/c)^T
+
+        for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long.
+        """
+        halves = {w: x.reshape(*x.shape[:2], -1) for w, x in self.rows.items()}
+        halves |= {w: halves[w] / 2 for w in self.part}
+        size = torch.stack([norms(x.detach()) for x in halves.values()]).norm(dim=0)  # |w_j|: [D, N]
+        alive = (size != 0).any(1)
+        alive[:1] = True  # at least one, so that something travels
+        if is_differentiated() or bool(alive.all()):
+            alive = torch.ones_like(alive)
+        else:
+            size, halves = size[alive], {w: x[alive] for w, x in halves.items()}
+        dtype = halves[self.part[0]].dtype
+        scale = torch.where(size == 0, 1.0, size).sqrt()[..., None] * 2**-0.5  # c / sqrt(2): [K, N, 1]
+        turns = torch.stack([scale, -scale], 1).reciprocal().to(dtype) / 2  # 1 / (sqrt(2) c) and its negative
+        unit = torch.eye(self.length).to(scale)[alive, None] * scale  # [K, N, D]
+        units = dict(zip(self.part, unit.split([self.shapes[w].numel() for w in self.part], 2), strict=True))
+        columns: dict[Wrt, Tensor] = {}
+        for w in self.wrts:
+            both = halves[w][:, None] * turns  # [K, 2, N, wrt]: side by side, so that sums of squares cancel at once
+            both = both + units[w][:, None].to(dtype) if w in units else both
+            columns[w] = both.reshape(2 * len(size), *size.shape[1:], *self.shapes[w])
+        ones = torch.ones_like(size, dtype=dtype)
+        return columns, torch.stack([ones, -ones], 1).flatten(0, 1)
+
+    @property
+    def length(self) -> int:
+        """`D`, the number of entries of `part`."""
+        return len(self.rows[self.part[0]])
+
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """A matrix `[N, D + r, D + r]` with the same eigenvalues (but for zeros), and a basis `[N, P, r]` of its rest.
+
+        Where that does not make it smaller, or where it is to be differentiated, it is the residual itself.
+        """
+        whole = flattened(self.rows).transpose(0, 1)  # [N, D, D + P]
+        side, border = whole.split([self.length, whole.shape[2] - self.length], 2)
+        if border.shape[2] > self.length and not is_differentiated():
+            return compressed(side, border)
+        return with_border(side, border), None
+
+    def parts(self, columns: Tensor, basis: Tensor | None) -> dict[Wrt, Tensor]:
+        """Columns `[K, N, D + r]` of such a matrix as `[K, N, *wrt]`."""
+        if basis is not None:
+            own, rest = columns.split([self.length, columns.shape[2] - self.length], 2)
+            columns = torch.cat([own, torch.einsum("npr,knr->knp", basis, rest)], 2)
+        found = unflattened(columns, self.shapes)
+        return {w: found[w] for w in self.wrts}
+
+
+def norms(x: Tensor) -> Tensor:
+    """Along the last axis, in no less than single precision."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))

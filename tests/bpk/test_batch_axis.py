@@ -1,0 +1,205 @@
+"""Per sample means per sample: also where the batch axis is moved or merged, or as long as another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from tests.references.compare import Assembled, check, rand
+
+N = 3
+LENGTHS = [2, 3]
+"""Of time: with as many steps as samples, only the graph tells them apart."""
+
+
+def time_first(m: Assembled, x: Tensor) -> Tensor:
+    """`[N, T, D]`, but the layers see `[T, N, D]`."""
+    z = m.second(m.act(m.first(x.transpose(0, 1))))
+    return z.transpose(0, 1).mean(1)
+
+
+def last_step(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x.transpose(0, 1))))[-1]
+
+
+def time_first_inside(m: Assembled, x: Tensor) -> Tensor:
+    z = m.first(x).transpose(0, 1) * 2
+    return m.second(m.act(z)).sum(0)
+
+
+def batch_in_the_middle(m: Assembled, x: Tensor) -> Tensor:
+    z = m.act(m.first(x)).reshape(*x.shape[:2], 2, 2).permute(2, 0, 1, 3)  # [2, N, T, 2]
+    return m.second(z.reshape(2, *x.shape[:2], 2)).permute(1, 0, 2, 3).flatten(1)[:, :3]
+
+
+def moved_in_front_of_a_softmax(m: Assembled, x: Tensor) -> Tensor:
+    z = torch.softmax(m.first(x.transpose(0, 1)), 0)
+    return (m.second(z) * torch.arange(1, len(z) + 1)[:, None, None]).sum(0)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize(
+    "forward", [time_first, last_step, time_first_inside, batch_in_the_middle, moved_in_front_of_a_softmax]
+)
+def test_moved_batch_axis(forward: Callable[[Assembled, Tensor], Tensor], steps: int) -> None:
+    torch.manual_seed(0)
+    middle = forward is batch_in_the_middle
+    second = nn.Linear(2, 2) if middle else nn.Linear(4, 3)
+    model = Assembled(forward, first=nn.Linear(2, 4), act=nn.Tanh(), second=second)
+    check(model, rand(N, steps, 2), factors=False)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_second_pass_uses_what_was_found(steps: int) -> None:
+    """The search is done once for a form of graph; new data must see the same axes."""
+    torch.manual_seed(0)
+    model = Assembled(time_first, first=nn.Linear(2, 4), act=nn.ReLU(), second=nn.Linear(4, 3)).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    for _ in range(3):
+        x, y = rand(N, steps, 2), torch.randint(3, (N,))
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+            loss_fn(model(x), y).backward()
+        for p in model.parameters():
+            rows = [torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[n : n + 1]), p)[0] / N for n in range(N)]
+            torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+def flat_rows_first(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x))).reshape(-1, 3)
+
+
+def flat_steps_first(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x))).transpose(0, 1).reshape(-1, 3)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("forward", [flat_rows_first, flat_steps_first])
+def test_loss_on_flattened_predictions(forward: Callable[[Assembled, Tensor], Tensor], steps: int) -> None:
+    """A loss on `[N T, C]` gives what the same loss gives on `[N, C, T]`."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(2, 4), "act": nn.Tanh(), "second": nn.Linear(4, 3)}
+    flat = Assembled(forward, **layers).double()
+    x, y = rand(N, steps, 2), torch.randint(3, (N, steps))
+    fields = {}
+    exts = (E.BatchGrad, E.Variance, E.DiagGGNExact, E.BatchDiagGGNExact, E.DiagHessian, E.BatchDiagHessian, E.KFLR)
+    for kind in ("flat", "apart"):
+        model = flat if kind == "flat" else Assembled(lambda m, z: m.second(m.act(m.first(z))).mT, **layers).double()
+        target = y if kind == "apart" else y.flatten() if forward is flat_rows_first else y.T.flatten()
+        model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+        with bpk.backpack(*[e() for e in exts]):
+            loss_fn(model(x), target).backward()
+        fields[kind] = [[getattr(p, e().savefield) for e in exts] for p in model.parameters()]
+    for found, expected in zip(fields["flat"], fields["apart"], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def mix(m: Assembled, x: Tensor) -> Tensor:
+    z = m.first(x)
+    return m.second(z - z.mean(0))
+
+
+def test_mixing_function_warns_first_order_and_is_refused_by_sample() -> None:
+    model = Assembled(mix, first=nn.Linear(2, 4), second=nn.Linear(4, 3)).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    x, y = rand(N, 2), torch.randint(3, (N,))
+    with pytest.warns(UserWarning, match="Rows are not samples"), bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+    with pytest.raises(NotImplementedError, match="mixes samples"), bpk.backpack(E.BatchDiagGGNExact()):
+        loss_fn(model(x), y).backward()
+
+
+class Positions(nn.Module):
+    """Embeddings of tokens `[N, T]` and of positions `[T]`, which all samples share."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(5, 4), nn.Embedding(steps, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.position(torch.arange(x.shape[1]))
+        return self.head(torch.tanh(self.token(x) + here)).mean(1)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_layer_without_a_batch_axis(steps: int) -> None:
+    torch.manual_seed(0)
+    check(Positions(steps), torch.randint(5, (N, steps)), factors=False)
+
+
+def test_flattened_predictions_of_an_embedding_alone() -> None:
+    """Tokens `[N, T]` have a batch axis, although every row of the only layer feeds several rows of the loss."""
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 3)
+    apart = Assembled(lambda m, x: m.head(torch.tanh(m.table(x))).mT, table=table, head=nn.Linear(3, 5))
+    flat = Assembled(lambda m, x: m.head(torch.tanh(m.table(x))).flatten(0, 1), table=table, head=apart.head)
+    x, y = torch.randint(5, (N, 2)), torch.randint(5, (N, 2))
+    found = []
+    for model, target in ((apart, y), (flat, y.flatten())):
+        model, loss_fn = bpk.extend(model.double()), bpk.extend(nn.CrossEntropyLoss())
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+            loss_fn(model(x), target).backward()
+        found.append([(p.grad_batch, p.diag_ggn_exact) for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class LanguageModel(Positions):
+    """Predictions `[N T, C]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.position(torch.arange(x.shape[1]))
+        return self.head(torch.tanh(self.token(x) + here)).view(-1, 3)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_positions_and_flattened_predictions(steps: int) -> None:
+    torch.manual_seed(0)
+    flat, x, y = LanguageModel(steps).double(), torch.randint(5, (N, steps)), torch.randint(3, (N, steps))
+    model, loss_fn = bpk.extend(flat), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad(), E.KFLR(), E.DiagGGNExact(), E.SqrtGGNExact()):
+        loss_fn(model(x), y.flatten()).backward()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[n]) / N, p)[0] for n in range(N)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+        torch.testing.assert_close(p.diag_ggn_exact, p.sqrt_ggn_exact.square().sum((0, 1)))
+    assert [len(f) for f in model.token.weight.kflr] == [4, 5]  # a layer with factors, not a parameter of functions
+
+
+def test_positive_curvature_through_a_function_that_joins_rows_is_refused() -> None:
+    """Its residual would have to be made positive for all rows of a sample together."""
+
+    def join(m: Assembled, x: Tensor) -> Tensor:
+        z = m.first(x.flatten(0, 1)).unflatten(0, (-1, 2)).softmax(1)
+        return m.second(z.flatten(0, 1)).reshape(len(x), 2, 3).sum(1)
+
+    model = Assembled(join, first=nn.Linear(2, 4), second=nn.Linear(4, 3)).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.raises(NotImplementedError, match="PCHMP cannot pass"), bpk.backpack(E.PCHMP()):
+        loss_fn(model(rand(N, 2, 2)), torch.randint(3, (N,))).backward()
+
+
+@pytest.mark.parametrize(("t", "n"), [(3, 6), (6, 3), (2, 4), (4, 2)])
+def test_time_first_where_steps_mix(t: int, n: int) -> None:
+    """No layer has the samples in front: they are found as an axis of the data."""
+    torch.manual_seed(0)
+    first, last, loss_fn = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), nn.CrossEntropyLoss()
+    model = bpk.extend(nn.ModuleList([first, last]))
+    x, y = torch.randn(t, n, 3).double(), torch.randint(2, (t, n))
+
+    def logits(x: Tensor) -> Tensor:
+        return model[1](torch.tanh(model[0](x)).cumsum(0)).flatten(0, 1)
+
+    with bpk.backpack(E.BatchGrad()):
+        bpk.extend(loss_fn)(logits(x), y.flatten()).backward()
+    for k in range(n):
+        loss = loss_fn(logits(x[:, k : k + 1]), y[:, k]) / n
+        expected = torch.autograd.grad(loss, first.weight)[0]
+        torch.testing.assert_close(first.weight.grad_batch[k], expected)

@@ -1,0 +1,94 @@
+"""Columns of a square root in several rounds give what all of them together give."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import bpk
+from bpk import extensions as E
+from tests.bpk.test_direct_parameters import Direct, twice
+from tests.bpk.test_tied_table import Tied
+from tests.references.compare import Assembled, rand
+
+N = 3
+EXACT = (E.DiagGGNExact, E.BatchDiagGGNExact, E.SqrtGGNExact)
+
+
+def cnn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    layers = (nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Dropout(0.3), nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(8, 5))
+    return nn.Sequential(*layers), rand(N, 1, 4, 4), torch.randint(5, (N,))
+
+
+def reused() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    model = Assembled(lambda m, x: m.head(m.mix(torch.tanh(m.mix(x)) + x)), mix=nn.Linear(4, 4), head=nn.Linear(4, 5))
+    return model, rand(N, 4), torch.randint(5, (N,))
+
+
+def direct() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    model = Direct(twice, {"w": torch.randn(4)}, first=nn.Linear(2, 4), head=nn.Linear(4, 3))
+    return model, rand(N, 2), torch.randint(3, (N,))
+
+
+def tied() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    return Tied(), torch.randint(5, (N, 3)), torch.randint(5, (N, 3))
+
+
+def flat() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    model = Assembled(
+        lambda m, x: m.head(torch.tanh(m.first(x))).reshape(-1, 3), first=nn.Linear(2, 4), head=nn.Linear(4, 3)
+    )
+    return model, rand(N, 2, 2), torch.randint(3, (N * 2,))
+
+
+def fields(make, **limits: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x, y = make()
+    model, loss_fn = bpk.extend(model.double()), bpk.extend(nn.CrossEntropyLoss())
+    torch.manual_seed(1)
+    loss = loss_fn(model(x), y)
+    with bpk.backpack(*[e() for e in EXACT], E.KFAC(), E.DiagHessian(), E.Variance(), **limits):
+        loss.backward()
+    names = [e().savefield for e in (*EXACT, E.DiagHessian, E.Variance)]
+    return {f"{name}.{field}": getattr(p, field) for name, p in model.named_parameters() for field in names}
+
+
+@pytest.mark.parametrize(
+    "limits", [{"chunk_size": 1}, {"chunk_size": 2}, {"memory": 1000}, {"chunk_size": 100}], ids=str
+)
+@pytest.mark.parametrize("make", [cnn, reused, direct, tied, flat], ids=lambda make: make.__name__)
+def test_rounds_add_up(make, limits: dict[str, int]) -> None:
+    found, expected = fields(make, **limits), fields(make)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_limit_below_one_column_is_told_once() -> None:
+    with pytest.warns(UserWarning, match="less than one column") as told:
+        fields(cnn, memory=100)
+    assert len([w for w in told if "less than one column" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fields(cnn, memory=1 << 20)
+
+
+def test_two_losses_and_subsampling() -> None:
+    torch.manual_seed(0)
+    model, loss_fn, other = nn.Linear(4, 3).double(), bpk.extend(nn.CrossEntropyLoss()), bpk.extend(nn.MSELoss())
+    model, x, y = bpk.extend(model), rand(N, 4), torch.randint(3, (N,))
+    results = []
+    for limits in ({}, {"chunk_size": 1}):
+        out = model(x)
+        with bpk.backpack(E.DiagGGNExact(subsampling=[0, 2]), **limits):
+            (loss_fn(out, y) + 2 * other(out, x[:, :3])).backward()
+        results.append(model.weight.diag_ggn_exact)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("limits", [{"chunk_size": 0}, {"memory": -1}, {"chunk_size": 1.5}], ids=str)
+def test_bad_limits(limits: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        bpk.backpack(E.DiagGGNExact(), **limits)

@@ -1,0 +1,62 @@
+"""Complex numbers between real layers: parameters as parts of complex ones, spectral layers, complex predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from tests.helpers import SECOND_ORDER, backward
+from tests.references.compare import ON_ANY_GRAPH, agrees, rand
+from tests.references.reference import Reference
+
+
+class Complex(nn.Module):
+    """Real parameters as real and imaginary part of complex ones."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.re, self.im = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.layer, self.head, self.how = nn.Linear(4, 4), nn.Linear(4, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.how == "product":
+            z = x * torch.complex(self.re, self.im)
+            return self.head(z.real + z.imag.tanh())
+        if self.how == "filter":
+            return self.head(torch.fft.ifft(torch.fft.fft(x) * torch.complex(self.re, self.im)).real)
+        if self.how == "modulus":
+            return self.head(torch.complex(x * self.re, x + self.im).abs())
+        if self.how == "at the end":
+            z = self.head(x) * torch.polar(self.re[:3], self.im[:3])
+            return z.real
+        matrix = torch.complex(torch.outer(self.re, self.im), torch.outer(self.im, self.re))
+        return self.head((x.to(matrix.dtype) @ matrix).imag)
+
+
+@pytest.mark.parametrize("converter", [False, True], ids=["as it is", "converted"])
+@pytest.mark.parametrize("how", ["product", "filter", "modulus", "at the end", "matrix"])
+def test_agrees_with_autograd(how: str, converter: bool) -> None:
+    model, x, y = Complex(how).double(), rand(3, 4), torch.randint(3, (3,))
+    ref = Reference(model, (x,), lambda pred: nn.functional.cross_entropy(pred, y))
+    net = bpk.extend(model, use_converter=converter)
+    assert not converter or isinstance(net, torch.fx.GraphModule)
+    backward(net, bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
+    agrees(net, ref, factors=False)
+
+
+@pytest.mark.parametrize("extension", SECOND_ORDER)
+def test_complex_predictions_are_refused_at_second_order(extension: Any) -> None:
+    layer, loss_fn = bpk.extend(nn.Linear(4, 3).double()), bpk.extend(nn.L1Loss())
+    pred = layer(rand(3, 4))
+    loss = loss_fn(torch.complex(pred, pred.sin()), torch.complex(rand(3, 3), rand(3, 3)))
+    with bpk.backpack(E.BatchGrad()):
+        loss.backward(retain_graph=True)
+    torch.testing.assert_close(layer.weight.grad_batch.sum(0), layer.weight.grad)
+    with pytest.raises(NotImplementedError, match="complex numbers"), bpk.backpack(extension()):
+        loss.backward()

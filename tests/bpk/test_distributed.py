@@ -1,0 +1,42 @@
+"""`DistributedDataParallel` in two processes: `.grad` is the mean over processes, fields are those of the own batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+WORLD = 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo (torch.distributed)"
+)
+def test_every_setting(tmp_path: Path) -> None:
+    """Static graphs included, in which torch's own node at the model's output starts the communication."""
+    arguments = [[str(rank), str(WORLD), str(tmp_path / "store")] for rank in range(WORLD)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.bpk.ddp_worker", *args],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for args in arguments
+    ]
+    try:
+        printed = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, text in zip(started, printed, strict=True):
+        assert process.returncode == 0, text
+        assert text.splitlines()[-1] == "right"

@@ -1,0 +1,194 @@
+"""Fused attention, read from autograd's graph or converted: heads of queries that share keys and values, and masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import bpk
+from bpk import extensions as E
+from bpk.recording import attention_kernels as recovery
+from bpk.recording import engine
+from bpk.recording.attention_kernels import names_of
+
+N, T, D = 3, 4, 2
+FLASH = "ScaledDotProductFlashAttentionForCpuBackward0"
+EVERY = (
+    E.BatchGrad,
+    E.BatchL2Grad,
+    E.SumGradSquared,
+    E.Variance,
+    E.DiagGGNExact,
+    E.BatchDiagGGNExact,
+    E.SqrtGGNExact,
+    E.GGNMP,
+    E.DiagHessian,
+    E.BatchDiagHessian,
+    E.HMP,
+    E.PCHMP,
+    E.KFLR,
+    E.KFAC,
+    E.DiagGGNMC,
+)
+"""All but KFRA, whose factor of keys is zero up to rounding (`test_matrix.py` has it for a single layer)."""
+
+
+class Grouped(nn.Module):
+    """Attention of `queries` heads to `keys` heads, as in Llama, with residual connections as there."""
+
+    def __init__(self, queries: int, keys: int, value: int = 0, **options: Any) -> None:
+        super().__init__()
+        self.heads, self.options = (queries, keys, value or keys), options
+        self.q, self.k, self.v = (nn.Linear(5, heads * D, bias=False) for heads in self.heads)
+        self.o, self.last = nn.Linear(queries * D, 5, bias=False), nn.Linear(5, 3)
+        self.node = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        parts = zip((self.q, self.k, self.v), self.heads, strict=True)
+        q, k, v = (layer(x).view(n, t, heads, D).transpose(1, 2) for layer, heads in parts)
+        z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **self.options)
+        self.node = z.grad_fn.name() if isinstance(z.grad_fn, Node) else ""
+        return self.last(x + self.o(z.transpose(1, 2).reshape(n, t, -1))).mean(1)
+
+
+def causal() -> Tensor:
+    return torch.ones(T, T, dtype=torch.bool).tril()
+
+
+def shared() -> Tensor:
+    return torch.randn(T, T, dtype=torch.float64)
+
+
+def of_samples() -> Tensor:
+    return torch.randn(N, 1, T, T, dtype=torch.float64)
+
+
+def of_heads() -> Tensor:
+    return torch.randn(1, 4, T, T, dtype=torch.float64)
+
+
+CASES = {
+    "4 and 2": (4, 2, {}),
+    "4 and 1": (4, 1, {}),
+    "6 and 2, causal, scaled": (6, 2, {"is_causal": True, "scale": 0.3}),
+    "4 and 4": (4, 4, {}),
+    "boolean mask": (4, 2, {"attn_mask": causal}),
+    "added mask": (4, 2, {"attn_mask": shared}),
+    "mask of each sample": (4, 2, {"attn_mask": of_samples}),
+    "mask of each head": (4, 2, {"attn_mask": of_heads}),
+}
+
+
+def build(name: str) -> tuple[Grouped, Tensor, Tensor]:
+    torch.manual_seed(0)
+    queries, keys, options = CASES[name]
+    made = {key: value() if callable(value) else value for key, value in options.items()}
+    return Grouped(queries, keys, **made).double(), torch.randn(N, T, 5, dtype=torch.float64), torch.tensor([0, 2, 1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_quantity(name: str) -> None:
+    model, x, y = build(name)
+    result = bpk.verify(model, nn.CrossEntropyLoss(), x, y, *[e() for e in EVERY])
+    assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
+    assert model(x).requires_grad and model.node == FLASH
+    assert "FusedAttention" in str(bpk.support(model, E.DiagHessian(), inputs=x))
+
+
+def test_gradients_of_the_kernel_itself() -> None:
+    """What everything is compared with: torch's kernel with groups against the same attention, written out."""
+    model, x, y = build("4 and 2")
+    fused = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    torch.testing.assert_close(fused, plain)
+
+
+@pytest.mark.parametrize("name", ["4 and 2", "6 and 2, causal, scaled", "mask of each head"])
+def test_converter(name: str) -> None:
+    model, x, y = build(name)
+    expected = fields(model, x, y)
+    converted, x, y = build(name)
+    found = fields(bpk.extend(converted, use_converter=True), x, y)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, msg=lambda m, k=key: f"{k}: {m}")
+    assert expected.keys() == found.keys()
+
+
+def fields(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian()):
+        loss_fn(model(x), y).backward()
+    names = ("grad_batch", "diag_ggn_exact", "diag_h")
+    return {f"{name}.{field}": getattr(p, field) for name, p in model.named_parameters() for field in names}
+
+
+@pytest.mark.parametrize("way", ["learned mask", "dropout", "heads of values"])
+def test_what_is_written_out_by_torch(way: str) -> None:
+    """Where torch has no kernel, attention consists of functions that autograd differentiates by itself."""
+    torch.manual_seed(0)
+    x, y = torch.randn(N, T, 5, dtype=torch.float64), torch.tensor([0, 2, 1])
+    if way == "learned mask":
+        model = Grouped(4, 2, attn_mask=nn.Parameter(torch.randn(T, T))).double()
+        model.options["attn_mask"] = model.mask = nn.Parameter(torch.randn(T, T, dtype=torch.float64))
+    else:
+        model = Grouped(4, 2, 1).double() if way == "heads of values" else Grouped(4, 2, dropout_p=0.4).double()
+    found = bpk.verify(model, nn.CrossEntropyLoss(), x, y, *[e() for e in EVERY])
+    assert model(x).requires_grad and model.node != FLASH
+    assert {row.verdict.value for row in found.rows} == {"ok"}, str(found)
+
+
+# ---- what a node keeps -------------------------------------------------------------------------------------
+class Faked:
+    """A node of this name that keeps these things."""
+
+    def __init__(self, name: str) -> None:
+        self.called = name
+
+    def name(self) -> str:
+        return self.called
+
+
+def node_with(*names: str) -> Any:
+    return type("Node", (Faked,), {f"_saved_{name}": None for name in names})(FLASH)
+
+
+NAMES = ("query", "key", "value", "output", "dropout_p", "is_causal", "scale", "attn_mask")
+
+
+def test_a_node_that_keeps_something_else_is_not_read() -> None:
+    assert names_of(node_with(*NAMES, "logsumexp")) == NAMES
+    for name in NAMES:
+        assert not names_of(node_with(*(set(NAMES) - {name}), "renamed"))
+        assert not names_of(node_with(*(set(NAMES) - {name})))
+    assert not names_of(node_with(*NAMES, "window_size"))
+    assert not names_of(type("Node", (Faked,), {})("ScaledDotProductNewAttentionBackward0"))
+
+
+def test_present_but_none_is_not_missing() -> None:
+    node = node_with(*NAMES)
+    assert engine.saved(node, "attn_mask") is None
+    with pytest.raises(AttributeError):
+        engine.saved(node, "attn_bias")
+    assert engine.saved_tensor(node, "result1") is None
+
+
+@pytest.mark.parametrize("missing", ["is_causal", "attn_mask", "scale"])
+def test_an_option_that_was_renamed_changes_no_number(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generic way is taken then: what autograd differentiates twice is refused, all else is right."""
+    torch.manual_seed(0)
+    model, x, y = build("boolean mask" if missing == "attn_mask" else "6 and 2, causal, scaled")
+    seen = engine.saved_names
+    monkeypatch.setattr(recovery.engine, "saved_names", lambda kind: seen(kind) - {missing})
+    found = bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian())
+    verdicts = {row.quantity: row.verdict.value for row in found.rows}
+    assert verdicts == {"BatchGrad": "ok", "DiagGGNExact": "ok", "DiagHessian": "refused"}, str(found)
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        fields(model, x, y)

@@ -1,0 +1,250 @@
+"""In-place layers and operations: every quantity is that of the same model out of place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from tests.helpers import FIELDS, backward
+from tests.references.averaged import averaged, chain
+from tests.references.compare import Assembled, rand
+
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+def quantities(model: nn.Module, x: Tensor, y: Tensor, converter: bool) -> dict[tuple[str, str], Tensor]:
+    """All 18 quantities (products applied to the same vectors), flat."""
+    model, loss_fn = bpk.extend(copy.deepcopy(model), use_converter=converter), bpk.extend(nn.CrossEntropyLoss())
+    assert not converter or isinstance(model, torch.fx.GraphModule)
+    torch.manual_seed(2)
+    backward(model, loss_fn, x.clone(), y, *[e() for e in FIELDS])
+    found = {}
+    for name, p in model.named_parameters():
+        vectors = torch.linspace(-1, 2, 2 * p.numel(), dtype=p.dtype).reshape(2, *p.shape)
+        for field in FIELDS.values():
+            value = getattr(p, field)
+            value = value(vectors) if not isinstance(value, (Tensor, list)) else value
+            found[name, field] = torch.cat([t.flatten() for t in (value if isinstance(value, list) else [value])])
+    return found
+
+
+def assert_same(in_place: nn.Module, twin: nn.Module, converter: bool) -> None:
+    x, y = rand(4, 4), torch.randint(3, (4,))
+    torch.testing.assert_close(in_place(x.clone()), twin(x.clone()))
+    found, expected = (quantities(m, x, y, converter) for m in (in_place, twin))
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, msg=lambda m, k=key: f"{k}: {m}", rtol=1e-8, atol=1e-12)
+
+
+def build(forward: Forward, inplace: bool, act: type[nn.Module] = nn.Mish) -> nn.Module:
+    torch.manual_seed(1)
+    layers = {"a": nn.Linear(4, 4), "act": act(inplace=inplace), "b": nn.Linear(4, 3)}
+    layers |= {"fold": nn.Unflatten(1, (2, 2)), "flat": nn.Flatten(1), "other": nn.Hardswish(inplace=inplace)}
+    return Assembled(forward, **layers).double()
+
+
+# ---- functions and methods: the same model without in-place operations beside each --------------------------
+def product_through_a_view(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x) * 1
+    v = h.view(-1, 2, 2)
+    v.mul_(h.view(-1, 2, 2).sigmoid())
+    return m.b(torch.tanh(h))
+
+
+def product_through_a_view_twin(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x) * 1
+    return m.b(torch.tanh(h * h.sigmoid()))
+
+
+def layer_on_a_view(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    m.act(h.view(-1, 2, 2))
+    return m.b(torch.tanh(h))
+
+
+def layer_on_a_view_twin(m: Any, x: Tensor) -> Tensor:
+    return m.b(torch.tanh(m.act(m.a(x))))
+
+
+def assigned_entries(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    h[:, 0] = torch.tanh(h[:, 1])
+    return m.b(torch.sigmoid(h))
+
+
+def assigned_entries_twin(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.b(torch.sigmoid(torch.cat([torch.tanh(h[:, 1:2]), h[:, 1:]], 1)))
+
+
+def sum_into_a_part(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    part, rest = h[:, :2], h[:, 2:]
+    part += rest.sin()
+    return m.b(torch.tanh(h))
+
+
+def sum_into_a_part_twin(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.b(torch.tanh(torch.cat([h[:, :2] + h[:, 2:].sin(), h[:, 2:]], 1)))
+
+
+def methods_before_a_view_is_read(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    v = h.view(-1, 2, 2)
+    h = h.mul_(2.0).tanh_()
+    return m.b(h + v.flatten(1))
+
+
+def methods_before_a_view_is_read_twin(m: Any, x: Tensor) -> Tensor:
+    h = (m.a(x) * 2.0).tanh()
+    return m.b(h + h)
+
+
+def functions_on_the_transposed(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).view(-1, 2, 2)
+    t = h.transpose(1, 2)
+    F.elu(F.hardswish(t, inplace=True), inplace=True)
+    return m.b(h.flatten(1).sin())
+
+
+def functions_on_the_transposed_twin(m: Any, x: Tensor) -> Tensor:
+    t = F.elu(F.hardswish(m.a(x).view(-1, 2, 2).transpose(1, 2)))
+    return m.b(t.transpose(1, 2).flatten(1).sin())
+
+
+def turned_in_place(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).view(-1, 2, 2)
+    v = h.view(-1, 4)
+    h.transpose_(1, 2)
+    h.tanh_()
+    return m.b(v * h.flatten(1))
+
+
+def turned_in_place_twin(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).view(-1, 2, 2).transpose(1, 2).tanh()
+    return m.b(h.transpose(1, 2).flatten(1) * h.flatten(1))
+
+
+def halves_joined(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    turned = torch.cat(h.chunk(2, 1)[::-1], 1)
+    part = h[:, 1:3]
+    part *= 3.0
+    return m.b(turned * h)
+
+
+def halves_joined_twin(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    turned = torch.cat([h[:, 2:], h[:, :2]], 1)
+    return m.b(turned * torch.cat([h[:, :1], 3.0 * h[:, 1:3], h[:, 3:]], 1))
+
+
+def zeros_filled(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    zeros = x.new_zeros(4, 4)
+    zeros[:, 1:] = h[:, :3]
+    part = zeros[:, :2]
+    part.mul_(h[:, 2:].sigmoid()).tanh_()
+    return m.b(zeros)
+
+
+def zeros_filled_twin(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    moved = F.pad(h[:, :3], (1, 0))
+    return m.b(torch.cat([torch.tanh(moved[:, :2] * h[:, 2:].sigmoid()), moved[:, 2:]], 1))
+
+
+PAIRS: dict[str, tuple[Forward, Forward]] = {
+    one.__name__: (one, twin)
+    for one, twin in (
+        (product_through_a_view, product_through_a_view_twin),
+        (layer_on_a_view, layer_on_a_view_twin),
+        (assigned_entries, assigned_entries_twin),
+        (sum_into_a_part, sum_into_a_part_twin),
+        (methods_before_a_view_is_read, methods_before_a_view_is_read_twin),
+        (functions_on_the_transposed, functions_on_the_transposed_twin),
+        (turned_in_place, turned_in_place_twin),
+        (halves_joined, halves_joined_twin),
+        (zeros_filled, zeros_filled_twin),
+    )
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_converted_operations_are_those_out_of_place(name: str) -> None:
+    one, twin = PAIRS[name]
+    assert_same(build(one, True), build(twin, False), converter=True)
+
+
+# ---- layers ---------------------------------------------------------------------------------------------
+def two_on_a_view(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.flat(m.other(m.act(m.fold(m.a(x))))))
+
+
+def between_functions(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.act(m.a(x).view(-1, 2, 2)).flatten(1).sin())
+
+
+def one_after_another(m: Any, x: Tensor) -> Tensor:
+    h = m.act(m.a(x))  # torch refuses the next line where `act` keeps its output for backward
+    return m.b(h if isinstance(m.act, (nn.ELU, nn.LeakyReLU)) else m.other(h))
+
+
+ACTIVATIONS = (nn.ELU, nn.Hardtanh, nn.Hardswish, nn.ReLU6, nn.SiLU, nn.LeakyReLU)
+
+
+@pytest.mark.parametrize("converter", [False, True], ids=["as it is", "converted"])
+@pytest.mark.parametrize("forward", [two_on_a_view, between_functions, one_after_another])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_layers_are_those_out_of_place(act: type[nn.Module], forward: Forward, converter: bool) -> None:
+    assert_same(build(forward, True, act), build(forward, False, act), converter)
+
+
+def test_kfra_of_in_place_layers_on_views_is_the_recursion() -> None:
+    layers = [nn.Linear(4, 4), nn.Mish(), nn.Unflatten(1, (2, 2)), nn.Hardtanh(), nn.SiLU(), nn.Mish(), nn.Softmax(1)]
+    model = nn.Sequential(*layers, nn.Flatten(1), nn.Linear(4, 3)).double()
+    x, y, z = rand(5, 4), torch.randint(3, (5,)), rand(5, 3)
+    losses = [("8", lambda p: F.cross_entropy(p, y) + F.mse_loss(p, z))]
+    expected = averaged(chain(list(model), "x"), x, losses)
+    for converter in (False, True):
+        one = copy.deepcopy(model)
+        for k in (1, 3, 4, 5):
+            one[k].inplace = True
+        net = bpk.extend(one, use_converter=converter)
+        first, second = bpk.extend(nn.CrossEntropyLoss()), bpk.extend(nn.MSELoss())
+        with bpk.backpack(E.KFRA()):
+            out = net(x)
+            (first(out, y) + second(out, z)).backward()
+        for found, p in zip(net.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(found.kfra[0], expected[id(p)], rtol=1e-8, atol=1e-12)
+
+
+def test_the_memory_is_overwritten_as_written() -> None:
+    act = bpk.extend(nn.ELU(inplace=True))
+    layer = bpk.extend(nn.Linear(4, 4).double())
+    h = layer(rand(3, 4))
+    expected = torch.cat([F.elu(h[:, :2]), h[:, 2:]], 1).detach()
+    view = h[:, :2]
+    assert act(view) is view
+    torch.testing.assert_close(h.detach(), expected)
+    with torch.no_grad():
+        assert act(h) is h
+    torch.testing.assert_close(h.detach(), F.elu(expected))
+
+
+def test_a_tensor_that_is_overwritten_whole() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        h.copy_(m.act(h.clone()))
+        return m.b(h)
+
+    assert_same(build(forward, False), build(lambda m, x: m.b(m.act(m.a(x))), False), converter=False)

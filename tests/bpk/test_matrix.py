@@ -1,0 +1,395 @@
+"""The whole matrix: every extension on every network, against plain autograd in float64.
+
+Networks come from the registry (`networks.py`), values from definitions (`reference.py`). A cell that
+`bpk.support` refuses must raise exactly the reason that it gives; no other cell may raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.function_module import TimesWeight
+from bpk.rules import REGISTRY
+from bpk.support.decide import Kind
+from tests.models.networks import Network, all_networks
+from tests.references import averaged as reference_averaged
+from tests.references.reference import Reference
+
+MC = 2
+SEED = 7
+NETWORKS = all_networks()
+
+
+@lru_cache(maxsize=2)
+def reference(name: str) -> Reference:
+    """The reference of a network (tests run network by network, so few are kept)."""
+    net = next(n for n in NETWORKS if n.name == name)
+    model, lossfunc, x, targets = net.build()
+    return Reference(model, (x,), net.loss_of(lossfunc, targets), seed=SEED)
+
+
+def run(net: Network, *extensions: BackpropExtension) -> nn.Module:
+    """One backward pass under the extensions."""
+    model, lossfunc, x, targets = net.build()
+    model, lossfunc = bpk.extend(model), bpk.extend(lossfunc)
+    torch.manual_seed(SEED)
+    loss = net.loss_of(lossfunc, targets)(model(x))
+    with bpk.backpack(*extensions):
+        loss.backward()
+    return model
+
+
+def close(found: Tensor, expected: Tensor, what: str) -> None:
+    """Equal up to rounding, with a message that names the parameter."""
+    assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, msg=lambda m: f"{what}: {m}")
+
+
+# ---- what each field must hold -----------------------------------------------------------------------
+Check = Callable[[Reference, str, Any], None]
+
+
+def equals(quantity: str) -> Check:
+    """The field is the reference's quantity of this name."""
+
+    def check(ref: Reference, name: str, found: Tensor) -> None:
+        close(found, getattr(ref, quantity)(name), name)
+
+    return check
+
+
+def check_square_root(ref: Reference, name: str, found: Tensor) -> None:
+    """Rows `[C, N, *p]` whose Gram matrix is the GGN of each sample."""
+    columns = ref.D if ref.loss_hessian.any() else found.shape[0]  # a loss without curvature may have fewer
+    assert found.shape == (columns, ref.N, *ref.params[name].shape), f"{name}: {tuple(found.shape)}"
+    rows = found.flatten(2)
+    close(torch.einsum("cnp,cnq->npq", rows, rows), ref.ggn_batch(name), name)
+
+
+def multiplies(block: Callable[[Reference, str], Tensor]) -> Check:
+    """The field is a function that multiplies `[V, *p]` with this block."""
+
+    def check(ref: Reference, name: str, found: Callable[[Tensor], Tensor]) -> None:
+        shape = ref.params[name].shape
+        vectors = torch.randn(2, *shape, dtype=torch.float64)
+        expected = (vectors.flatten(1) @ block(ref, name)).reshape(2, *shape)
+        close(found(vectors), expected, name)
+        close(found(vectors[:1]), expected[:1], name)  # a second call, with another number of vectors
+
+    return check
+
+
+def factors(of: Callable[[Reference, str], list[Tensor]]) -> Check:
+    """The field is this list of Kronecker factors."""
+
+    def check(ref: Reference, name: str, found: list[Tensor]) -> None:
+        expected = of(ref, name)
+        assert len(found) == len(expected), f"{name}: {len(found)} factors, expected {len(expected)}"
+        for k, (f, e) in enumerate(zip(found, expected, strict=True)):
+            close(f, e, f"{name}, factor {k}")
+
+    return check
+
+
+def hessian_block(ref: Reference, name: str) -> Tensor:
+    return ref.hessian(name)
+
+
+def ggn_block(ref: Reference, name: str) -> Tensor:
+    return ref.ggn(name)
+
+
+def clipped_block(ref: Reference, name: str) -> Tensor:
+    return ref.chain.pchmp("clip")[name]
+
+
+def absolute_block(ref: Reference, name: str) -> Tensor:
+    return ref.chain.pchmp("abs")[name]
+
+
+def kflr_factors(ref: Reference, name: str) -> list[Tensor]:
+    return ref.kflr(name)
+
+
+def kfra_factors(ref: Reference, name: str) -> list[Tensor]:
+    return ref.chain.kfra()[name] if isinstance(ref.model, nn.Sequential) else reference_averaged.kfra(ref, name)
+
+
+def clipped() -> BackpropExtension:
+    return E.PCHMP(modify="clip")
+
+
+def absolute() -> BackpropExtension:
+    return E.PCHMP(modify="abs")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One extension of the matrix."""
+
+    title: str
+    make: Callable[[], BackpropExtension]
+    field: str
+    check: Check
+    chain_only: bool = False
+    """Whether the reference is a recursion over a chain of layers."""
+    by_layers: bool = False
+    """Whether it is a recursion over layers that have to be written down, if they are not a chain."""
+
+    def has_reference(self, net: Network) -> bool:
+        """Whether the value on this network is known."""
+        if net.sequential or not (self.chain_only or self.by_layers):
+            return True
+        return self.by_layers and reference_averaged.graph_of(net.build()[0]) is not None
+
+
+ROWS = (
+    Row("BatchGrad", E.BatchGrad, "grad_batch", equals("grad_batch")),
+    Row("BatchL2Grad", E.BatchL2Grad, "batch_l2", equals("batch_l2")),
+    Row("SumGradSquared", E.SumGradSquared, "sum_grad_squared", equals("sum_grad_squared")),
+    Row("Variance", E.Variance, "variance", equals("variance")),
+    Row("DiagGGNExact", E.DiagGGNExact, "diag_ggn_exact", equals("diag_ggn")),
+    Row("BatchDiagGGNExact", E.BatchDiagGGNExact, "diag_ggn_exact_batch", equals("diag_ggn_batch")),
+    Row("DiagHessian", E.DiagHessian, "diag_h", equals("diag_h")),
+    Row("BatchDiagHessian", E.BatchDiagHessian, "diag_h_batch", equals("diag_h_batch")),
+    Row("SqrtGGNExact", E.SqrtGGNExact, "sqrt_ggn_exact", check_square_root),
+    Row("KFLR", E.KFLR, "kflr", factors(kflr_factors)),
+    Row("KFRA", E.KFRA, "kfra", factors(kfra_factors), by_layers=True),
+    Row("HMP", E.HMP, "hmp", multiplies(hessian_block)),
+    Row("GGNMP", E.GGNMP, "ggnmp", multiplies(ggn_block)),
+    Row("PCHMP-clip", clipped, "pchmp", multiplies(clipped_block), chain_only=True),
+    Row("PCHMP-abs", absolute, "pchmp", multiplies(absolute_block), chain_only=True),
+)
+
+
+def refusals(net: Network, extension: BackpropExtension) -> list[str]:
+    """The reasons for which `bpk.support` refuses this cell, one per call of the network."""
+    model, lossfunc, x, targets = net.build()
+    reasons: list[str] = []
+    asking: list[nn.Module] = []
+
+    def ask(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        rule = REGISTRY.find(module)
+        if module in asking:  # the answer evaluates it again
+            return
+        asking.append(module)
+        if rule is not None or not list(module.children()):
+            tensors = [t for t in inputs if isinstance(t, Tensor)]
+            first = output if isinstance(output, Tensor) else output[0]
+            call = Call(module, tensors, dict(module.named_parameters(recurse=False)), first)
+            answer = bpk.support(extension, rule, call)
+            if answer.kind is Kind.REFUSED:
+                reasons.append(answer.reason)
+        asking.remove(module)
+
+    for module in [*model.modules(), lossfunc]:
+        module.register_forward_hook(ask)
+    torch.manual_seed(SEED)
+    net.loss_of(lossfunc, targets)(model(x))
+    return reasons
+
+
+@pytest.mark.parametrize(("net", "row"), [pytest.param(n, r, id=f"{n}-{r.title}") for n in NETWORKS for r in ROWS])
+def test_cell(net: Network, row: Row) -> None:
+    if not row.has_reference(net):
+        refused_or_finite(net, row)
+        return
+    try:
+        model = run(net, row.make())
+    except UnsupportedLayer as error:
+        reasons = refusals(net, row.make())
+        assert any(r in str(error) for r in reasons), f"raised without a documented reason: {error}"
+        return
+    assert not row.make().second_order or not refusals(net, row.make()), (
+        "bpk.support refuses this cell, but nothing was raised"
+    )
+    ref = reference(net.name)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            assert not hasattr(param, row.field), f"{name} is frozen"
+            continue
+        row.check(ref, name, getattr(param, row.field))
+        assert param.grad is not None
+        close(param.grad, ref.grad(name), f"{name}.grad")
+
+
+def refused_or_finite(net: Network, row: Row) -> None:
+    """Recursions on a graph whose layers nobody has written down: a clear refusal, or something finite."""
+    try:
+        model = run(net, row.make())
+    except UnsupportedLayer as error:
+        assert "Why:" in str(error) and "Do:" in str(error)
+        return
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            field = getattr(param, row.field)
+            values = [field(torch.ones_like(param)[None])] if callable(field) else field
+            assert all(torch.isfinite(v).all() for v in values), name
+
+
+@pytest.mark.parametrize("net", [pytest.param(n, id=str(n)) for n in NETWORKS])
+def test_sampled(net: Network) -> None:
+    """Sampled quantities that are active together share their draws, and hold what they promise."""
+    sampled = (E.SqrtGGNMC(MC), E.DiagGGNMC(MC), E.BatchDiagGGNMC(MC), E.KFAC(MC))
+    if refusals(net, sampled[0]):
+        with pytest.raises(UnsupportedLayer, match="Why:"):
+            run(net, *sampled)
+        return
+    model = run(net, *sampled)
+    ref = reference(net.name)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        rows = param.sqrt_ggn_mc
+        assert rows.shape == (MC, ref.N, *param.shape), name
+        close(param.diag_ggn_mc_batch, rows.square().sum(0), f"{name}, diag_ggn_mc_batch")
+        close(param.diag_ggn_mc, rows.square().sum((0, 1)), f"{name}, diag_ggn_mc")
+        expected = ref.kflr(name)
+        assert [f.shape for f in param.kfac] == [e.shape for e in expected], f"{name}, kfac"
+        if len(expected) == 2:
+            k = 0 if isinstance(model.get_submodule(name.rpartition(".")[0]), TimesWeight) else 1
+            close(param.kfac[k], expected[k], f"{name}, kfac A")
+        else:
+            gram = rows.flatten(2).flatten(0, 1)
+            close(param.kfac[0], gram.T @ gram, f"{name}, kfac G")
+
+
+def test_sampled_weight_factor_is_that_of_the_bias() -> None:
+    net = next(n for n in NETWORKS if n.name == "cnn")
+    model = run(net, E.KFAC(MC))
+    for layer in (model[0], model[6]):
+        close(layer.weight.kfac[0], layer.bias.kfac[0], "kfac G")
+
+
+MEANS = [n for n in NETWORKS if n.name in {"logistic", "mlp-sum-mse", "mlp-bce", "cnn", "deconv-positions"}]
+
+
+@pytest.mark.parametrize("net", [pytest.param(n, id=str(n)) for n in MEANS])
+def test_sampled_means_are_exact(net: Network) -> None:
+    """With many samples the sampled GGN is the exact one, sample by sample."""
+    draws = 4000
+    model = run(net, E.BatchDiagGGNMC(draws), E.DiagGGNMC(draws), E.KFAC(draws))
+    ref = reference(net.name)
+    for name, param in model.named_parameters():
+        pairs = [
+            (param.diag_ggn_mc, ref.diag_ggn(name)),
+            (param.diag_ggn_mc_batch, ref.diag_ggn_batch(name)),
+            (param.kfac[0], ref.kflr(name)[0]),
+        ]
+        for found, expected in pairs:
+            error = (found - expected).norm() / expected.norm()
+            assert error < 0.08, f"{name}: relative error {error:.3f}"
+
+
+@pytest.mark.parametrize("net", [pytest.param(n, id=str(n)) for n in MEANS])
+def test_same_seed_same_draw(net: Network) -> None:
+    first, again = (run(net, E.DiagGGNMC(1)) for _ in range(2))
+    for p, q in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p.diag_ggn_mc, q.diag_ggn_mc)
+
+
+HAND_MADE = [n for n in NETWORKS if n.name in {"mlp", "cnn", "linear-extra-axis", "reused-layer", "siamese"}]
+
+
+@pytest.mark.parametrize("subsampling", [[0], [2, 0], [1, 1], [2, 0, 2, 1, 2]], ids=str)
+@pytest.mark.parametrize("net", [pytest.param(n, id=str(n)) for n in HAND_MADE])
+def test_subsampling(net: Network, subsampling: list[int]) -> None:
+    """Only the chosen samples, in the order given, as often as they are named; divisors stay the whole batch's."""
+    ref = reference(net.name)
+    per_sample = {
+        "grad_batch": ref.grad_batch,
+        "batch_l2": ref.batch_l2,
+        "diag_ggn_exact_batch": ref.diag_ggn_batch,
+        "diag_h_batch": ref.diag_h_batch,
+    }
+    model = run(
+        net,
+        E.BatchGrad(subsampling=subsampling),
+        E.BatchL2Grad(subsampling=subsampling),
+        E.SumGradSquared(subsampling=subsampling),
+        E.DiagGGNExact(subsampling=subsampling),
+        E.BatchDiagGGNExact(subsampling=subsampling),
+        E.DiagHessian(subsampling=subsampling),
+        E.BatchDiagHessian(subsampling=subsampling),
+        E.SqrtGGNExact(subsampling=subsampling),
+        E.SqrtGGNMC(mc_samples=3, subsampling=subsampling),
+        E.GGNMP(subsampling=subsampling),
+        E.HMP(subsampling=subsampling),
+    )
+    for name, param in model.named_parameters():
+        for field, of in per_sample.items():
+            close(getattr(param, field), of(name)[subsampling], f"{name}.{field}")
+        close(param.sum_grad_squared, ref.grad_batch(name)[subsampling].square().sum(0), f"{name}.sum_grad_squared")
+        close(param.diag_ggn_exact, ref.diag_ggn_batch(name)[subsampling].sum(0), f"{name}.diag_ggn_exact")
+        close(param.diag_h, ref.diag_h_batch(name)[subsampling].sum(0), f"{name}.diag_h")
+        rows = param.sqrt_ggn_exact.flatten(2)
+        close(torch.einsum("cnp,cnq->npq", rows, rows), ref.ggn_batch(name)[subsampling], f"{name}.sqrt_ggn_exact")
+        assert param.sqrt_ggn_mc.shape == (3, len(subsampling), *param.shape)
+        vector = torch.randn(1, *param.shape, dtype=torch.float64)
+        for field, blocks in (("ggnmp", ref.ggn_batch(name)), ("hmp", ref.hessian_batch(name))):
+            expected = (vector.flatten(1) @ blocks[subsampling].sum(0)).reshape(vector.shape)
+            close(getattr(param, field)(vector), expected, f"{name}.{field}")
+
+
+@pytest.mark.parametrize("net", [pytest.param(n, id=str(n)) for n in HAND_MADE])
+def test_variance_of_some_samples(net: Network) -> None:
+    """Sums run over the chosen samples, divisors stay the whole batch's."""
+    ref, chosen = reference(net.name), [2, 0]
+    model = run(net, E.Variance(subsampling=chosen))
+    for name, param in model.named_parameters():
+        rows = ref.grad_batch(name)[chosen]
+        expected = rows.square().sum(0) / ref.N - (rows.sum(0) / ref.N).square()
+        close(param.variance, expected, name)
+
+
+def test_family_of_kronecker_factors() -> None:
+    """`HBP` with the right strategies is KFLR, KFRA and KFAC."""
+    from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
+
+    net = next(n for n in NETWORKS if n.name == "cnn")
+    exact = E.HBP(loss_hessian_strategy=LossHessianStrategy.EXACT)
+    averaged = E.HBP(
+        loss_hessian_strategy=LossHessianStrategy.SUM,
+        backprop_strategy=BackpropStrategy.BATCH_AVERAGE,
+        savefield="averaged",
+    )
+    model = run(net, exact, averaged, E.KFLR(), E.KFRA())
+    for name, param in model.named_parameters():
+        for found, expected in ((param.hbp, param.kflr), (param.averaged, param.kfra)):
+            assert len(found) == len(expected)
+            for f, e in zip(found, expected, strict=True):
+                close(f, e, name)
+    sampled = run(net, E.HBP(loss_hessian_strategy=LossHessianStrategy.SAMPLING, mc_samples=MC), E.KFAC(MC))
+    for name, param in sampled.named_parameters():
+        close(param.hbp[0], param.kfac[0], name)
+
+
+@pytest.mark.parametrize("name", ["logistic", "mlp"])
+def test_approximations_agree_without_weight_sharing(name: str) -> None:
+    net = next(n for n in NETWORKS if n.name == name)
+    runs = [run(net, E.KFLR(approximation=a)) for a in ("default", "expand", "reduce")]
+    for params in zip(*[m.parameters() for m in runs], strict=True):
+        for factor in range(len(params[0].kflr)):
+            for other in params[1:]:
+                close(other.kflr[factor], params[0].kflr[factor], "approximation")
+
+
+@pytest.mark.parametrize("name", ["linear-extra-axis", "cnn"])
+def test_approximations_have_the_same_shapes(name: str) -> None:
+    net = next(n for n in NETWORKS if n.name == name)
+    runs = [run(net, E.KFAC(approximation=a)) for a in ("default", "expand", "reduce")]
+    for params in zip(*[m.parameters() for m in runs], strict=True):
+        shapes = [[f.shape for f in p.kfac] for p in params]
+        assert shapes[0] == shapes[1] == shapes[2]

@@ -1,0 +1,298 @@
+"""What a forward or backward pass leaves behind is gone when nobody needs it any more."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import bpk
+from bpk import extensions as E
+from bpk.recording import attention_kernels as recovery
+from bpk.recording.record import LIVE, calls_by_parameter, is_awaited
+from bpk.rules import REGISTRY
+from tests.helpers import FIELDS, backward, data, extended, values
+
+
+# ---- uses of parameters ------------------------------------------------------------------------------
+class Interrupt(BaseException):
+    """Stands for a user who presses Ctrl-C."""
+
+
+def interrupted(task: Callable[[], Any], file: str, after: int) -> bool:
+    """Run a task, interrupted when so many lines of a file were run; whether there were so many."""
+    left = after
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != file:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise Interrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        task()
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+@pytest.mark.parametrize("module", ["recording.record", "backward", "fields.parameters", "recording.recorder"])
+def test_an_interrupt_at_any_line_leaves_no_use(module: str) -> None:
+    """Afterwards nothing waits for the interrupted pass, and the same model computes the right values."""
+    file = sys.modules[f"bpk.{module}"].__file__
+    assert file is not None
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, E.Variance(), E.BatchGrad())
+    expected = values(model, "variance") + values(model, "grad_batch")
+    gc.collect()
+    live = len(LIVE)
+
+    def step() -> None:
+        with bpk.backpack(E.Variance(), E.BatchGrad()):
+            loss_fn(model(x), y).backward()
+
+    after, caught = 1, True
+    while caught:
+        model.zero_grad()
+        caught = interrupted(step, file, after)
+        if caught:
+            gc.collect()
+            assert not any(is_awaited(p) for p in model.parameters())
+            order: list[int] = []
+            with bpk.backpack(E.BatchGrad(), extension_hook=lambda m, order=order: order.append(id(m))):
+                loss_fn(model(x), y).backward()
+            assert len(LIVE) == live
+            assert order[:4] == [id(m) for m in (loss_fn, model[2], model[1], model[0])]
+        after += 97
+    assert after > 97
+    for a, b in zip(expected, values(model, "variance") + values(model, "grad_batch"), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_uses_end_with_their_calls() -> None:
+    model, loss_fn = extended()
+    before = len(LIVE)
+    loss = loss_fn(model(data()[0]), data()[1])
+    again = loss_fn(model(data()[0]), data()[1])
+    assert {id(p): len(calls_by_parameter()[id(p)]) for p in model.parameters()} == {
+        id(p): 2 for p in model.parameters()
+    }
+    with bpk.backpack(E.BatchGrad()):
+        loss.backward()
+    assert all(is_awaited(p) for p in model.parameters())
+    assert len(LIVE) == before + 2
+    del again
+    assert not any(is_awaited(p) for p in model.parameters())
+    del loss
+    assert len(LIVE) == before
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------
+class Spy(nn.Module):
+    """The identity, which remembers the memory of what it sees, without keeping it."""
+
+    def __init__(self, seen: list[StorageWeakRef]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(StorageWeakRef(x.untyped_storage()))
+        return x
+
+
+class Checkpointed(nn.Module):
+    """Blocks, each of which is computed again when it is needed."""
+
+    def __init__(self, checkpointed: bool = True) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.ReLU(inplace=True), Scaled())
+            for _ in range(2)
+        )
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.last(x)
+
+
+class Scaled(nn.Module):
+    """A container with a parameter of its own, around a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_a_checkpoint_frees_its_activations() -> None:
+    kept = []
+    for prepare in (lambda m: m, bpk.extend):
+        seen: list[StorageWeakRef] = []
+        model = Checkpointed().double()
+        for block in model.blocks:
+            for k in (1, 2, 3):
+                block.insert(2 * k, Spy(seen)) if k < 3 else block.append(Spy(seen))
+        loss = prepare(model)(data()[0]).sum()
+        kept.append([not ref.expired() for ref in seen])
+        loss.backward()
+        del loss
+        assert all(ref.expired() for ref in seen)
+    assert kept[0] == kept[1]
+    assert sum(kept[0]) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:These go")
+@pytest.mark.parametrize("extension", FIELDS, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("retain", [False, True], ids=["once", "twice"])
+def test_quantities_through_checkpoints(extension: Callable[[], Any], retain: bool) -> None:
+    """The same values as without checkpoints, also in a second pass."""
+    x, y = data()
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model, loss_fn = extended(Checkpointed(checkpointed).double())
+        loss = loss_fn(model(x), y)
+        if retain:
+            loss.backward(retain_graph=True)
+        for k in range(1 + retain):
+            torch.manual_seed(1)
+            with bpk.backpack(extension()):
+                loss.backward(retain_graph=retain and not k)
+        found.append([values(model, FIELDS[extension]), [p.grad for p in model.parameters()]])
+    for plain, again in zip(*found, strict=True):
+        for a, b in zip(plain, again, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_derivatives_of_quantities_through_checkpoints() -> None:
+    x, y = data()
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model, loss_fn = extended(Checkpointed(checkpointed).double())
+        params = list(model.parameters())
+        with bpk.backpack(E.SumGradSquared()):
+            torch.autograd.grad(loss_fn(model(x), y), params, create_graph=True)
+        found.append(torch.autograd.grad(sum(p.sum_grad_squared.sum() for p in params), params))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_checkpoints_under_disable() -> None:
+    x, y = data()
+    model, loss_fn = extended(Checkpointed().double())
+    expected = torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()))
+    with bpk.disable():
+        loss = loss_fn(model(x), y)
+    for a, b in zip(expected, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---- copies and files ----------------------------------------------------------------------------------
+class Broken(nn.ReLU):
+    """An activation that works in place, and then fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 5:
+            raise ValueError("too many")
+        return super().forward(x)
+
+
+def by_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("other", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_file])
+def test_copies_carry_no_activations(other: Callable[[nn.Module], nn.Module]) -> None:
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 300), nn.ReLU(inplace=True), nn.Linear(300, 3)))
+    size = len(pickle.dumps(model))
+    loss = loss_fn(model(x.expand(40, 5, 4).flatten(0, 1)), y.repeat(40))
+    assert isinstance(model[0].input0, Tensor)
+    assert type(model[0].output * 2) is Tensor
+    assert len(pickle.dumps(model)) < size + 1000
+    copied = other(model)
+    for m in copied.modules():
+        assert not [name for name, value in vars(m).items() if isinstance(value, Tensor)]
+    for net in (model, copied):
+        backward(net, loss_fn, x, y, E.BatchGrad())
+    for a, b in zip(values(model, "grad_batch"), values(copied, "grad_batch"), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not [name for m in model.modules() for name, value in vars(m).items() if isinstance(value, Tensor)]
+    del loss
+
+
+@pytest.mark.parametrize("other", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_file])
+def test_copies_after_a_failed_forward_pass(other: Callable[[nn.Module], nn.Module]) -> None:
+    model, _ = extended(nn.Sequential(nn.Linear(4, 3), Broken(inplace=True)))
+    with pytest.raises(ValueError, match="too many"):
+        model(torch.randn(6, 4))
+    copied = other(model)
+    assert copied(torch.randn(5, 4)).shape == (5, 3)
+
+
+# ---- short-lived models ------------------------------------------------------------------------------
+def test_models_and_their_classes_are_gone() -> None:
+    """A class made in a function, its instances, and all that is known of them."""
+
+    def step() -> tuple[weakref.ref[Any], ...]:
+        class Layer(nn.Linear):
+            pass
+
+        class Odd(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x.sin()
+
+        model, loss_fn = extended(nn.Sequential(Layer(4, 3), Odd(), Layer(3, 3)).double())
+        backward(model, loss_fn, *data(), E.BatchGrad(), E.DiagGGNExact(), E.KFAC())
+        return weakref.ref(model), weakref.ref(Layer), weakref.ref(Odd)
+
+    refs = step()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None, None]
+
+
+def test_many_scales_of_attention() -> None:
+    """Options of fused attention that change with every pass."""
+    made = {recovery.attention(False, 1.0 + k, False) for k in range(300)}
+    refs = [weakref.ref(module) for module in made]
+    del made
+    gc.collect()
+    assert sum(ref() is not None for ref in refs) <= 128
+
+
+def test_rules_of_classes_that_are_gone() -> None:
+    before = len(REGISTRY._found)
+    for _ in range(20):
+        REGISTRY.find(type("Layer", (nn.Module,), {}))
+    gc.collect()
+    assert len(REGISTRY._found) <= before

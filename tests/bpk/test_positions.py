@@ -1,0 +1,101 @@
+"""Columns of a loss over positions keep to their position through position-wise layers, and are written out behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.plan.graph import Source
+from bpk.sweeps.positions import ByPosition
+from tests.helpers import backward
+
+VOCABULARY, N, T = 7, 3, 5
+
+
+class Words(nn.Module):
+    """Predictions `[N, T, V]`, handed to the loss in one of three forms; `mixed` has a recurrent layer."""
+
+    def __init__(self, form: str, mixed: bool) -> None:
+        super().__init__()
+        self.form = form
+        self.table = nn.Embedding(VOCABULARY, 4)
+        self.recurrent = nn.LSTM(4, 4, batch_first=True) if mixed else None
+        self.norm, self.wide, self.head = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, VOCABULARY)
+        self.act = nn.GELU()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x = x if self.recurrent is None else self.recurrent(x)[0]
+        x = self.head(self.act(self.wide(self.norm(x))))
+        if self.form == "extra axis":
+            return x.transpose(1, 2)
+        return (x.transpose(0, 1) if self.form == "time first" else x).flatten(0, 1)
+
+    def targets(self) -> Tensor:
+        y = torch.randint(VOCABULARY, (N, T))
+        if self.form == "extra axis":
+            return y
+        return (y.T if self.form == "time first" else y).flatten()
+
+
+@pytest.fixture
+def trail(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """Before which calls columns stay apart, and along how many axes."""
+    found: list[tuple[str, int | None]] = []
+    original = ByPosition.stays_apart
+
+    def spy(self: ByPosition, source: Source, where: Tensor) -> int | None:
+        axes = original(self, source, where)
+        found.append((source.consumer.path, axes))
+        return axes
+
+    monkeypatch.setattr(ByPosition, "stays_apart", spy)
+    return found
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("form", ["rows", "time first", "extra axis"])
+def test_diagonals(form: str, mixed: bool, chunk: int | None, trail: list[tuple[str, int | None]]) -> None:
+    torch.manual_seed(0)
+    model = Words(form, mixed).double()
+    loss_fn, tokens, y = nn.CrossEntropyLoss(), torch.randint(VOCABULARY, (N, T)), model.targets()
+    bpk.extend(model), bpk.extend(loss_fn)
+    backward(model, loss_fn, tokens, y, E.DiagGGNExact(), E.BatchDiagGGNExact())  # together: columns are written out
+    expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
+    assert not trail
+    with bpk.backpack(E.DiagGGNExact(), chunk_size=chunk):
+        loss_fn(model(tokens), y).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.diag_ggn_exact, expected[name], rtol=1e-9, atol=1e-14)
+    apart = {path for path, axes in trail if axes == 1}
+    assert {"CrossEntropyLoss", "head", "act", "wide"} <= apart
+    assert ("norm" in apart) is not mixed  # a table keeps positions apart, a recurrent layer does not
+
+
+def test_reused_parameters_are_written_out(trail: list[tuple[str, int | None]]) -> None:
+    """Contributions of several uses must be added before they are squared."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)
+            self.head.weight = self.table.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.table(tokens))).flatten(0, 1)
+
+    tokens, y = torch.randint(VOCABULARY, (N, T)), torch.randint(VOCABULARY, (N * T,))
+    assert bpk.verify(Tied(), nn.CrossEntropyLoss(), tokens, y, E.DiagGGNExact())
+    assert trail and all(axes is None for _, axes in trail)
+
+
+def test_pixels(trail: list[tuple[str, int | None]]) -> None:
+    """Convolutions mix pixels: columns are written out before them."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 3, 1))
+    x, y = torch.randn(2, 1, 4, 3), torch.randint(3, (2, 4, 3))
+    assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.DiagGGNExact())
+    assert trail == [("CrossEntropyLoss", None)]

@@ -1,0 +1,316 @@
+"""dtypes, autocast, copies, pickling, and differentiating the quantities (contract, section 6)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.context import CTX
+from tests.helpers import FIELDS, FIRST_ORDER, backward, data, extended, mlp, saved, values
+from tests.references.compare import ALL, ON_ANY_GRAPH, agrees
+from tests.references.reference import Reference
+
+
+# ---- dtypes ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_dtypes(dtype: torch.dtype, tol: float) -> None:
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    low = copy.deepcopy(model).to(dtype)
+    ref = Reference(copy.deepcopy(low).double(), (x.to(dtype).double(),), lambda pred: loss_fn(pred, y))
+    low, loss_fn = extended(low, loss_fn)
+    backward(low, loss_fn, x.to(dtype), y, *[e() for e in ALL])
+    for name, p in low.named_parameters():
+        for field, of in {"grad_batch": ref.grad_batch, "diag_ggn_exact": ref.diag_ggn, "diag_h": ref.diag_h}.items():
+            found, expected = getattr(p, field), of(name)
+            assert found.dtype == dtype, field
+            assert (found.double() - expected).norm() <= tol * expected.norm() + tol**3, f"{name}.{field}"
+        for field in FIELDS.values():
+            for value in values(low, field):
+                assert value.dtype == dtype and torch.isfinite(value).all(), field
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["loss outside", "loss inside"])
+def test_autocast(outside: bool) -> None:
+    model, loss_fn = mlp(torch.float32, nn.GELU), nn.CrossEntropyLoss()
+    x, y = data(torch.float32)
+    ref = Reference(copy.deepcopy(model).double(), (x.double(),), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pred = model(x)
+        loss = loss_fn(pred, y)
+    if outside:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pred = model(x)
+        loss = loss_fn(pred.float(), y)
+    with bpk.backpack(*[e() for e in ALL]):
+        loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad_batch.dtype == torch.float32
+        for field, of in {"grad_batch": ref.grad_batch, "diag_ggn_exact": ref.diag_ggn, "diag_h": ref.diag_h}.items():
+            found, expected = getattr(p, field).double(), of(name)
+            assert (found - expected).norm() <= 0.05 * expected.norm() + 1e-4, f"{name}.{field}"
+
+
+def test_float16_gradients_do_not_break() -> None:
+    """Individual gradients follow the parameter's dtype, whatever the default dtype is."""
+    torch.set_default_dtype(torch.float64)
+    model, loss_fn = extended(mlp(torch.float32))
+    x, y = data(torch.float32)
+    backward(model, loss_fn, x, y, *[e() for e in ALL])
+    assert all(v.dtype == torch.float32 for f in FIELDS.values() for v in values(model, f))
+
+
+# ---- copies ------------------------------------------------------------------------------------------
+def test_deepcopy_after_forward_and_backward() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, E.BatchGrad())
+    loss = loss_fn(model(x), y)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[0].weight.mul_(2)
+    backward(twin, copy.deepcopy(loss_fn), x, y, *[e() for e in ALL])
+    assert saved(twin) == set(FIELDS.values())
+    torch.testing.assert_close(twin[0].weight.grad_batch.sum(0), twin[0].weight.grad)
+    assert not hasattr(model[0].weight, "diag_h"), "the copy's results belong to the copy"
+    with bpk.backpack(E.DiagHessian()):
+        loss.backward()
+    assert hasattr(model[0].weight, "diag_h")
+
+
+def test_pickle_after_forward() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    out = model(x)
+    twin = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(twin(x), out)
+    backward(twin, loss_fn, x, y, *[e() for e in ALL])
+    assert saved(twin) == set(FIELDS.values())
+
+
+def test_torch_save_after_backward() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, *[e() for e in FIRST_ORDER])
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twin = torch.load(buffer, weights_only=False)
+    torch.testing.assert_close(twin(x), model(x))
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    assert list(model.state_dict()) == list(mlp().state_dict())
+
+
+def loaded(model: nn.Module) -> nn.Module:
+    """From a file."""
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    made: nn.Module = torch.load(buffer, weights_only=False)
+    return made
+
+
+COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), loaded]
+
+
+class Scaled(nn.Module):
+    """Containers, and a parameter that a container holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Sequential(nn.Sequential(nn.Linear(4, 3)), nn.Tanh()), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def hooked(model: nn.Module, loss_fn: nn.Module) -> list[nn.Module]:
+    """With which modules the extension hook is called, once each."""
+    seen: list[nn.Module] = []
+    x, y = data()
+    backward(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact(), extension_hook=seen.append)
+    assert len({id(m) for m in seen}) == len(seen)
+    return seen
+
+
+@pytest.mark.parametrize("made", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("converted", [False, True])
+def test_extension_hook_of_a_copy(made: Callable[[nn.Module], nn.Module], converted: bool) -> None:
+    """It is called with the containers of the copy, and with nothing of the original; fields are there."""
+    model = bpk.extend(Scaled().double(), use_converter=converted)
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    places = [name for name, m in model.named_modules() if any(m is seen for seen in hooked(model, loss_fn))]
+    twin = made(model)
+    assert {"", "body", "body.0", "body.0.0"} <= {*places}
+    mine = {id(loss_fn), *(id(twin.get_submodule(place)) for place in places)}
+    assert {id(m) for m in hooked(twin, loss_fn)} == mine
+    assert all(hasattr(p, "diag_ggn_exact") for p in twin.parameters())
+    old = weakref.ref(model)
+    del model
+    gc.collect()
+    assert old() is None
+    assert {id(m) for m in hooked(twin, loss_fn)} == mine
+
+
+@pytest.mark.parametrize("made", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+def test_copy_of_a_part(made: Callable[[nn.Module], nn.Module]) -> None:
+    """It knows nothing of the containers around the original."""
+    model, loss_fn = bpk.extend(Scaled().double()), bpk.extend(nn.CrossEntropyLoss())
+    part = made(model.body)
+    assert {id(m) for m in hooked(part, loss_fn)} == {id(m) for m in (*part.modules(), loss_fn)}
+    assert len(pickle.dumps(model.body[1])) < len(pickle.dumps(model.body)), "a part does not take its container along"
+    layer = made(model.body[0][0])
+    assert {id(m) for m in hooked(layer, loss_fn)} == {id(layer), id(loss_fn)}
+
+
+def test_hooks_of_a_copy_are_removed() -> None:
+    """`remove_hooks` ends all that is extended, copies included."""
+    model = bpk.extend(Scaled().double())
+    twin = copy.deepcopy(model)
+    CTX.remove_hooks()
+    assert not any(m._forward_hooks for m in (*model.modules(), *twin.modules()))
+
+
+# ---- differentiating the quantities ------------------------------------------------------------------
+def test_create_graph_variance() -> None:
+    """The gradient of the summed variance, against plain autograd."""
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    params = list(model.parameters())
+    rows = []
+    for n in range(5):
+        attached = torch.zeros(5, 1, dtype=torch.bool)
+        attached[n] = True
+        pred = model(x)
+        share = loss_fn(torch.where(attached, pred, pred.detach()), y)
+        rows.append(torch.autograd.grad(share, params, create_graph=True))
+    total = torch.zeros((), dtype=torch.float64)
+    for g in (torch.stack(r) for r in zip(*rows, strict=True)):
+        total = total + (g.square().sum(0) / 5 - (g.sum(0) / 5).square()).sum()
+    expected = torch.autograd.grad(total, params)
+
+    model, loss_fn = extended(model, loss_fn)
+    with bpk.backpack(E.Variance(), E.BatchGrad(), E.SumGradSquared(), E.BatchL2Grad()):
+        loss_fn(model(x), y).backward(create_graph=True)
+    found = torch.autograd.grad(sum(p.variance.sum() for p in params), params)
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e)
+
+
+DIFFERENTIATED = (E.BatchGrad, E.BatchL2Grad, E.SumGradSquared, E.DiagGGNExact, E.DiagHessian, E.SqrtGGNExact)
+
+
+@pytest.mark.parametrize("extension", DIFFERENTIATED, ids=lambda e: e.__name__)
+def test_create_graph_by_finite_differences(extension: type) -> None:
+    """The derivative of a quantity along a direction in weight space."""
+    model, loss_fn = extended()
+    x, y = data()
+    params = list(model.parameters())
+    direction = [torch.randn_like(p) for p in params]
+    torch.manual_seed(1)
+    weights = None
+
+    def total(create_graph: bool) -> Tensor:
+        nonlocal weights
+        with bpk.backpack(extension()):
+            loss_fn(model(x), y).backward(create_graph=create_graph)
+        fields = [getattr(p, FIELDS[extension]) for p in params]
+        if extension is E.SqrtGGNExact:  # columns are determined up to rotation: take the squares
+            fields = [f.square().sum((0, 1)) for f in fields]
+        if weights is None:
+            weights = [torch.randn_like(f) for f in fields]
+        return sum((f * w).sum() for f, w in zip(fields, weights, strict=True))
+
+    grads = torch.autograd.grad(total(True), params)
+    found = sum((g * d).sum() for g, d in zip(grads, direction, strict=True))
+    eps, shifted = 1e-5, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, d in zip(params, direction, strict=True):
+                p.add_(d, alpha=sign * eps)
+        shifted.append(total(False).detach())
+        with torch.no_grad():
+            for p, d in zip(params, direction, strict=True):
+                p.sub_(d, alpha=sign * eps)
+    torch.testing.assert_close(found, (shifted[0] - shifted[1]) / (2 * eps), rtol=1e-5, atol=1e-8)
+
+
+def test_without_create_graph_nothing_is_attached() -> None:
+    model, loss_fn = extended()
+    backward(model, loss_fn, *data(), *[e() for e in ALL])
+    assert not any(v.requires_grad for f in FIELDS.values() for v in values(model, f))
+
+
+def test_products_can_be_used_after_other_steps() -> None:
+    """`hmp` belongs to its backward pass: later passes and updates of another model change nothing."""
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    backward(model, loss_fn, x, y, E.HMP(), E.GGNMP())
+    held = {n: p.hmp for n, p in model.named_parameters()}
+    backward(model, loss_fn, *data(), E.BatchGrad())
+    for name, p in model.named_parameters():
+        v = torch.randn(1, *p.shape, dtype=p.dtype)
+        torch.testing.assert_close(held[name](v).flatten(1), v.flatten(1) @ ref.hessian(name))
+
+
+def test_autograd_grad_in_the_context() -> None:
+    """`torch.autograd.grad` is a backward pass, too."""
+    model, loss_fn = extended()
+    x, y = data()
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        grads = torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()))
+    for g, p in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad_batch.sum(0), g)
+
+
+def test_forward_between_forward_and_backward() -> None:
+    """An evaluation (with or without gradients) between the two changes nothing."""
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    loss = loss_fn(model(x), y)
+    loss_fn(model(torch.randn(2, 4, dtype=torch.float64)), y[:2])
+    with torch.no_grad():
+        model(torch.randn(7, 4, dtype=torch.float64))
+    with bpk.backpack(*[e() for e in ON_ANY_GRAPH]):
+        loss.backward()
+    agrees(model, ref)
+
+
+def test_two_forward_passes_one_backward() -> None:
+    """Two batches through one model: the model's parameters are reused; curvature adds up."""
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    x, y = data()
+    both = (
+        Reference(model, (x[:3],), lambda pred: loss_fn(pred, y[:3])),
+        Reference(model, (x[2:],), lambda pred: loss_fn(pred, y[2:])),
+    )
+    model, loss_fn = extended(model, loss_fn)
+    loss = loss_fn(model(x[:3]), y[:3]) + loss_fn(model(x[2:]), y[2:])
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian()):
+        loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_batch, both[0].grad_batch(name) + both[1].grad_batch(name))
+        torch.testing.assert_close(p.diag_h, _sum_of_joint(both, name, "hessian_batch"))
+        torch.testing.assert_close(p.diag_ggn_exact, _sum_of_joint(both, name, "ggn_batch"))
+
+
+def _sum_of_joint(refs: tuple[Reference, Reference], name: str, blocks: str) -> Tensor:
+    """Both losses are summed, so are their Hessians."""
+    total = sum(getattr(r, blocks)(name).sum(0).diagonal() for r in refs)
+    return total.reshape(refs[0].params[name].shape)

@@ -1,0 +1,202 @@
+"""The smallest networks on which a search with random networks found something wrong (more: `test_random_networks`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
+from tests.random_networks.modules import Attend
+from tests.references.compare import Assembled, check, rand
+
+
+def extended(*modules: nn.Module) -> list[nn.Module]:
+    return [bpk.extend(m.double()) for m in modules]
+
+
+def individual(model: nn.Module, loss_fn: nn.Module, inputs: Any, *targets: Tensor) -> None:
+    """One backward pass with `BatchGrad`."""
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(*inputs), *targets).backward()
+
+
+class Rows(nn.Module):
+    """Rows of all positions for the loss, and a second result that no loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.p = nn.Linear(3, 3), nn.Linear(3, 2), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x) * self.p
+        return h.flatten(0, 1), self.b(h)
+
+
+def test_an_unused_result_with_other_rows() -> None:
+    torch.manual_seed(0)
+    model, loss_fn = extended(Rows(), nn.CrossEntropyLoss())
+    x, y = rand(4, 2, 3), torch.randint(3, (8,))
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x)[0], y).backward()
+    for p in (model.p, model.a.weight):
+        rows = [torch.autograd.grad(loss_fn(model(x[n : n + 1])[0], y[2 * n : 2 * n + 2]), p)[0] / 4 for n in range(4)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+@pytest.mark.parametrize("act", [nn.Tanh(), nn.SiLU(), nn.Softplus()], ids=lambda m: type(m).__name__)
+def test_samples_that_are_one_number(act: nn.Module) -> None:
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        return m.last(m.act(m.first(x).squeeze(1))[:, None])
+
+    check(Assembled(forward, first=nn.Linear(3, 1), act=act, last=nn.Linear(1, 3)), rand(4, 3), factors=False)
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact, E.DiagHessian])
+def test_layers_without_a_batch_axis_are_refused(extension: Any) -> None:
+    for layer, size in ((nn.Linear(3, 2), (3,)), (nn.InstanceNorm1d(2, affine=True), (2, 3))):
+        model, loss_fn = extended(nn.Sequential(layer), nn.MSELoss())
+        out = model(rand(*size))
+        with pytest.raises(UnsupportedLayer, match="no batch axis"), bpk.backpack(extension()):
+            loss_fn(out, torch.zeros_like(out)).backward()
+
+
+def test_a_layer_on_a_parameter_has_no_batch_axis_and_needs_none() -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(1, 2)
+    layers = {"first": nn.Linear(3, 3), "gate": nn.Linear(2, 3), "table": table, "last": nn.Linear(3, 3)}
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        return m.last(m.first(x) * m.gate(m.table.weight[0]).sigmoid())
+
+    check(Assembled(forward, **layers), rand(4, 3), factors=False)
+
+
+def test_a_second_pass_over_a_retained_graph_with_a_layer_called_twice() -> None:
+    torch.manual_seed(0)
+    layer, loss_fn = extended(nn.Linear(3, 3), nn.MSELoss())
+    x, y = rand(2, 3), rand(2, 3)
+    loss = loss_fn(layer(torch.tanh(layer(x))), y)
+    with bpk.backpack(E.BatchGrad(), retain_graph=True):
+        loss.backward(retain_graph=True)
+        first = layer.weight.grad_batch.clone()
+        loss.backward()
+    torch.testing.assert_close(layer.weight.grad_batch, first)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrizations(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = getattr(nn.utils.parametrizations, kind)(nn.Linear(3, 2)).eval()
+    model, loss_fn = extended(nn.Sequential(layer, nn.Tanh(), nn.Linear(2, 2)), nn.MSELoss(reduction="sum"))
+    x, y = rand(3, 3), rand(3, 2)
+    individual(model, loss_fn, (x,), y)
+    for p in model.parameters():
+        rows = [torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[n : n + 1]), p)[0] for n in range(3)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+class ScaledInput(nn.Module):
+    """`layer(x * p)` with a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.layer = nn.Parameter(torch.tensor(0.7)), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.p)
+
+
+def test_squares_of_a_parameter_that_is_one_number() -> None:
+    torch.manual_seed(0)
+    model, x, y = ScaledInput().double(), rand(4, 2), rand(4, 3)
+    converted, loss_fn = bpk.extend(model, use_converter=True), bpk.extend(nn.MSELoss(reduction="sum"))
+    with bpk.backpack(E.SumGradSquared()):
+        loss_fn(converted(x), y).backward()
+    rows = [torch.autograd.grad(F.mse_loss(model(x[n]), y[n], reduction="sum"), model.p)[0] for n in range(4)]
+    torch.testing.assert_close(model.p.sum_grad_squared, torch.stack(rows).square().sum())
+
+
+def test_second_derivative_of_a_function_of_a_difference() -> None:
+    """A second derivative that vanishes on equal directions: probing must not use the same numbers twice."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, 1)
+        return m.last(F.pairwise_distance(m.act(m.first(left)), m.act(m.first(right)))[:, None])
+
+    layers = {"first": nn.Linear(3, 3), "act": nn.Sigmoid(), "last": nn.Linear(1, 3)}
+    check(Assembled(forward, **layers), rand(3, 6), factors=False)
+
+
+def test_a_layer_without_a_rule_one_of_whose_inputs_has_no_parameter() -> None:
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.last(m.attend(h, h.sin())[0])
+
+    layers = {"first": nn.Linear(3, 2), "attend": Attend(2), "last": nn.Linear(2, 3)}
+    check(Assembled(forward, **layers), rand(3, 3), factors=False)
+
+
+def test_two_losses_that_read_different_results_of_one_layer() -> None:
+    torch.manual_seed(0)
+    layer, first, second = extended(nn.LSTM(3, 2, batch_first=True), nn.MSELoss(), nn.MSELoss())
+    x, y, z = rand(4, 2, 3), rand(4, 2, 2), rand(4, 1, 2)
+
+    def loss(bias: Tensor) -> Tensor:
+        out, (h, _) = torch.func.functional_call(layer, {"bias_ih_l0": bias}, (x,))
+        return F.mse_loss(out, y) + F.mse_loss(h.transpose(0, 1), z)
+
+    with bpk.disable():
+        expected = torch.autograd.functional.hessian(loss, layer.bias_ih_l0.detach())
+    out, (h, _) = layer(x)
+    with bpk.backpack(E.DiagHessian(), E.HMP()):
+        (first(out, y) + second(h.transpose(0, 1), z)).backward()
+    torch.testing.assert_close(layer.bias_ih_l0.diag_h, expected.diag())
+    torch.testing.assert_close(layer.bias_ih_l0.hmp(torch.eye(8).double()), expected)
+
+
+def test_samples_one_by_one_behind_layers_that_saw_them_together() -> None:
+    """Two rows in front of everything are two samples, although a layer is called with one row at a time."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.first(x)
+        h = torch.cat([m.alone(h[n : n + 1]).tanh() for n in range(len(h))])
+        return m.last(m.norm(h.reshape(-1, 2, 3).transpose(0, 1)).transpose(0, 1).flatten(1))
+
+    layers = {"first": nn.Linear(3, 3), "alone": nn.Linear(3, 6), "norm": nn.LayerNorm(3), "last": nn.Linear(6, 3)}
+    check(Assembled(forward, **layers), rand(2, 3), factors=False)
+
+
+def test_one_sample_with_a_table_of_positions() -> None:
+    """As many positions as rows at the loss are no samples: the data has one row."""
+    table, tokens, last = extended(nn.Embedding(4, 3), nn.Embedding(5, 3), nn.Linear(3, 3))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    out = last(tokens(torch.tensor([[0, 3, 1, 1]])) + table(torch.arange(4))).reshape(-1, 3)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(out, torch.arange(4) % 3).backward()
+    for p in (table.weight, tokens.weight, last.weight):
+        torch.testing.assert_close(p.grad_batch, p.grad[None])
+
+
+def test_losses_of_results_with_different_rows() -> None:
+    torch.manual_seed(0)
+    model, first, second = extended(Rows(), nn.CrossEntropyLoss(), nn.MSELoss())
+    x, y, z = rand(4, 2, 3), torch.randint(3, (8,)), rand(4, 2, 2)
+    rows, others = model(x)
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        (first(rows, y) + second(others, z)).backward()
+    for n in range(4):
+        rows, others = model(x[n : n + 1])
+        loss = (first(rows, y[2 * n : 2 * n + 2]) + second(others, z[n : n + 1])) / 4
+        torch.testing.assert_close(model.p.grad_batch[n], torch.autograd.grad(loss, model.p)[0])

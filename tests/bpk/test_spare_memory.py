@@ -1,0 +1,119 @@
+"""Fields are overwritten in place only where nobody can see it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.recording import engine
+from tests.helpers import backward, data, extended
+
+
+def from_storage(storage: Any) -> Tensor:
+    """A copy of what a storage of doubles holds."""
+    return torch.tensor([], dtype=torch.float64).set_(getattr(storage, "_untyped_storage", storage)).clone()
+
+
+def sent(t: Tensor) -> Any:
+    """A tensor on its way to another process."""
+    queue = torch.multiprocessing.get_context("spawn").Queue()
+    queue.put(t)
+    while not t.is_shared():  # a thread of the queue moves it
+        time.sleep(0.01)
+    return queue
+
+
+def shared(t: Tensor) -> Any:
+    """What another process gets of a tensor: an open file."""
+    file, size = t.share_memory_().untyped_storage()._share_fd_cpu_()
+    return os.dup(file), size
+
+
+def found_in_file(handle: Any) -> Tensor:
+    return from_storage(torch.UntypedStorage._new_shared_fd_cpu(*handle))
+
+
+@pytest.fixture(autouse=True)
+def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, all memory is worth being used again."""
+    monkeypatch.setattr(engine, "WORTH", 0)
+
+
+HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda t: t, lambda t: t),
+    "view": (lambda t: t[1:], lambda t: t._base if t._base is not None else t),
+    "detached": (Tensor.detach, lambda t: t),
+    "list": (lambda t: [t], lambda held: held[0]),
+    "storage": (Tensor.untyped_storage, from_storage),
+    "typed storage": (Tensor.storage, from_storage),
+    "array": (Tensor.numpy, torch.from_numpy),
+    "memoryview": (lambda t: memoryview(t.numpy()), lambda m: torch.from_numpy(np.asarray(m))),
+    "dlpack": (torch.utils.dlpack.to_dlpack, torch.utils.dlpack.from_dlpack),
+    "array by dlpack": (np.from_dlpack, lambda a: torch.from_numpy(a.copy())),
+    "lazy copy": (torch._lazy_clone, lambda t: t),
+    "shared": (shared, found_in_file),
+    "queue": (sent, lambda queue: queue.get(timeout=60)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.filterwarnings("ignore:.*not writable")
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_field_that_is_held_keeps_its_numbers(name: str) -> None:
+    hold, look = HOLDERS[name]
+    model, loss_fn = extended()
+    p = model[0].weight
+    backward(model, loss_fn, *data(), E.BatchGrad())
+    copy = p.grad_batch.clone()
+    held = hold(p.grad_batch)
+    for _ in range(2):
+        backward(model, loss_fn, *data(), E.BatchGrad())
+    found = look(held).flatten()
+    torch.testing.assert_close(found, copy.flatten()[-found.numel() :], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrap", [torch.from_numpy, torch.from_dlpack], ids=lambda f: f.__name__)
+def test_memory_of_an_array_in_place_of_a_field(wrap: Callable[..., Tensor]) -> None:
+    """A hook puts a tensor into a field whose memory belongs to somebody else."""
+    model, loss_fn = extended()
+    p = model[0].weight
+    array = np.full((5, *p.shape), 7.0)
+    backward(model, loss_fn, *data(), E.BatchGrad())
+    p.grad_batch = wrap(array)
+    for _ in range(2):
+        backward(model, loss_fn, *data(), E.BatchGrad())
+        assert (array == 7).all()
+
+
+def test_memory_that_nothing_refers_to_is_found() -> None:
+    alone, held = torch.zeros(3), torch.zeros(3)
+    other = held
+    assert engine.spare_memory(alone) is not None
+    assert engine.spare_memory(held) is None
+    assert other is held
+    assert engine.spare_memory(torch.zeros(4)[1:]) is None
+    assert engine.spare_memory(torch.zeros(3, requires_grad=True)) is None
+    assert engine.spare_memory(torch.zeros(3).to_sparse()) is None
+    assert engine.spare_memory(None) is None
+
+
+def test_a_field_that_nobody_holds_is_used_again() -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(300, 200))), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(8, 300), torch.randint(200, (8,))
+    places = set()
+    for _ in range(6):
+        backward(model, loss_fn, x, y, E.BatchGrad())
+        places.add(model[0].weight.grad_batch.data_ptr())
+        ballast = [torch.empty(8, 200, 300) for _ in range(3)]
+    assert len(places) == 1
+    del ballast

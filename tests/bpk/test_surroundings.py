@@ -1,0 +1,234 @@
+"""Where `bpk` cannot work, it says so: one sentence with the true reason, and what to do."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import bpk
+from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
+from tests.helpers import data, extended, mlp, saved
+from tests.references.reference import Reference
+
+BOTH = pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact], ids=lambda e: e.__name__)
+"""First and second order."""
+
+
+def told(kind: type[Exception], *parts: str) -> Any:
+    """The block raises `kind`, and its message has all parts, a reason, and what to do."""
+    return pytest.raises(kind, match="(?s)^" + "".join(f"(?=.*{part})" for part in (*parts, "Why:", "Do:")))
+
+
+# ---- the forward pass ----------------------------------------------------------------------------------
+class Around(nn.Module):
+    """A layer that is called through a function, and one behind it."""
+
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.call = nn.Linear(4, 4), nn.Linear(4, 3), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.call(self.first, x))
+
+
+@BOTH
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_reentrant_checkpoints(extension: Callable[[], Any], all_of_it: bool) -> None:
+    model, loss_fn = extended(Around(lambda m, x: checkpoint(m, x, use_reentrant=not all_of_it)).double())
+    x, y = data()
+    x.requires_grad_()
+    pred = checkpoint(model, x, use_reentrant=True) if all_of_it else model(x)
+    with told(RuntimeError, "use_reentrant=True", "starts a backward pass of its own"), bpk.backpack(extension()):
+        loss_fn(pred, y).backward()
+    assert saved(model) == set()
+    loss_fn(model(x), y).backward()
+
+
+@BOTH
+def test_a_sample_without_a_batch_axis(extension: Callable[[], Any]) -> None:
+    x, y = data()
+    model, loss_fn = extended()
+    with told(UnsupportedLayer, "no batch axis", r"x\.unsqueeze"), bpk.backpack(extension()):
+        loss_fn(model(x[0]), y[0]).backward()
+    model, loss_fn = extended(loss=nn.MSELoss())
+    with told(UnsupportedLayer, "no batch axis"), bpk.backpack(extension()):
+        loss_fn(model(x[0]), torch.zeros(3, dtype=torch.float64)).backward()
+    image, loss_fn = extended(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(0), nn.Linear(12, 2)), nn.MSELoss())
+    with told(UnsupportedLayer, "no batch axis"), bpk.backpack(extension()):
+        loss_fn(image(torch.randn(2, 4, 4)), torch.zeros(2)).backward()
+
+
+@BOTH
+def test_tensors_without_values(extension: Callable[[], Any]) -> None:
+    with torch.device("meta"):
+        model, loss_fn = extended(mlp(torch.float32), nn.MSELoss())
+        loss = loss_fn(model(torch.randn(5, 4)), torch.randn(5, 3))
+    with told(RuntimeError, "meta"), bpk.backpack(extension()):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_modules() -> None:
+    for model in (torch.jit.script(mlp()), nn.Sequential(torch.jit.script(nn.Linear(4, 3)), nn.ReLU())):
+        with told(ValueError, "torch.jit.script", "nobody sees their calls"):
+            bpk.extend(model)
+
+
+@BOTH
+def test_parameters_that_a_transform_lends_are_refused(extension: Callable[[], Any]) -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    several = {name: torch.stack([p.detach()] * 2).requires_grad_() for name, p in model.named_parameters()}
+    with told(RuntimeError, "transform of torch.func"), bpk.backpack(extension()):
+        loss_fn(vmap(lambda p: functional_call(model, p, (x,)))(several).mean(0), y).backward()
+    with bpk.backpack(extension()):
+        loss_fn(model(x), y).backward()
+    assert len(saved(model)) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "transform", [lambda m, x: vmap(m)(x), lambda m, x: jvp(m, (x,), (x.cos(),))[1]], ids=["vmap", "jvp"]
+)
+def test_transforms_of_the_whole_forward_pass_are_right(transform: Callable[..., Tensor]) -> None:
+    """What they leave in autograd's graph are functions of parameters."""
+    model, loss_fn = extended()
+    x, y = data()
+    with bpk.backpack(E.BatchGrad(), E.DiagHessian()):
+        loss_fn(transform(model, x), y).backward()
+    params = [p for p in model.parameters() if hasattr(p, "grad_batch")]
+    assert len(params) >= len(list(model.parameters())) - 1, "a tangent does not depend on the last bias"
+    for n in range(len(x)):
+        loss = loss_fn(transform(model, x[n : n + 1]), y[n : n + 1]) / len(x)
+        for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+            torch.testing.assert_close(p.grad_batch[n], g)
+    for p in params:
+        (g,) = torch.autograd.grad(loss_fn(transform(model, x), y), p, create_graph=True)
+        rows = [torch.autograd.grad(g.flatten()[k], p, retain_graph=True)[0].flatten()[k] for k in range(p.numel())]
+        torch.testing.assert_close(p.diag_h.flatten(), torch.stack(rows))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_of_a_part_are_right() -> None:
+    """A layer under a transform is a part of what lies between recorded calls."""
+
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        out, tangent = jvp(layer, (x,), (torch.ones_like(x),))
+        return out + tangent.tanh()
+
+    x, y = data()
+    model, loss_fn = Around(forward).double(), nn.CrossEntropyLoss()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    extended(model, loss_fn)
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        loss_fn(model(x), y).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_batch, ref.grad_batch(name))
+        torch.testing.assert_close(p.diag_ggn_exact, ref.diag_ggn(name))
+
+
+# ---- compilers -----------------------------------------------------------------------------------------
+@pytest.fixture
+def compiler() -> Iterator[Any]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield torch.compile(backend="eager")
+    torch._dynamo.reset()
+
+
+def test_a_compiled_step(compiler: Any) -> None:
+    model, loss_fn = extended()
+
+    @compiler
+    def step(x: Tensor, y: Tensor) -> None:
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(model(x), y).backward()
+
+    with told(RuntimeError, r"torch\.compile has compiled"):
+        step(*data())
+
+
+def test_compiled_autograd(compiler: Any) -> None:
+    from torch._dynamo import compiled_autograd
+
+    model, loss_fn = extended()
+    x, y = data()
+    with told(RuntimeError, "compiled autograd"), bpk.backpack(E.BatchGrad()):
+        loss = loss_fn(model(x), y)
+        with compiled_autograd._enable(compiler):
+            loss.backward()
+    assert saved(model) == set()
+
+
+def test_a_compiled_model(compiler: Any) -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    fast = torch.compile(model, backend="eager")
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(fast(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+# ---- parameters that are spread over processes ---------------------------------------------------------
+@pytest.fixture
+def group(tmp_path: Any) -> Iterator[Any]:
+    """A group of one process."""
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_tensors(group: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = mlp()
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), group, [Shard(0)]))
+    with told(ValueError, r"'0\.weight' \(DTensor\)", "spread over processes"):
+        bpk.extend(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_by_module(group: Any) -> None:
+    """FSDP2, before and after `extend`."""
+    from torch.distributed.fsdp import fully_shard
+
+    x, y = data()
+    model, loss_fn = extended()
+    fully_shard(model, mesh=group)
+    with told(ValueError, "spread over processes"):
+        bpk.extend(fully_shard(mlp(), mesh=group))
+    for extension in (E.BatchGrad, E.DiagGGNExact):
+        with told(ValueError, "spread over processes"), bpk.backpack(extension()):
+            loss_fn(model(x), y).backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flat_parameters(group: Any) -> None:
+    """FSDP1, before and after `extend`."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    x, y = data()
+    with told(ValueError, "spread over processes"):
+        bpk.extend(FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")))
+    model, loss_fn = extended()
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    for extension in (E.BatchGrad, E.DiagGGNExact):
+        with told(ValueError, "spread over processes"), bpk.backpack(extension()):
+            loss_fn(model(x), y).backward()

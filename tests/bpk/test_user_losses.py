@@ -1,0 +1,243 @@
+"""Losses that users write or compose, in a backward pass, against plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import bpk
+from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
+
+
+class Penalised(nn.Module):
+    """A loss and a penalty on its prediction."""
+
+    def __init__(self, strength: float = 0.3) -> None:
+        super().__init__()
+        self.ce, self.strength = nn.CrossEntropyLoss(), strength
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = self.ce(logits, target) + self.strength * logits.square().mean()
+        return out
+
+
+class Weighted(nn.Module):
+    """A weighted sum of losses, of different predictions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ce, self.mse = nn.CrossEntropyLoss(), nn.MSELoss(reduction="sum")
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = (2 * self.ce(logits, target) + self.mse(logits.tanh(), torch.ones_like(logits)) / 4) / 3
+        return out
+
+
+class Squared(nn.Module):
+    """A nonlinear function of a mean: it couples samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ce = nn.CrossEntropyLoss()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = self.ce(logits, target) ** 2
+        return out
+
+
+class Focal(nn.Module):
+    """Losses of samples inside, weighted by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ce = nn.CrossEntropyLoss(reduction="none")
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (self.ce(logits, target) ** 2).mean()
+
+
+class LogCosh(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (logits - functional.one_hot(target, 3)).cosh().log().sum()
+
+
+class Tempered(nn.Module):
+    """A loss behind a linear function: its own rule serves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ce = nn.CrossEntropyLoss()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = self.ce(logits / 2, target)
+        return out
+
+
+class Exponential(torch.autograd.Function):
+    """`exp(x)` outside of torch: neither it nor its derivatives can be batched."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.exp(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        assert float(grads[0].square().sum()) >= 0.0
+        return grads[0] * Exponential.apply(ctx.saved_tensors[0])
+
+
+class Counts(nn.Module):
+    """A Poisson loss with a function of its own."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = (Exponential.apply(logits) - target[:, None] * logits).sum() / 5
+        return out
+
+
+def network() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return bpk.extend(model), torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+
+
+def blocks(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """GGN and Hessian of every parameter."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    found = {}
+    with bpk.disable():
+        bend = torch.autograd.functional.hessian(loss, model(x).detach()).flatten(2).flatten(0, 1)
+        for name, p in params.items():
+
+            def predict(q: Tensor, name: str = name) -> Tensor:
+                out: Tensor = torch.func.functional_call(model, {**params, name: q}, (x,))
+                return out
+
+            jacobian = torch.autograd.functional.jacobian(predict, p).flatten(2).flatten(0, 1)
+            hessian = torch.autograd.functional.hessian(lambda q, predict=predict: loss(predict(q)), p)
+            found[name] = jacobian.T @ bend @ jacobian, hessian.reshape(p.numel(), p.numel())
+    return found
+
+
+@pytest.mark.parametrize(
+    "loss", [Penalised(), Weighted(), Focal(), LogCosh(), Tempered(), Counts()], ids=lambda m: type(m).__name__
+)
+def test_losses_of_users(loss: nn.Module) -> None:
+    model, x, target = network()
+    bpk.extend(loss)
+    expected = blocks(model, x, lambda logits: loss(logits, target))
+    convex = not isinstance(loss, Weighted)  # a tanh in between
+    more = (E.DiagGGNExact(), E.KFLR(), E.DiagGGNMC(mc_samples=3000)) if convex else ()
+    with bpk.backpack(E.DiagHessian(), E.HMP(), E.BatchGrad(), *more):
+        loss(model(x), target).backward()
+    for name, p in model.named_parameters():
+        ggn, hessian = expected[name]
+        v = torch.randn(2, *p.shape, dtype=torch.float64)
+        torch.testing.assert_close(p.diag_h, hessian.diagonal().reshape(p.shape))
+        torch.testing.assert_close(p.hmp(v), (v.flatten(1) @ hessian).reshape(v.shape))
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+        if convex:
+            diag = ggn.diagonal().reshape(p.shape)
+            torch.testing.assert_close(p.diag_ggn_exact, diag)
+            torch.testing.assert_close(p.diag_ggn_mc, diag, atol=0.2 * float(diag.max()), rtol=0)
+            if p.dim() == 1:
+                torch.testing.assert_close(p.kflr[0], ggn)
+
+
+def test_a_function_of_the_mean_couples_samples() -> None:
+    model, x, target = network()
+    loss = bpk.extend(Squared())
+    with pytest.raises(UnsupportedLayer, match="couples the samples"), bpk.backpack(E.DiagGGNExact()):
+        loss(model(x), target).backward()
+
+
+def test_a_module_inside_a_model_is_no_loss() -> None:
+    """A number that a model computes on the way."""
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().sum(1, keepdim=True).mean()
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 3), Norm()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.linear(x)
+            return out * self.norm(out)
+
+    _, x, target = network()
+    model, loss = bpk.extend(Scaled().double()), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.raises(UnsupportedLayer, match="no rule for this class of loss"), bpk.backpack(E.DiagHessian()):
+        loss(model(x), target).backward()
+
+
+def test_losses_with_parameters_are_no_generic_losses() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return functional.cross_entropy(self.scale * x, target)
+
+    model, x, target = network()
+    loss = bpk.extend(Scaled())
+    with pytest.raises((UnsupportedLayer, RuntimeError)), bpk.backpack(E.DiagGGNExact()):
+        loss(model(x), target).backward()
+
+
+class Recogniser(nn.Module):
+    """Log-probabilities `[T, N, C]`: the batch axis is the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.log_softmax(self.layers(x), -1).transpose(0, 1)
+
+
+def test_connectionist_temporal_classification() -> None:
+    """Torch differentiates its own CTC once only: the reference differences its gradient."""
+    torch.manual_seed(0)
+    model, loss = bpk.extend(Recogniser().double()), bpk.extend(nn.CTCLoss())
+    x, target = torch.randn(3, 6, 3, dtype=torch.float64), torch.randint(1, 4, (5,))  # one behind the other
+    lengths = torch.tensor([6, 5, 6]), torch.tensor([2, 1, 2])
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        with bpk.disable():
+            loss(model(x), target, *lengths).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    with bpk.backpack(E.DiagHessian(), E.BatchDiagHessian(), E.HMP(), E.BatchGrad()):
+        loss(model(x), target, *lengths).backward()
+    expected, start, step = [], 0, 1e-5
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+        torch.testing.assert_close(p.diag_h_batch.sum(0), p.diag_h)
+        unit = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+        hessian = p.hmp(unit).flatten(1)
+        torch.testing.assert_close(hessian.diagonal().reshape(p.shape), p.diag_h)
+        expected.append((p, hessian, slice(start, start + p.numel())))
+        start += p.numel()
+    for p, hessian, own in expected:
+        for k in range(p.numel()):
+            flat = p.detach().view(-1)
+            flat[k] += step
+            above = gradient()
+            flat[k] -= 2 * step
+            row = (above - gradient())[own] / (2 * step)
+            flat[k] += step
+            torch.testing.assert_close(row, hessian[k], atol=1e-7, rtol=1e-5)
+    with pytest.raises(UnsupportedLayer, match="not convex"), bpk.backpack(E.DiagGGNExact()):
+        loss(model(x), target, *lengths).backward()

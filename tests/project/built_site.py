@@ -1,0 +1,43 @@
+"""The documentation site, built once for all tests of a run, however many processes share them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 300  # seconds on the clock, while another process builds
+
+
+def built_site(factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The folder of the site, and the seconds of one processor that it took to build it."""
+    base = factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "built_site"
+    site, taken = place / "site", place / "seconds"
+    try:
+        place.mkdir()
+    except FileExistsError:  # somebody builds it, or has
+        deadline = time.monotonic() + PATIENCE
+        while not taken.exists():
+            assert time.monotonic() < deadline, "the build of the site failed in another process"
+            time.sleep(0.2)
+        return site, float(taken.read_text())
+    before = processor_seconds()
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seconds = processor_seconds() - before
+    unfinished = place / "unfinished"
+    unfinished.write_text(str(seconds))
+    unfinished.rename(taken)
+    return site, seconds
+
+
+def processor_seconds() -> float:
+    """What all finished child processes have taken."""
+    return sum(os.times()[2:4])

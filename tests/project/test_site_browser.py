@@ -1,0 +1,226 @@
+"""The site in use: the filter of the matrix, and a browser that opens every kind of page, on a phone and on a desk.
+
+The browser is Chromium (Debian: `apt install chromium`), driven by playwright (`pip install -e '.[browser]'`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bpk
+from bpk.support.table import WORDS
+from tests.project.built_site import ROOT, built_site
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PAGES = [
+    "",
+    "matrix/",
+    "quantities/diagggnexact/",
+    "rules/activation/",
+    "custom_layer/",
+    "how_it_works/",
+    "examples/demo/",
+    "examples/kfac_training/",
+    "models/",
+    "benchmarks/",
+    "command_line/",
+    "reference/bpk/",
+]
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1440, "height": 900}
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+LOOKS = """() => {
+    const bright = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).reduce((sum, part) => sum + Number(part) / 3, 0);
+    const style = getComputedStyle(document.body);
+    return [document.documentElement.scrollWidth, bright(style.backgroundColor), bright(style.color)];
+}"""
+"""Width of a page, and how bright its ground and its letters are, of 255."""
+
+FILTER = """
+const [code, head, rows, ...wanted] = JSON.parse(require("fs").readFileSync(0));
+const cell = (text, kind) => ({ textContent: text, hidden: false, classList: { contains: (c) => c === kind } });
+const table = {
+  tHead: { rows: [{ cells: head.map((text) => cell(text, "")) }] },
+  tBodies: [{ rows: rows.map(([layer, kinds]) => ({
+    dataset: { layer }, hidden: false, cells: [cell(layer, ""), ...kinds.map((kind) => cell(kind, kind))] })) }],
+};
+global.document = { getElementById: () => null };
+const filterTable = new Function(code + "; return filterTable")();
+const count = filterTable(table, ...wanted);
+const shown = table.tBodies[0].rows.filter((row) => !row.hidden).map((row) => row.dataset.layer);
+const columns = table.tHead.rows[0].cells.filter((c) => !c.hidden).map((c) => c.textContent);
+console.log(JSON.stringify([count, shown, columns]));
+"""
+"""Calls the filter of docs/assets/matrix.js with as much of a document as it looks at."""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the script of the page")
+@pytest.mark.parametrize(
+    ("layer", "extension", "kind"), [("LSTM", "", ""), ("", "kfra", ""), ("loss", "GGN", "refused")]
+)
+def test_the_filter_shows_what_is_asked_for(layer: str, extension: str, kind: str) -> None:
+    cells = bpk.support_matrix().cells
+    names = list(dict.fromkeys(c.extension for c in cells))
+    rows: dict[str, list[str]] = {}
+    for c in cells:
+        rows.setdefault(c.layer, []).append(WORDS[c.kind])
+    code = (ROOT / "docs" / "assets" / "matrix.js").read_text()
+    given = json.dumps([code, ["layer", *names], list(rows.items()), layer, extension, kind])
+    done = subprocess.run(["node", "-e", FILTER], input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    columns = [name for name in names if extension.lower() in name.lower()]
+    named = [c for c in cells if layer.lower() in c.layer.lower() and c.extension in columns]
+    wanted = {c.layer for c in named if kind in ("", WORDS[c.kind])}
+    count, shown, head = json.loads(done.stdout)
+    assert set(shown) == wanted and count == len(wanted) > 0 and head == ["layer", *columns]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files without a log."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the built site is served."""
+    folder, _ = built_site(tmp_path_factory)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser(address: str) -> Iterator[Any]:
+    """Chromium without a window, and without anything that it would fetch for itself."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield running
+        running.close()
+
+
+@dataclass
+class Visit:
+    """A tab of the browser, and what went wrong in it."""
+
+    page: Any
+    wrong: list[str]
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Visit]:
+    """Errors of the console, and requests that fail or leave this machine, fail the test."""
+    wrong: list[str] = []
+    page = browser.new_page(viewport=DESK)
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("response", lambda response: wrong.append(response.url) if response.status >= 400 else None)
+    page.on("request", lambda request: wrong.append(request.url) if "127.0.0.1" not in request.url else None)
+    yield Visit(page, wrong)
+    page.close()
+    assert not wrong
+
+
+needs_browser = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)"),
+    pytest.mark.skipif(find_spec("playwright") is None, reason="needs playwright: pip install -e '.[browser]'"),
+    pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs mkdocs: pip install -e '.[docs]'"),
+]
+
+
+def browsed(test: Any) -> Any:
+    """Mark a test that opens the site."""
+    for mark in needs_browser:
+        test = mark(test)
+    return test
+
+
+@browsed
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_pages_fit_the_screen(visit: Visit, address: str, size: dict[str, int], scheme: str, tmp_path: Path) -> None:
+    page = visit.page
+    page.set_viewport_size(size)
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    for path in PAGES if scheme == "light" else PAGES[::3]:
+        name = path.strip("/").replace("/", "_") or "index"
+        page.goto(address + path, wait_until="load")
+        width, ground, ink = page.evaluate(LOOKS)
+        page.screenshot(path=tmp_path / f"{name}.png")
+        assert width <= size["width"], f"{name} is {width} wide, see {tmp_path}"
+        assert (ground > ink) == (scheme == "light") and abs(ground - ink) > 100, f"{name}: {ground, ink}"
+        assert not visit.wrong, f"{name}: {visit.wrong}"
+
+
+@browsed
+def test_the_matrix_is_filtered_in_the_browser(visit: Visit, address: str) -> None:
+    page = visit.page
+    page.goto(f"{address}matrix/", wait_until="load")
+    rows = page.locator(".matrix tbody tr[data-layer]:visible")
+    every = rows.count()
+    assert every == len(bpk.support_matrix().layers)
+    page.fill("#filter-layer", "LSTM")
+    page.fill("#filter-extension", "KFAC")
+    assert rows.count() == 2 and {rows.nth(k).get_attribute("data-layer") for k in range(2)} == {"LSTM", "LSTMCell"}
+    assert page.locator(".matrix thead").first.locator("th:visible").all_inner_texts() == ["layer", "KFAC"]
+    assert page.locator(".matrix tr.group:visible").all_inner_texts() == ["Recurrent"]
+    assert page.locator("#filter-count").inner_text() == "2 rows"
+    page.fill("#filter-layer", "")
+    page.fill("#filter-extension", "")
+    page.select_option("#filter-kind", "refused")
+    assert 0 < rows.count() < every
+    note = page.locator(".matrix td.refused:visible").first
+    assert "refused. " in note.get_attribute("title")
+    note.locator("a").click()
+    assert page.locator(".notes li:target").inner_text() in note.get_attribute("title").replace(". it", ". It")
+
+
+@browsed
+def test_search_finds_a_layer(visit: Visit, address: str) -> None:
+    page = visit.page
+    page.goto(address, wait_until="load")
+    field = page.locator("[data-md-component=search-query]")
+    field.click()
+    field.press_sequentially("ConvTranspose2d")
+    found = page.locator(".md-search-result__link[href*='rules/convolution'][href$='#convtranspose2d']")
+    found.wait_for(timeout=20_000)
+    found.click()
+    page.wait_for_url("**/rules/convolution/**")
+    assert page.locator("h2#convtranspose2d").is_visible()
+
+
+@browsed
+def test_a_click_makes_it_dark_and_stays_so(visit: Visit, address: str) -> None:
+    page = visit.page
+    page.goto(address, wait_until="load")
+    page.locator("label.md-header__button[title=Dark]:visible").click()
+    page.locator("body[data-md-color-scheme=slate]").wait_for()
+    page.locator(".md-tabs__link", has_text="Support matrix").click()
+    page.wait_for_url("**/matrix/")
+    assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"

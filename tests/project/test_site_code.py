@@ -1,0 +1,93 @@
+"""Every block of code on the site has been run: those of generated pages, and commands on written ones."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.project.built_site import ROOT
+
+for package in ("mkdocs", "latex2mathml"):
+    pytest.importorskip(package, reason="the site needs it: pip install -e '.[docs]'")
+
+from bpk.command_line import main  # noqa: E402
+from tools.site import command_line, drawing, quantities  # noqa: E402
+from tools.site.definitions import DEFINITIONS  # noqa: E402
+from tools.site.docstrings import run  # noqa: E402
+from tools.site.generated import generated  # noqa: E402
+
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)\n(?P<body>.*?)^(?P=indent)(?P=fence)$", re.M | re.S
+)
+COMMAND = re.compile(r"^(?:\$ )?python -m bpk (?P<words>.*?)(?:\s{2,}#.*)?$", re.MULTILINE)
+OWN_TEST = "custom_layer.md"  # test_custom_rule_guide.py
+NET = """
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 10))
+"""
+"""A model that a command names."""
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    """The fenced blocks of a page in these languages, also those inside of others that open on demand."""
+    found = []
+    for match in FENCE.finditer(page):
+        lines = match["body"].splitlines()
+        if match["language"] in languages:
+            found.append("\n".join(line.removeprefix(match["indent"]) for line in lines).strip("\n"))
+    return found
+
+
+def test_blocks_of_a_page_are_found() -> None:
+    page = "```python\nx = 1\n```\n\n??? note\n\n    ````python\n    y = '''\n    ```\n    '''\n    ````\n\n"
+    page += "```text\n1\n```\n"
+    assert blocks(page, "python") == ["x = 1", "y = '''\n```\n'''"] and blocks(page, "text") == ["1"]
+
+
+def test_python_on_generated_pages_is_a_file_or_has_been_run() -> None:
+    files = [path for folder in ("rules", "examples") for path in (ROOT / folder).glob("*.py")]
+    known = {path.read_text().strip("\n") for path in files}
+    known |= {quantities.compared(name)[0].strip("\n") for name in DEFINITIONS}
+    known |= {f"# {name}\n{text}".strip("\n") for name, text in command_line.FILES.items()}
+    known |= {quantities.MISTAKES.strip("\n"), drawing.EXAMPLE.strip("\n")}
+    count = 0
+    for path, text in generated().items():
+        for block in blocks(text, "python"):
+            count += 1
+            assert block in known, f"{path} shows code that nothing runs:\n{block}"
+    assert count > 90
+
+
+def test_what_is_shown_below_code_is_what_it_prints() -> None:
+    for page in ("quantities/index.md", "quantities/kflr.md", "quantities/diaghessian.md"):
+        text = generated()[page]
+        [code], [printed] = blocks(text, "python"), blocks(text, "text")
+        assert run(code + "\n").strip("\n") == printed
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each command of a page that is not generated, with the page."""
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in blocks(path.read_text(), "", "console"):
+            found += [(path.name, match["words"]) for match in COMMAND.finditer(block) if path.name != OWN_TEST]
+    return found
+
+
+@pytest.mark.parametrize(("page", "words"), commands())
+def test_commands_on_pages_run(page: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with command_line.in_a_folder() as folder:
+        model = Path(folder) / "my_model.py"
+        model.write_text(model.read_text() + NET)
+        status = main(shlex.split(words))
+    assert status == 0, capsys.readouterr()
+    assert len(capsys.readouterr().out.splitlines()) > 1
+
+
+def test_there_are_commands_on_pages() -> None:
+    assert {words.split()[0] for _, words in commands()} == {"verify", "support", "matrix", "check"}

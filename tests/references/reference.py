@@ -1,0 +1,472 @@
+"""What every quantity is, by its definition and with plain autograd (float64, loops; nothing of `bpk`).
+
+A `Reference` evaluates a copy of the model once. The share of sample `n` is the whole batch's loss where only
+the prediction of sample `n` is attached to the graph: its gradient is exact for every loss and every divisor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bpk.jacobians.core.function_module import TimesWeight
+from tests.references import attention, recurrence
+
+LossOf = Callable[[Tensor], Tensor]
+KRONECKER = (
+    nn.Linear,
+    TimesWeight,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+)
+
+
+def hard_sigmoid(module: nn.Module, x: Tensor) -> Tensor:
+    """The same function from operations that can be differentiated twice."""
+    return torch.clamp(x / 6 + 0.5, 0, 1)
+
+
+def embedding_bag(
+    module: nn.EmbeddingBag, tokens: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+) -> Tensor:
+    """Bag after bag, from operations that can be differentiated twice."""
+    if offsets is not None and offsets.is_floating_point():  # two inputs, in order
+        offsets, per_sample_weights = None, offsets
+    weights = torch.ones_like(tokens, dtype=module.weight.dtype) if per_sample_weights is None else per_sample_weights
+    if offsets is not None:
+        cuts = offsets[1:-1] if module.include_last_offset else offsets[1:]
+        bags = list(zip(tokens.tensor_split(cuts), weights.tensor_split(cuts), strict=True))
+    else:
+        bags = list(zip(tokens, weights, strict=True))
+    reduce: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda rows: rows.sum(0),
+        "mean": lambda rows: rows.mean(0),
+        "max": lambda rows: rows.amax(0),
+    }
+    out = []
+    for bag, factors in bags:
+        rows = [module.weight[k] * f for k, f in zip(bag.tolist(), factors, strict=True) if k != module.padding_idx]
+        out.append(reduce[module.mode](torch.stack(rows)) if rows else torch.zeros_like(module.weight[0]))
+    return torch.stack(out)
+
+
+SUBSTITUTES: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Hardsigmoid: hard_sigmoid,
+    nn.EmbeddingBag: embedding_bag,
+}
+"""Layers of torch without a second derivative."""
+
+
+def gradients(output: Tensor, wrt: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:
+    """`torch.autograd.grad` with zeros where nothing depends."""
+    if not output.requires_grad:
+        return [torch.zeros_like(w) for w in wrt]
+    found = torch.autograd.grad(output, wrt, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
+
+
+@dataclass
+class LayerCall:
+    """One call of a layer that has Kronecker factors."""
+
+    module: Any
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+class Reference:
+    """All quantities of `loss_of(model(*inputs))`, per named parameter."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[Tensor], loss_of: LossOf, seed: int = 0, samples: int | None = None
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        for module in self.model.modules():
+            if type(module) in SUBSTITUTES:
+                module.forward = partial(SUBSTITUTES[type(module)], module)
+        self.maps: list[nn.Linear] = []  # one for each weight of a recurrent layer
+        for module in self.model.modules():
+            if isinstance(module, recurrence.RECURRENT):
+                maps = recurrence.maps_of(module)
+                module.forward = partial(recurrence.unrolled, module, maps)
+                self.maps.extend(maps.values())
+        self.attention: list[attention.AttentionCall] = []
+        watched = attention.watch(self.model, self.attention)
+        self.loss_of = loss_of
+        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.calls: list[LayerCall] = []
+        hooks = [
+            m.register_forward_hook(self._see, with_kwargs=True)
+            for m in (*self.model.modules(), *self.maps)
+            if isinstance(m, KRONECKER)
+        ]
+        self.seed = seed
+        torch.manual_seed(seed)
+        self.inputs = tuple(x.detach() for x in inputs)
+        with sdpa_kernel(SDPBackend.MATH):  # the attention that can be differentiated twice
+            self.pred = self.model(*[x.clone() for x in self.inputs])
+        for hook in (*hooks, *watched):
+            hook.remove()
+        self.N = self.inputs[0].shape[0] if samples is None else samples
+        self.D = self.pred.numel() // self.N
+
+    def _see(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+        self.calls.append(LayerCall(module, tuple(x.detach() for x in (*args, *kwargs.values())), output))
+        return output.clone()  # a layer that works in place on it leaves `output` as it was
+
+    # ---- first order -----------------------------------------------------------------------------
+    def share(self, n: int) -> Tensor:
+        """The loss, attached to the prediction of sample `n` only."""
+        attached = torch.zeros(self.N, self.D, dtype=torch.bool)
+        attached[n] = True
+        return self.loss_of(torch.where(attached.reshape(self.pred.shape), self.pred, self.pred.detach()))
+
+    @cached_property
+    def _grad_batch(self) -> dict[str, Tensor]:
+        if mixes_samples(self.model):
+            return layer_by_layer(self)
+        rows = [gradients(self.share(n), list(self.params.values())) for n in range(self.N)]
+        return {name: torch.stack([r[i] for r in rows]) for i, name in enumerate(self.params)}
+
+    def grad_batch(self, name: str) -> Tensor:
+        return self._grad_batch[name]
+
+    def grad(self, name: str) -> Tensor:
+        return self._grad_batch[name].sum(0)
+
+    def batch_l2(self, name: str) -> Tensor:
+        return self._grad_batch[name].reshape(self.N, -1).square().sum(1)
+
+    def sum_grad_squared(self, name: str) -> Tensor:
+        return self._grad_batch[name].square().sum(0)
+
+    def variance(self, name: str) -> Tensor:
+        g = self._grad_batch[name]
+        return g.square().sum(0) / self.N - (g.sum(0) / self.N).square()
+
+    # ---- generalized Gauss-Newton ----------------------------------------------------------------
+    @cached_property
+    def loss_hessian(self) -> Tensor:
+        """`[N, D, D]`: the loss Hessian with respect to each sample's prediction."""
+
+        def flat_loss(flat: Tensor) -> Tensor:
+            return self.loss_of(flat.reshape(self.pred.shape))
+
+        full = torch.autograd.functional.hessian(flat_loss, self.pred.detach().flatten())
+        blocks = full.reshape(self.N, self.D, self.N, self.D)
+        return torch.stack([blocks[n, :, n] for n in range(self.N)])
+
+    @cached_property
+    def _jacobians(self) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """`[N, D, P]` for parameters, and `[N, D, D_out]` for the outputs of layers with Kronecker factors."""
+        wrt = [*self.params.values(), *[call.output for call in self.calls if call.output.requires_grad]]
+        rows = [gradients(entry, wrt) for entry in self.pred.reshape(-1)]
+        k = len(self.params)
+        jac_params = {
+            name: torch.stack([r[i] for r in rows]).reshape(self.N, self.D, -1) for i, name in enumerate(self.params)
+        }
+        jac_outputs = []
+        for i in range(k, len(wrt)):
+            if len(wrt[i]) != self.N:  # a layer without a batch axis (an embedding of positions)
+                jac_outputs.append(torch.empty(0))
+                continue
+            full = torch.stack([r[i] for r in rows]).reshape(self.N, self.D, self.N, -1)
+            jac_outputs.append(torch.stack([full[n, :, n] for n in range(self.N)]))
+        return jac_params, jac_outputs
+
+    def ggn_batch(self, name: str) -> Tensor:
+        """`[N, P, P]`: the block of every sample."""
+        jac = self._jacobians[0][name]
+        return jac.transpose(1, 2) @ self.loss_hessian @ jac
+
+    def ggn(self, name: str) -> Tensor:
+        return self.ggn_batch(name).sum(0)
+
+    def diag_ggn_batch(self, name: str) -> Tensor:
+        return self.ggn_batch(name).diagonal(dim1=1, dim2=2).reshape(self.N, *self.params[name].shape)
+
+    def diag_ggn(self, name: str) -> Tensor:
+        return self.diag_ggn_batch(name).sum(0)
+
+    # ---- Hessian ---------------------------------------------------------------------------------
+    @cached_property
+    def _hessian_batch(self) -> dict[str, Tensor]:
+        params = list(self.params.values())
+        blocks: dict[str, list[Tensor]] = {name: [] for name in self.params}
+        for n in range(self.N):
+            grads = gradients(self.share(n), params, create_graph=True)
+            for (name, p), g in zip(self.params.items(), grads, strict=True):
+                rows = [gradients(entry, [p])[0].flatten() for entry in g.flatten()]
+                blocks[name].append(torch.stack(rows))
+        return {name: torch.stack(b) for name, b in blocks.items()}
+
+    def hessian_batch(self, name: str) -> Tensor:
+        """`[N, P, P]`: the block of every sample."""
+        return self._hessian_batch[name]
+
+    def hessian(self, name: str) -> Tensor:
+        return self._hessian_batch[name].sum(0)
+
+    def diag_h_batch(self, name: str) -> Tensor:
+        return self._hessian_batch[name].diagonal(dim1=1, dim2=2).reshape(self.N, *self.params[name].shape)
+
+    def diag_h(self, name: str) -> Tensor:
+        return self.diag_h_batch(name).sum(0)
+
+    # ---- Kronecker factors of the exact GGN ------------------------------------------------------
+    def kflr(self, name: str) -> list[Tensor]:
+        """`[G, A]` for the weight of a linear or convolutional layer, `[G]` for everything else.
+
+        `G` is the GGN of a bias added to the output, whether there is one or not. A weight that is used several
+        times shares one such bias among its uses, and `A` sums over them.
+        """
+        of_attention = attention.factors(self, name)
+        if of_attention is not None:
+            return of_attention
+        param, outputs = self.params[name], [call for call in self.calls if call.output.requires_grad]
+        uses = [k for k, call in enumerate(outputs) if getattr(call.module, "weight", None) is param]
+        uses = [k for k in uses if self.feeds_prediction(outputs[k].output)]
+        if not uses:
+            return [self.ggn(name)]
+        if getattr(outputs[uses[0]].module, "mode", "") == "max":  # a bag whose features see tokens of their own
+            return [self.ggn(name)]
+        jacs = [
+            of_bias(outputs[k].module, self._jacobians[1][k], outputs[k].output.shape, outputs[k].inputs) for k in uses
+        ]
+        jac = torch.stack(jacs).sum(0)
+        factor = (jac.transpose(1, 2) @ self.loss_hessian @ jac).sum(0)
+        moment = torch.stack([input_factor(outputs[k].module, outputs[k].inputs) for k in uses]).sum(0)
+        return in_order(outputs[uses[0]].module, [factor, moment])
+
+    def feeds_prediction(self, output: Tensor) -> bool:
+        """Whether the graph leads from a layer's output to the prediction."""
+        return torch.autograd.grad(self.pred.sum(), output, retain_graph=True, allow_unused=True)[0] is not None
+
+    # ---- recursions over a chain of layers -------------------------------------------------------
+    @cached_property
+    def chain(self) -> Chain:
+        """The model layer by layer; only for (nested) `Sequential` models."""
+        return ChainOfBatch(self) if mixes_samples(self.model) else Chain(self)
+
+
+def mixes_samples(model: nn.Module) -> bool:
+    """Whether a layer standardises with statistics of the batch."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return any(m.training or m.running_mean is None for m in norms)
+
+
+def layer_by_layer(ref: Reference) -> dict[str, Tensor]:
+    """`[N, *p]`: what row `n` of a layer's output alone contributes to the gradient of the layer's own parameters."""
+    outputs: dict[str, Tensor] = {}
+
+    def see(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        outputs[name] = output
+
+    hooks = [m.register_forward_hook(partial(see, name)) for name, m in ref.model.named_modules()]
+    loss = ref.loss_of(ref.model(*ref.inputs))
+    for hook in hooks:
+        hook.remove()
+    rows: dict[str, list[Tensor]] = {name: [] for name in ref.params}
+    for name, param in ref.params.items():
+        output = outputs[name.rpartition(".")[0]]
+        share = gradients(loss, [output])[0] * output
+        rows[name] = [gradients(share[n].sum(), [param])[0] for n in range(ref.N)]
+    return {name: torch.stack(parts) for name, parts in rows.items()}
+
+
+def of_bias(module: nn.Module, jac: Tensor, out_shape: torch.Size, inputs: tuple[Tensor, ...]) -> Tensor:
+    """`[N, ..., D_out] -> [N, ..., C]`: what a bias of the layer sees (the sum over positions, without padding)."""
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        counts = (inputs[0] != module.padding_idx).flatten(1)[:, None, :, None]
+        return (jac.reshape(*jac.shape[:-1], -1, out_shape[-1]) * counts).sum(-2)
+    if isinstance(module, nn.Linear | TimesWeight | nn.Bilinear | nn.Embedding):
+        return jac.reshape(*jac.shape[:-1], -1, out_shape[-1]).sum(-2)
+    return jac.reshape(*jac.shape[:-1], out_shape[1], -1).sum(-1)
+
+
+def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+    """`A = sum a a^T / N` over samples and positions; a row `a` is `d out[n, o, position] / d weight[o]`.
+
+    With groups, this is the mean over groups. Transposed convolutions: rows of the weight with its first two
+    axes exchanged (within each group). Tables of embeddings: columns of the table.
+    """
+    weight = module.weight.detach().requires_grad_()
+    out = torch.func.functional_call(module, {"weight": weight}, inputs)
+    channels_last = isinstance(module, nn.Linear | TimesWeight | nn.Bilinear | nn.Embedding)
+    by_channel = out.movedim(-1, 1) if channels_last else out
+    groups = getattr(module, "groups", 1)
+    transposed = bool(getattr(module, "transposed", False))
+    rows = []
+    for group in range(groups):
+        channel = group * (by_channel.shape[1] // groups)
+        for entry in by_channel[:, channel].flatten():
+            grad = gradients(entry, [weight])[0]
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag | TimesWeight):
+                rows.append(grad[:, channel])
+                continue
+            rows.append(grad.chunk(groups)[group][:, 0].flatten() if transposed else grad[channel].flatten())
+    stacked = torch.stack(rows)
+    return stacked.T @ stacked / (groups * len(out))
+
+
+def in_order(module: nn.Module, factors: list[Tensor]) -> list[Tensor]:
+    """`[G, A]`, or `[A, G]` of a weight that is stored as `[in, out]`."""
+    return factors[::-1] if isinstance(module, TimesWeight) else factors
+
+
+class Chain:
+    """A `Sequential` model evaluated layer by layer, with each layer's Jacobians and residual as matrices."""
+
+    def __init__(self, ref: Reference) -> None:
+        self.ref = ref
+        self.layers = list(leaves(ref.model, ""))
+        torch.manual_seed(ref.seed)
+        self.points: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        x = ref.inputs[0]
+        for _, layer in self.layers:
+            point = x.detach().requires_grad_(x.is_floating_point())
+            out = layer(point.clone())  # the clone is for layers that work in place
+            self.points.append(point)
+            self.outputs.append(out)
+            x = out
+        assert torch.equal(x, ref.pred)
+
+    def output_grads(self) -> list[Tensor]:
+        """The loss gradient with respect to every layer's output."""
+        pred = self.outputs[-1].detach().requires_grad_()
+        grads = [gradients(self.ref.loss_of(pred), [pred])[0]]
+        for point, out in zip(self.points[:0:-1], self.outputs[:0:-1], strict=True):
+            grads.append(gradients((out * grads[-1]).sum(), [point])[0])
+        return grads[::-1]
+
+    def start(self) -> Tensor:
+        """`[N, D, D]`: the Hessian of the loss."""
+        return self.ref.loss_hessian
+
+    def input_jacobian(self, k: int) -> Tensor:
+        """`[N, D_out, D_in]`; samples do not mix, so one entry of all samples is taken at a time."""
+        flat = self.outputs[k].flatten(1)
+        rows = [gradients(flat[:, d].sum(), [self.points[k]])[0].flatten(1) for d in range(flat.shape[1])]
+        return torch.stack(rows, 1)
+
+    def param_jacobian(self, k: int, param: Tensor) -> Tensor:
+        """`[N, D_out, P]`."""
+        flat = self.outputs[k].flatten(1)
+        rows = [gradients(entry, [param])[0].flatten() for entry in flat.flatten()]
+        return torch.stack(rows).reshape(*flat.shape, -1)
+
+    def residual(self, k: int, grad_out: Tensor) -> Tensor:
+        """`[N, D_in, D_in]`: the layer's second derivative, contracted with the gradient of its output."""
+        point = self.points[k]
+        slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0].flatten(1)
+        rows = [gradients(slope[:, d].sum(), [point])[0].flatten(1) for d in range(slope.shape[1])]
+        return torch.stack(rows, 1)
+
+    def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
+        """`[N, P, P]`: the same with respect to a parameter."""
+        rows = []
+        for n in range(self.ref.N):
+            slope = gradients((self.outputs[k][n] * grad_out[n]).sum(), [param], create_graph=True)[0].flatten()
+            rows.append(torch.stack([gradients(entry, [param])[0].flatten() for entry in slope]))
+        return torch.stack(rows)
+
+    def own_params(self, k: int) -> list[tuple[str, str, Tensor]]:
+        """`(full name, own name, parameter)` of a layer."""
+        prefix, layer = self.layers[k]
+        found = [(f"{prefix}.{n}" if prefix else n, n, p) for n, p in layer.named_parameters()]
+        return [f for f in found if f[2].requires_grad]
+
+    def pchmp(self, modify: str) -> dict[str, Tensor]:
+        """`[P, P]` per parameter: residuals clipped to (or replaced by) their positive (absolute) part."""
+        matrices, grads = self.start(), self.output_grads()
+        blocks = {}
+        for k in reversed(range(len(self.layers))):
+            for full, _, param in self.own_params(k):
+                jac = self.param_jacobian(k, param)
+                own = positive(self.param_residual(k, param, grads[k]), modify)
+                blocks[full] = (jac.transpose(1, 2) @ matrices @ jac + own).sum(0)
+            if k:
+                jac = self.input_jacobian(k)
+                matrices = jac.transpose(1, 2) @ matrices @ jac + positive(self.residual(k, grads[k]), modify)
+        return blocks
+
+    def kfra(self) -> dict[str, list[Tensor]]:
+        """The recursion of averaged GGN blocks: `G <- mean_n J_n^T G J_n`."""
+        matrix = self.ref.loss_hessian.sum(0)
+        factors = {}
+        for k in reversed(range(len(self.layers))):
+            layer = self.layers[k][1]
+            for full, own, param in self.own_params(k):
+                if isinstance(layer, KRONECKER) and getattr(layer, "mode", "") != "max":
+                    shape, inputs = self.outputs[k].shape, (self.points[k].detach(),)
+                    half = of_bias(layer, matrix.expand(self.ref.N, *matrix.shape), shape, inputs)
+                    factor = of_bias(layer, half.transpose(1, 2), shape, inputs).mean(0)
+                    factors[full] = (
+                        in_order(layer, [factor, input_factor(layer, inputs)]) if own == "weight" else [factor]
+                    )
+                elif linear := next((m for m in self.ref.maps if m.weight is param), None):
+                    jac = self.param_jacobian(k, linear.bias)
+                    uses = [input_factor(linear, call.inputs) for call in self.ref.calls if call.module is linear]
+                    factors[full] = [(jac.transpose(1, 2) @ matrix @ jac).mean(0), torch.stack(uses).sum(0)]
+                else:
+                    jac = self.param_jacobian(k, param)
+                    factors[full] = [(jac.transpose(1, 2) @ matrix @ jac).mean(0)]
+            if k:
+                jac = self.input_jacobian(k)
+                matrix = (jac.transpose(1, 2) @ matrix @ jac).mean(0)
+        return factors
+
+
+class ChainOfBatch(Chain):
+    """The same where samples mix: the whole batch is one sample."""
+
+    def start(self) -> Tensor:
+        return torch.block_diag(*self.ref.loss_hessian)[None]
+
+    def input_jacobian(self, k: int) -> Tensor:
+        rows = [gradients(entry, [self.points[k]])[0].flatten() for entry in self.outputs[k].flatten()]
+        return torch.stack(rows)[None]
+
+    def param_jacobian(self, k: int, param: Tensor) -> Tensor:
+        return super().param_jacobian(k, param).flatten(0, 1)[None]
+
+    def residual(self, k: int, grad_out: Tensor) -> Tensor:
+        point = self.points[k]
+        slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0]
+        return torch.stack([gradients(entry, [point])[0].flatten() for entry in slope.flatten()])[None]
+
+    def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
+        return super().param_residual(k, param, grad_out).sum(0, keepdim=True)
+
+
+def positive(matrices: Tensor, modify: str) -> Tensor:
+    """Clip the negative eigenvalues of symmetric matrices, or take absolute values."""
+    values, vectors = torch.linalg.eigh((matrices + matrices.transpose(1, 2)) / 2)
+    values = values.clamp(min=0) if modify == "clip" else values.abs()
+    return vectors @ torch.diag_embed(values) @ vectors.transpose(1, 2)
+
+
+def leaves(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """The layers of nested `Sequential` modules with their paths."""
+    if not isinstance(module, nn.Sequential):
+        return [(prefix, module)]
+    return [
+        leaf
+        for name, child in module.named_children()
+        for leaf in leaves(child, f"{prefix}.{name}" if prefix else name)
+    ]
