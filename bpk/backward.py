@@ -1,60 +1,48 @@
-"""The dispatcher: one backward pass, call by call.
+"""One backward pass.
 
 From `loss.backward()` to `p.diag_ggn_exact`:
 
-1. autograd reaches the output of a recorded call, and the hook there (`recorder.Visit`) comes here;
-2. each sweep (`sweeps.py`) shows what has arrived at this call, and sends it on through the call's rule;
-3. each parameter of the call collects it (`statistics.Uses`), until all uses of the parameter are in;
-4. each extension reduces the collected uses to the value of its field.
+1. autograd reaches the output of a recorded call, and the hook there comes here (`Backward.visit`);
+2. at the first loss, everything behind the losses is inspected (`plan/inspection.py`), and a plan is made of it
+   (`plan/plan.py`);
+3. sweeps that start at losses are played: they pass all calls of the plan (`sweeps/`), and what reaches a parameter is
+   turned into the value of a field (`fields/`, `extensions/`);
+4. sweeps that only look at gradients follow autograd from call to call.
 
 Nothing here knows a layer or a quantity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import nullcontext
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from bpk.context import CTX, backpack
+from bpk.fields.functions import reach_functions
 from bpk.fields.hooks import Hooks
-from bpk.fields.parameters import Parameters, is_trained, require_own
+from bpk.fields.parameters import Parameters, ParameterState, is_trained, require_own
 from bpk.fields.statistics import Use
-from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.core.passage import PASSAGE
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer, trace
-from bpk.plan.objective import (
-    Outside,
-    inside_of_loss,
-    outside_of_losses,
-    require_linear,
-    require_losses_only,
-    require_no_penalty,
-)
-from bpk.plan.samples import Attribution
-from bpk.plan.survey import require_layers, require_whole_batch, upstream
-from bpk.plan.whole import one_sample, place_or_merge, require_before
+from bpk.plan.inspection import Inspection
+from bpk.plan.objective import factors_of_losses
+from bpk.plan.plan import Plan, Step, matched
 from bpk.recording import engine
-from bpk.recording.bystanders import Onlookers
-from bpk.recording.membership import Held, around
+from bpk.recording.membership import around
 from bpk.recording.record import Record
 from bpk.recording.surroundings import require_whole
-from bpk.support.decide import announce, check_samples, require_axis, require_batch, require_support, tell
+from bpk.support.decide import announce, check_samples, require_batch
+from bpk.sweeps.hand import Hand
+from bpk.sweeps.limits import columns_at_a_time
 from bpk.sweeps.positions import ByPosition
-from bpk.sweeps.rounds import columns_at_a_time, go_round, matched
-from bpk.sweeps.sweeps import DIRECT, Gradient, Step, Sweep
-
-if TYPE_CHECKING:
-    from bpk.extensions.backprop_extension import BackpropExtension
-    from bpk.extensions.module_extension import ModuleExtension
+from bpk.sweeps.sweep import Gradient, Observer, Player, Sweep, not_by_hand, play
+from bpk.sweeps.tape import Tape
 
 
 class Backward:
@@ -66,7 +54,7 @@ class Backward:
         self.under_way = under_way
         self.extensions = context.extensions
         self.sweeps: dict[Hashable, Sweep] = {}
-        self.listens: list[Hashable | None] = []
+        self.listens: list[Hashable] = []
         for extension in self.extensions:
             sweep = extension.sweep()
             shared = sweep is not None and not extension.has_module_extensions
@@ -75,34 +63,26 @@ class Backward:
             if sweep is not None:
                 self.sweeps.setdefault(key, sweep)
         self.second_order = any(e.second_order for e in self.extensions)
-        self.sources: dict[int, dict[int, Source]] = {}
-        self.members = Held()
-        self.onlookers = Onlookers()
+        self.inspection = Inspection(self.extensions, context.checks_objective)
+        self.plan: Plan | None = None
         self.hooks = Hooks(context.extension_hook)
         self.parameters = Parameters(self.extensions, self.listens, self.hooks.run)
+        self.hands = [Hand(e, self.parameters.save) if e.has_module_extensions else None for e in self.extensions]
         self.kept: list[Record] = []
-        self.above: dict[Record, list[Record]] = {}
-        self.largest = 1
-        self.too_small = False  # the limit of memory, for a single column
-        self.attribution = Attribution()
-        self.merged: Attribution | None = None  # of second order, where samples mix: the batch is one sample
-        self.combining: set[Hashable] = set()  # sweeps whose columns may go one after the other
-        for key, sweep in self.sweeps.items():
-            mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
-            if any(e.has_module_extensions for e in mine):
-                continue
-            if all(e.combines for e in mine):
-                self.combining.add(key)
-            if all(e.sums_rows for e in mine):
-                self.sweeps[key] = ByPosition(sweep.samples, self.parameters.is_shared)
-        for sweep in self.sweeps.values():
-            sweep.attribution = self.attribution
-        self.placed: set[int] = set()
-        self.required: set[int] = set()
-        self.used: dict[int, Sequence[int]] = {}
-        self.outside: Outside | None = None  # what the objective has beside extended losses
+        self.combining = {key for key in self.sweeps if self.all_of(key, "combines")}
+        for key in [key for key in self.combining if self.all_of(key, "sums_rows")]:
+            self.sweeps[key] = ByPosition(None, self.sweeps[key].samples)
+        self.players = {key: sweep for key, sweep in self.sweeps.items() if isinstance(sweep, Player)}
+        self.observers = {key: sweep for key, sweep in self.sweeps.items() if isinstance(sweep, Observer)}
         self.closed = False
         self.reached: dict[nn.Module, None] = {}  # the layers that take part
+
+    def all_of(self, key: Hashable, flag: str) -> bool:
+        """Whether all extensions that listen to a sweep say so of themselves."""
+        mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
+        if any(e.has_module_extensions for e in mine):
+            return False
+        return all(e.combines if flag == "combines" else e.sums_rows for e in mine)
 
     # ---- life cycle ------------------------------------------------------------------------------
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
@@ -110,7 +90,7 @@ class Backward:
         device = next(g.device.type for g in grads if g is not None)
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         try:
-            with plain, CTX.quietly(), self.onlookers.undisturbed():
+            with plain, CTX.quietly(), self.inspection.onlookers.undisturbed():
                 self._visit(record, grads)
         except BaseException:
             self.abort()
@@ -119,7 +99,6 @@ class Backward:
     def close(self) -> None:
         """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
         try:
-            self.collect_functions()
             self.parameters.finish_all()
             CTX.check_transforms(bool(self.parameters.states))
             containers, wholes = around(self.reached)
@@ -132,21 +111,9 @@ class Backward:
             raise
         self.clear()
 
-    def collect_functions(self) -> None:
-        """Parameters that plain functions use have received all that will come."""
-        for key, sweep in self.sweeps.items():
-            self.collect_direct(key, sweep)
-
-    def collect_direct(self, key: Hashable, sweep: Sweep) -> None:
-        """Hand over what has reached parameters that plain functions use."""
-        for param, direct in sweep.direct.items():
-            use = Use(Call(None, (), {}, param.new_zeros(())), PASSAGE, DIRECT, direct.arrived)
-            self.parameters.collect(self.parameters.state_of(param), key, use, direct.batch_size)
-        sweep.direct = {}
-
     def abort(self) -> None:
         """The pass did not finish: leave no fields on the models that it was to train."""
-        for record in (one for root, above in self.above.items() for one in (root, *above)):
+        for record in (one for root, above in self.inspection.above.items() for one in (root, *above)):
             record.close()  # the engine may keep a part of the graph until its next pass
         self.parameters.discard(around(self.reached)[1])
         self.clear()
@@ -157,7 +124,8 @@ class Backward:
             record.put_away()
         self.under_way.pop(self.task, None)
         self.parameters.clear()
-        self.sweeps, self.sources, self.above = {}, {}, {}
+        self.inspection.clear()
+        self.sweeps, self.players, self.observers, self.plan = {}, {}, {}, None
         self.hooks.forget()
         self.hooks = Hooks(None)
         self.kept = []
@@ -168,11 +136,11 @@ class Backward:
         if record.released:
             raise RuntimeError(already_released(record))
         require_batch(record)
-        self.require(record)
+        self.inspection.require(record)
         for extension in self.extensions:
             check_samples(extension, record)
-        if id(record) not in self.placed:
-            self.survey(record)
+        if id(record) not in self.inspection.placed:
+            self.inspect(record, engine.current_node())
         grad = record.gradient(grads)
         assert grad is not None
         if self.context.debug:
@@ -180,10 +148,22 @@ class Backward:
         if record.recomputed is not None:
             record.leave()
         self.reached[record.module] = None
-        written = self.apply_module_extensions(record, grad)
-        self.reach_functions(record, grads)
-        if record.rule is not None:
-            self.apply_rule(record, record.rule, grad, written)
+        if self.second_order:
+            self.find_step(record, grad)
+        self.observe(record, grad)
+        self.leave(record)
+
+    def inspect(self, root: Record, node: Node) -> None:
+        """Look at everything behind a loss, or behind the last call."""
+        self.inspection.inspect(root, node)
+        if self.inspection.found_products:
+            self.parameters.look_again()
+        self.parameters.by_functions |= self.inspection.by_functions
+        for module in self.inspection.left:
+            self.hooks.leave_for_last(module)
+
+    def leave(self, record: Record) -> None:
+        """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""
         if not (self.context.retain_graph or engine.keeps_graph()):
             waits = self.hooks.waits_for(record.module)
             if waits and record.left is not None:
@@ -194,237 +174,143 @@ class Backward:
             self.kept.append(record)
         if record.rule is PASSAGE:  # its parameters are final when all else is
             self.hooks.leave_for_last(record.module)
+        elif not isinstance(record.module, Plain):
+            self.hooks.visit(record.module)
+            if not self.parameters.is_waiting(record.module):
+                self.hooks.run(record.module)
+
+    # ---- second order: everything at the first loss --------------------------------------------------
+    def find_step(self, record: Record, grad: Tensor) -> None:
+        """At a loss that is in no plan yet, make one of all losses, and play it; refuse calls that are in no plan."""
+        if self.plan is None or record not in self.plan.of:
+            if not isinstance(record.rule, Loss):
+                raise RuntimeError(nothing_arrived(record))
+            self.make_plan(record, grad)
+        assert self.plan is not None
+        step = self.plan.of[record]
+        if self.players and not step.reached:
+            raise RuntimeError(nothing_arrived(record))
+        step.gradient = matched(grad, step.call)[0]
+
+    def make_plan(self, loss: Record, grad: Tensor) -> None:
+        """Inspect all losses of the objective, and make one plan."""
+        losses = {loss: (engine.current_node(), grad)}
+        for other, found in factors_of_losses(self.inspection.outside, loss).items():
+            if other.released:
+                raise RuntimeError(already_released(other))
+            losses[other] = found
+        for record, (node, _) in losses.items():
+            if id(record) not in self.inspection.placed:
+                require_batch(record)
+                self.inspection.require(record)
+                self.inspect(record, node)
+        above = {record: None for loss in losses for record in self.inspection.above[loss]}
+        attribution = self.inspection.merged or self.inspection.attribution
+        self.plan = Plan(losses, above, self.inspection.feeding, attribution)
+        for record in losses:
+            announce(self.plan.of[record].joint.rule.flat if self.plan.of[record].links else None, self.extensions)
+        self.play(self.plan)
+
+    def play(self, plan: Plan) -> None:
+        """Let all sweeps that start at losses pass the calls of a plan."""
+        at_most = None
+        if self.combining.intersection(self.players) and not torch.is_grad_enabled():
+            at_most = columns_at_a_time(plan, self.context.chunk_size, self.context.memory)
+        for key, player in self.players.items():
+            hand = next((h for h, k in zip(self.hands, self.listens, strict=True) if k == key and h is not None), None)
+            player.begin(plan, Settling(self.parameters, key), at_most if key in self.combining else None, hand)
+        by_hand = any(h is not None for h, k in zip(self.hands, self.listens, strict=True) if k in self.players)
+        play(plan, self.players.values(), by_hand, self.passed)
+
+    def passed(self, step: Step) -> None:
+        """All sweeps that are played have passed a call."""
+        self.parameters.save_values(step.params[name] for name in step.last)
+        if self.observers:
             return
-        if isinstance(record.module, Plain):
-            return
-        self.hooks.visit(record.module)
-        if not self.parameters.is_waiting(record.module):
-            self.hooks.run(record.module)
+        step.let_go()
+        module = step.record.module
+        if step.consumer is None and step.rule is not PASSAGE and not isinstance(module, Plain):
+            self.reached[module] = None
+            self.hooks.visit(module)
+            self.hooks.run(module)
 
-    def survey(self, root: Record) -> None:
-        """Check everything behind a loss (or behind the last layer) before computing anything."""
-        self.onlookers.find(root.handed)
-        for record in upstream(root, self.sources_of):
-            self.onlookers.find(record.handed)
-            if record.problem or record.rule is None:  # its rows need not be samples: say so before they are looked for
-                self.require(record)
-        try:
-            placement, merges = place_or_merge(
-                root, self.sources_of, self.extensions, self.sources.clear, self.by_hand, self.merged is not None
-            )
-        except UnsupportedLayer:
-            require_axis(self.extensions[0], upstream(root, self.sources_of))  # if that is why
-            raise
-        above = placement.above
-        if merges and self.merged is None:
-            require_before(root, list(self.above))
-            self.merged = Attribution()
-            for sweep in self.sweeps.values():
-                sweep.attribution = self.merged if sweep.second_order else sweep.attribution
-        for record in above:
-            before = self.used.get(id(record), record.used)
-            self.used[id(record)] = tuple(record.used)
-            for sweep in self.sweeps.values() if len(before) < len(record.used) else ():
-                sweep.relay(record, before)
-        for module in placement.left:
-            self.hooks.leave_for_last(module)
-        served = {id(record.module) for record in above if self.by_hand(record)}
-        holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
-        by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
-        if by_function:
-            self.parameters.look_again()
-        tell(placement.left, holders, self.second_order, by_function)
-        self.placed.update(id(record) for record in (*above, root))
-        self.above[root] = above
-        for record in above:
-            record.reopen()  # an earlier pass may have failed before it came here
-        if self.context.checks_objective:
-            self.check_objective(root, above)
-        if placement.rows:
-            require_whole_batch(self.extensions, root)
-        for record in (*above, root):
-            self.attribution.add(record, placement.rows.get(id(record)), placement.n)
-            if self.merged is not None:
-                self.merged.add(record, one_sample(record), 1)
-        for record in (*above, root):
-            for source in self.sources_of(record).values():
-                self.parameters.held.update(id(p) for p in source.trained)
-        if not isinstance(root.rule, Loss):
-            return
-        if not placement.left:  # calls that were left to autograd are seen
-            require_layers(root, above, self.sources_of)
-        if self.second_order:
-            for record in above:
-                self.require(record)
-        self.largest = max([self.largest, *(record.largest for record in above)])
-
-    def check_objective(self, root: Record, above: list[Record]) -> None:
-        """Refuse objectives that are more than extended losses, as far as active extensions would not see the rest."""
-        if self.outside is None:
-            self.outside = outside_of_losses(engine.roots())
-        parts = [self.outside]
-        if isinstance(root.rule, Loss):
-            parts.append(inside_of_loss(root, engine.current_node()))
-            if self.second_order:
-                require_linear(root, self.outside)
-        for part in parts:
-            if self.second_order and isinstance(root.rule, Loss):
-                require_losses_only(above, part)
-            require_no_penalty((*above, root), self.sources_of, part)
-
-    def require(self, record: Record) -> None:
-        """Refuse, before anything is computed, what some active extension cannot do."""
-        if id(record) in self.required:
-            return
-        self.required.add(id(record))
-        for extension in self.extensions:
-            if self.module_extension(extension, record) is None:
-                require_support(extension, record, self.needs_input(record))
-
-    def module_extension(self, extension: BackpropExtension, record: Record) -> ModuleExtension | None:
-        """What a user wrote by hand for this layer."""
-        return None if record.rule is PASSAGE else extension.module_extension(record.module)
-
-    def by_hand(self, record: Record) -> bool:
-        """Whether a user wrote something by hand for this layer."""
-        return any(self.module_extension(extension, record) is not None for extension in self.extensions)
-
-    def needs_input(self, record: Record) -> bool:
-        """Whether anything upstream of the call waits for second-order quantities."""
-        return bool(self.feeding(record))
-
-    def sources_of(self, record: Record) -> dict[int, Source]:
-        """By input index: where the call's inputs come from."""
-        if id(record) not in self.sources:
-            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
-            self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
-        return self.sources[id(record)]
-
-    def feeding(self, record: Record) -> dict[int, Source]:
-        """By input index: the recorded calls, and functions with parameters, that feed the call's inputs."""
-        return {k: source for k, source in self.sources_of(record).items() if source.targets or source.trained}
-
-    def reach_functions(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
-        """Show the gradient of the call's inputs to first-order sweeps, where functions with parameters feed them."""
-        sources = [source for source in self.sources_of(record).values() if source.trained]
-        first_order = [sweep for sweep in self.sweeps.values() if isinstance(sweep, Gradient)]
-        if not sources or not first_order:
-            return
-        several = sum(edge[0] is not None for edge in record.edges) > 1
-        found = self.at_inputs(record, grads, sources) if several else self.at_input(record, grads, sources)
-        for source, grad in zip(sources, found, strict=True):
-            if grad is not None:
-                for sweep in first_order:
-                    sweep.reach(source, grad)
-
-    def at_input(self, record: Record, grads: tuple[Tensor | None, ...], sources: list[Source]) -> list[Tensor | None]:
-        """The gradient of the call's input, by autograd's own graph."""
-        here = engine.current_node()
-        quieten_layer(record, here)
-        ends = [(gradient_edge((here, nr)), g) for nr in record.places if (g := grads[nr]) is not None]
-        edges = [gradient_edge(record.edges[source.index]) for source in sources]
-        with CTX.quietly(record):
-            found = torch.autograd.grad(
-                [end for end, _ in ends],
-                edges,
-                [g for _, g in ends],
-                retain_graph=True,
-                allow_unused=True,
-                create_graph=torch.is_grad_enabled(),
-            )
-        return [None if g is None else s.entrance.one_to_rule(g) for s, g in zip(sources, found, strict=True)]
-
-    def at_inputs(self, record: Record, grads: tuple[Tensor | None, ...], sources: list[Source]) -> list[Tensor | None]:
-        """The same for several inputs, by the rule: one may be computed from another, or be the same tensor."""
-        grad, rule = record.gradient(grads), record.rule
-        assert grad is not None
-        if rule is None or isinstance(rule, Loss):
-            return self.at_input(record, grads, sources)
-        grad, call = matched(grad, record.call())
-        with connected(record, call, engine.current_node()):
-            rule.capture(call)
-            return [rule.jac_t_mat_prod(call, grad[None], source.index)[0] for source in sources]
-
-    def apply_rule(self, record: Record, rule: Rule, grad: Tensor, written: set[Hashable]) -> None:
-        """Let every sweep pass the call, and collect what it brings for the call's parameters."""
-        loss = rule if isinstance(rule, Loss) else None
-        grad, call = matched(grad, record.call())
-        trained = {n: p for n, p in record.params.items() if is_trained(p)}
+    # ---- what follows autograd -----------------------------------------------------------------------
+    def observe(self, record: Record, grad: Tensor) -> None:
+        """Show a call to sweeps that follow autograd, and to what users wrote by hand."""
+        trained = {name: p for name, p in record.params.items() if is_trained(p)}
         function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
         if not function:
             require_own(record, trained)
-        states = {n: self.parameters.state_of(p, None if function else record.module) for n, p in trained.items()}
+        written = self.apply_by_hand(record, grad)
+        observers = {key: sweep for key, sweep in self.observers.items() if key not in written}
+        first = {key: sweep for key, sweep in observers.items() if isinstance(sweep, Gradient)}
+        if first:
+            reach_functions(record, grad, self.inspection, first, self.parameters)
+        if record.rule is None or not observers:
+            return
+        states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
         later = {name: self.parameters.is_shared(p, record) for name, p in trained.items()}
-        reused = tuple(name for name in trained if later[name])
-        views: dict[tuple[int, ...] | None, Call] = {None: call}
-        with connected(record, call, engine.current_node()):
-            if self.second_order or call.drawn is not None:
-                rule.capture(call)
-            for key, sweep in self.sweeps.items():
-                if key in written:
-                    continue
-                if sweep.samples not in views:
-                    assert sweep.samples is not None
-                    views[sweep.samples] = call if loss else call.subset(sweep.samples)
-                samples, batch_size = sweep.attribution.rows(record), sweep.attribution.batch_size(record)
-                sources = self.feeding(record) if sweep.second_order else dict[int, Source]()
-                view = views[sweep.samples]
-                step = Step(record, rule, call, view, grad, sources, reused, self.largest, samples, batch_size)
-                step.at_most = columns_at_a_time(self, key, step) if sweep.second_order else None
-                if len(self.above) == 1:
-                    step.go_round = partial(go_round, self, key, sweep, next(iter(self.above)))
-                if loss is None:
-                    arrived = sweep.visit(step)
-                    for name, state in states.items():
-                        self.parameters.collect(state, key, Use(view, rule, name, arrived, samples), batch_size)
-                elif sweep.second_order and sources:
-                    announce(step.joint(loss).rule.flat, self.extensions)
-                    for _ in sweep.rounds(step, loss, step.at_most):
-                        go_round(self, key, sweep, record)
+        if first and not isinstance(record.rule, Loss):
+            grad, call = matched(grad, record.call())
+            rows, n = self.inspection.attribution.rows(record), self.inspection.attribution.batch_size(record)
+            node = engine.current_node() if call.drawn is not None else None
+            step = Step(record, record.rule, call, node, trained, rows, n, gradient=grad)
+            for key, sweep in first.items():
+                self.collect(key, sweep, step, states)
+        for key, sweep in observers.items():
+            if key not in first and self.plan is not None:
+                self.observe_in_plan(key, sweep, self.plan.of[record], states)
         if states:
             self.parameters.expect_gradients(record, states)
         for name, state in states.items():
             if not (later[name] or function):
                 self.parameters.finish(state)
 
-    # ---- user-written module extensions ------------------------------------------------------------
-    def apply_module_extensions(self, record: Record, grad: Tensor) -> set[Hashable]:
-        """Run module extensions that users wrote for this layer: they take precedence over its rule.
+    def observe_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
+        """Show a call, and the stretches in front of it, to a sweep of second order."""
+        if isinstance(step.rule, Loss) and not step.links:
+            return
+        self.collect(key, sweep, step, states)
+        for link in step.links.values():
+            if link.producer.consumer is step:
+                stretch = link.producer
+                self.collect(key, sweep, stretch, {n: self.parameters.state_of(p) for n, p in stretch.params.items()})
+
+    def collect(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
+        """Hand what a sweep finds at a call to the call's parameters."""
+        arrived = sweep.visit(step)
+        assert step.rule is not None
+        for name, state in states.items():
+            use = Use(step.view(sweep.samples), step.rule, name, arrived, step.samples_of_rows)
+            self.parameters.collect(state, key, use, step.batch_size)
+
+    def apply_by_hand(self, record: Record, grad: Tensor) -> set[Hashable]:
+        """Run the module extensions that users wrote for this layer, for extensions that are not played.
 
         Returns the sweeps that the rule need not serve any more.
         """
         written: set[Hashable] = set()
-        for index, extension in enumerate(self.extensions):
-            by_hand = self.module_extension(extension, record)
-            if by_hand is None:
+        for key, hand in zip(self.listens, self.hands, strict=True):
+            if hand is None or key in self.players or record.rule is PASSAGE:
                 continue
-            key = self.listens[index]
-            written.add(key)
-            sweep = self.sweeps.get(key)
-            quantity = sweep.hand_over(record) if sweep is not None else None
-            g_inp, g_out = self.gradients_of(record, grad), (grad,)
-            for name in by_hand.params:
-                param = getattr(record.module, name)
-                if param is not None and is_trained(param):
-                    value = by_hand.extract(name, extension, record.module, g_inp, g_out, quantity)
-                    self.parameters.save(param, extension.savefield, value)
-            if sweep is None or not sweep.second_order:
-                by_hand.backpropagate(extension, record.module, g_inp, g_out, quantity)
-            elif self.feeding(record):
-                sent = by_hand.backpropagate(extension, record.module, g_inp, g_out, quantity)
-                sweep.take_back(record, self.feeding(record), sent)
+            if hand.extension.module_extension(record.module) is not None:
+                if isinstance(self.observers.get(key), Tape):
+                    raise not_by_hand(f"'{record.path}' ({type(record.module).__name__})")
+                written.add(key)
+                hand.run(record, engine.current_node(), grad, None)
         return written
 
-    def gradients_of(self, record: Record, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of a call's inputs, ahead of autograd."""
-        edges = [gradient_edge(edge) for edge in record.edges if edge[0] is not None]
-        if not edges:
-            return (None,) * len(record.edges)
-        quieten_layer(record, engine.current_node())
-        here = gradient_edge((engine.current_node(), next(iter(record.places))))
-        with CTX.quietly(record):
-            found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))
-        return tuple(next(found) if edge[0] is not None else None for edge in record.edges)
+
+class Settling:
+    """Takes what one sweep has brought to parameters."""
+
+    def __init__(self, parameters: Parameters, key: Hashable) -> None:
+        self.parameters = parameters
+        self.key = key
+
+    def settle(self, param: Tensor, uses: list[Use], batch_size: int) -> None:
+        """All calls that use a parameter have got their share of some columns."""
+        self.parameters.settle(param, self.key, uses, batch_size)
 
 
 class Ending:
@@ -439,6 +325,15 @@ class Ending:
     def __del__(self) -> None:
         if not self.backward.closed:
             self.backward.abort()
+
+
+def nothing_arrived(record: Record) -> str:
+    """Why there is nothing at a layer: no loss stands behind it."""
+    return explain(
+        f"Nothing was backpropagated to '{record.path}' ({type(record.module).__name__}).",
+        "second-order quantities start at an extended loss, and none stands behind this layer.",
+        "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer.",
+    )
 
 
 def already_released(record: Record) -> str:

@@ -165,6 +165,7 @@ class Context(threading.local):
         self.disabled = False
         self.quiet = False
         self.passing: Record | None = None
+        self.throughout = False
         self.given: tuple[torch.Size, ...] = ()
         self.called: nn.Module | None = None
         self.multithreaded = True
@@ -242,29 +243,30 @@ class Context(threading.local):
             raise RuntimeError(message)
 
     @contextmanager
-    def quietly(self, passing: Record | None = None) -> Iterator[None]:
+    def quietly(self, passing: Record | None = None, throughout: bool = False) -> Iterator[None]:
         """Let `bpk` itself differentiate a part of the graph (in this thread), or evaluate a layer.
 
-        Nothing is recorded, and recorded calls are where that part ends, except for the one in `passing`.
+        Nothing is recorded, and recorded calls are where that part ends, except for the one in `passing`; `throughout`,
+        none of them is.
         """
-        before, threads = (self.quiet, self.passing), engine.multithreaded()
-        self.quiet, self.passing = True, passing
+        before, threads = (self.quiet, self.passing, self.throughout), engine.multithreaded()
+        self.quiet, self.passing, self.throughout = True, passing, throughout
         try:
             engine.set_multithreaded(False)
             yield
         finally:
-            self.quiet, self.passing = before
+            self.quiet, self.passing, self.throughout = before
             engine.set_multithreaded(threads)
 
     @contextmanager
     def aloud(self) -> Iterator[None]:
         """The opposite of `quietly`, for the user's own code inside of a visit."""
-        before = self.quiet, self.passing
-        self.quiet, self.passing = False, None
+        before = self.quiet, self.passing, self.throughout
+        self.quiet, self.passing, self.throughout = False, None, False
         try:
             yield
         finally:
-            self.quiet, self.passing = before
+            self.quiet, self.passing, self.throughout = before
 
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         """A backward pass has reached a recorded call: let the active context work on it."""

@@ -17,7 +17,7 @@ from bpk.recording.membership import mark, unmark
 from bpk.recording.recorder import forget_inputs, note_inputs, record, record_passage, remember_generators, stash
 from bpk.recording.surroundings import require_local
 from bpk.rules import REGISTRY
-from bpk.sweeps.products import BlockProduct
+from bpk.sweeps.block_product import BlockProduct
 
 if TYPE_CHECKING:
     from bpk.converter import Converted

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
-from bpk.sweeps.sweeps import Sweep
+from bpk.sweeps.sweep import Sweep
 
 if TYPE_CHECKING:
     from bpk.extensions.module_extension import ModuleExtension

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import parameter_edges
@@ -16,35 +15,47 @@ from bpk.recording import engine
 from bpk.recording.membership import around
 from bpk.recording.record import Record, calls_by_parameter
 from bpk.recording.surroundings import may_shard, require_whole
-from bpk.sweeps.sweeps import Columns
+
+
+class Quantity(Protocol):
+    """An extension, as parameters see it."""
+
+    savefield: str
+    subsampling: tuple[int, ...] | None
+    needs_rows: bool
+    needs_samples: bool
+    needs_gradient: bool
+
+    def value(self, uses: Uses) -> Any:
+        """The value of the field."""
+
+    def combine(self, before: Any, value: Any) -> Any:
+        """The value of all columns, from that of the first ones and that of the others."""
 
 
 class ParameterState:
-    """A parameter during one backward pass: its uses by sweep, and what is still to come."""
+    """A parameter during one backward pass: its uses by observer, values that are known already, and what is to come."""
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.modules: list[nn.Module] = []
         self.uses: dict[Hashable, Uses] = {}
+        self.values: dict[int, Any] = {}
         self.gradients: list[Tensor] = []
         self.awaited_gradients = 0
         self.done: set[int] = set()
-        self.before: dict[int, Any] = {}
 
 
 class Parameters:
-    """Collects contributions to parameters, and saves a parameter's fields once all of them are in.
+    """Collects what sweeps bring to parameters, and saves a parameter's fields once all of it is there.
 
-    `held` are parameters (by `id`) that plain functions use as well: they are final only when backward has ended.
-    `listens` says for each extension which sweep it listens to; `when_done` is called with a module none of whose
-    parameters waits any more.
+    `by_functions` are parameters (by `id`) that plain functions use as well: what observers find is final only when
+    backward has ended. `listens` says for each extension which sweep it listens to; `when_done` is called with a module
+    none of whose parameters waits any more.
     """
 
     def __init__(
-        self,
-        extensions: Sequence[BackpropExtension],
-        listens: Sequence[Hashable],
-        when_done: Callable[[nn.Module], None],
+        self, extensions: Sequence[Quantity], listens: Sequence[Hashable], when_done: Callable[[nn.Module], None]
     ) -> None:
         self.extensions = extensions
         self.listens = listens
@@ -52,7 +63,7 @@ class Parameters:
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
         self.handles: list[Any] = []
-        self.held: set[int] = set()
+        self.by_functions: set[int] = set()
         self.calls = calls_by_parameter()
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
@@ -69,6 +80,38 @@ class Parameters:
             self.by_module.setdefault(id(module), []).append(state)
         return state
 
+    def listening(self, key: Hashable) -> list[tuple[int, Quantity]]:
+        """The extensions that listen to a sweep, with their numbers."""
+        return [
+            (k, e) for k, (e, listens) in enumerate(zip(self.extensions, self.listens, strict=True)) if listens == key
+        ]
+
+    def uses_for(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> Uses:
+        """Uses of a parameter, as the extensions that listen want them."""
+        mine = [e for _, e in self.listening(key)]
+        found = Uses(param, batch_size, any(e.needs_rows for e in mine), any(e.needs_samples for e in mine))
+        found.uses = uses
+        return found
+
+    # ---- from sweeps that are played ---------------------------------------------------------------------
+    def settle(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> None:
+        """Some columns have reached all uses of a parameter: keep what extensions make of them."""
+        state, found = self.state_of(param), self.uses_for(param, key, uses, batch_size)
+        for index, extension in self.listening(key):
+            if index not in state.values:
+                self.recycle(param, extension, found)
+            value = value_of(extension, found)
+            state.values[index] = extension.combine(state.values[index], value) if index in state.values else value
+
+    def save_values(self, params: Iterable[Tensor]) -> None:
+        """All columns have reached these parameters."""
+        for param in params:
+            state = self.states.get(id(param))
+            for index in list(state.values) if state is not None else ():
+                assert state is not None
+                self.save(param, self.extensions[index].savefield, state.values.pop(index))
+
+    # ---- from observers ---------------------------------------------------------------------------------
     def look_again(self) -> None:
         """More calls were found, which nobody had recorded."""
         self.calls = calls_by_parameter()
@@ -76,10 +119,10 @@ class Parameters:
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
         """Whether calls other than `record` are still to come that use a parameter, or functions use it."""
         calls = (ref() for ref in self.calls.get(id(param), ()))
-        return id(param) in self.held or any(c is not None and c.open and c is not record for c in calls)
+        return id(param) in self.by_functions or any(c is not None and c.open and c is not record for c in calls)
 
     def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
-        """One more use of a parameter has been reached by a sweep."""
+        """One more use of a parameter has been reached by an observer."""
         if state.done:
             raise UnsupportedLayer(
                 explain(
@@ -90,37 +133,9 @@ class Parameters:
                 )
             )
         if key not in state.uses:
-            mine = [e for e, listens in zip(self.extensions, self.listens, strict=True) if listens == key]
-            rows, samples = any(e.needs_rows for e in mine), any(e.needs_samples for e in mine)
-            state.uses[key] = Uses(state.param, batch_size, rows, samples)
+            state.uses[key] = self.uses_for(state.param, key, [], batch_size)
         state.uses[key].uses.append(use)
-        self.keep_positions(state, key, use)
 
-    def keep_positions(self, state: ParameterState, key: Hashable, use: Use) -> None:
-        """Keep what extensions make of columns that stand for all positions: a position counts as a sample."""
-        apart = use.arrived.apart if isinstance(use.arrived, Columns) else {}
-        for block, (axes, mat) in apart.items():
-            columns = Columns()
-            columns.add(block, mat.flatten(1, 1 + axes))
-            each = Uses(state.param, 0, False, False)
-            each.uses.append(Use(use.call.by_position(axes), use.rule, use.name, columns))
-            for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
-                if listens == key:
-                    state.before[index] = self.combined(state, index, value_of(extension, each))
-
-    def settle(self, state: ParameterState, key: Hashable) -> None:
-        """Some columns have reached all uses of a parameter: keep what extensions make of them, and let go of them."""
-        uses = state.uses.pop(key)
-        for index, (extension, listens) in enumerate(zip(self.extensions, self.listens, strict=True)):
-            if listens == key and not uses.nothing_left:
-                state.before[index] = self.combined(state, index, value_of(extension, uses))
-
-    def combined(self, state: ParameterState, index: int, value: Any) -> Any:
-        """A value together with that of columns that came before."""
-        before = state.before.pop(index, None)
-        return value if before is None else self.extensions[index].combine(before, value)
-
-    # ---- gradients that autograd computes anyway -------------------------------------------------------
     def expect_gradients(self, record: Record, states: dict[str, ParameterState]) -> None:
         """Catch the gradients that autograd is about to compute for this call, where an extension wants them."""
         if not any(e.needs_gradient and e.subsampling is None for e in self.extensions):
@@ -147,13 +162,10 @@ class Parameters:
 
         return catch_gradient
 
-    # ---- fields ------------------------------------------------------------------------------------
     def finish(self, state: ParameterState, final: bool = False) -> None:
         """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
         for index, (extension, key) in enumerate(zip(self.extensions, self.listens, strict=True)):
             if index in state.done or key not in state.uses:
-                if final and index in state.before:  # all columns went ahead
-                    self.save(state.param, extension.savefield, state.before.pop(index))
                 continue
             if extension.needs_gradient and state.awaited_gradients > 0 and not final:
                 continue
@@ -162,34 +174,28 @@ class Parameters:
             if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
                 uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
             state.done.add(index)
-            value = (
-                state.before.pop(index) if uses.nothing_left else self.combined(state, index, value_of(extension, uses))
-            )
-            self.save(state.param, extension.savefield, value)
+            self.save(state.param, extension.savefield, value_of(extension, uses))
         if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
             state.uses, state.gradients = {}, []
             for module in state.modules:
-                self.finish_module(module)
-
-    def recycle(self, param: Tensor, extension: BackpropExtension, uses: Uses) -> None:
-        """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
-        old = param.__dict__.pop(extension.savefield, None)
-        if not torch.is_grad_enabled():
-            uses.spare = engine.spare_memory(old)
-
-    def is_waiting(self, module: nn.Module) -> bool:
-        """Whether a parameter of the module is not final yet."""
-        return any(state.uses for state in self.by_module.get(id(module), ()))
-
-    def finish_module(self, module: nn.Module) -> None:
-        """Announce a module once none of its parameters waits any more."""
-        if not self.is_waiting(module):
-            self.when_done(module)
+                if not self.is_waiting(module):
+                    self.when_done(module)
 
     def finish_all(self) -> None:
         """The backward pass is over: nothing more will come."""
         for state in self.states.values():
             self.finish(state, final=True)
+
+    def is_waiting(self, module: nn.Module) -> bool:
+        """Whether a parameter of the module is not final yet."""
+        return any(state.uses for state in self.by_module.get(id(module), ()))
+
+    # ---- fields ------------------------------------------------------------------------------------
+    def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
+        """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
+        old = param.__dict__.pop(extension.savefield, None)
+        if not torch.is_grad_enabled():
+            uses.spare = engine.spare_memory(old)
 
     def save(self, param: Tensor, name: str, value: Any) -> None:
         """Attach a result to its parameter."""
@@ -226,7 +232,7 @@ class Parameters:
         self.states, self.saved, self.calls, self.by_module = {}, [], {}, {}
 
 
-def value_of(extension: BackpropExtension, uses: Uses) -> Any:
+def value_of(extension: Quantity, uses: Uses) -> Any:
     """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
     try:
         return extension.value(uses)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bpk.fields.columns import PIECE
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.core.rule import Rule, add_up
 from bpk.plan.samples import to_samples
-from bpk.sweeps.sweeps import PIECE, Columns
 from bpk.utils.kroneckers import sparse_diagonal
 
 T = TypeVar("T")
@@ -64,18 +64,12 @@ class Uses:
         return self._memo[key]
 
     @property
-    def nothing_left(self) -> bool:
-        """Whether all columns have gone ahead (see `rounds.py`), or are known by position."""
-        found = [(use.arrived, use.name) for use in self.uses]
-        return all(isinstance(one, Columns) and not one.blocks and not one.own.get(name) for one, name in found)
-
-    @property
     def keys(self) -> list[Hashable]:
         """The birthplaces of all columns."""
         found: dict[Hashable, None] = {}
         for use in self.uses:
             found.update(dict.fromkeys(use.arrived.blocks))
-            found.update(dict.fromkeys(use.arrived.own.get(use.name, ())))
+            found.update(dict.fromkeys(use.arrived.of_params.get(use.name, ())))
         return list(found)
 
     def signs(self, key: Hashable) -> Tensor | None:
@@ -93,14 +87,14 @@ class Uses:
     def shape_of(self, key: Hashable) -> torch.Size:
         """`[V, N]` of a block."""
         blocks = (use.arrived.blocks.get(key) for use in self.uses)
-        own = (use.arrived.own.get(use.name, {}).get(key) for use in self.uses)
+        own = (use.arrived.of_params.get(use.name, {}).get(key) for use in self.uses)
         return next(mat.shape[:2] for mat in (*blocks, *own) if mat is not None)
 
     @property
     def simple(self) -> bool:
         """Whether one call alone contributes, a row per sample, so that its rule's shortcuts apply."""
         use = self.uses[0]
-        return len(self.uses) == 1 and use.samples is None and not use.arrived.own.get(use.name)
+        return len(self.uses) == 1 and use.samples is None and not use.arrived.of_params.get(use.name)
 
     @property
     def shortcut(self) -> bool:
@@ -119,8 +113,8 @@ class Uses:
                 together = use.samples is not None and self.batch_size == 1  # all rows are those of one sample
                 rows = use.rule.jac_t_mat_prod(use.call, use.arrived.blocks[key], use.name, sum_batch=together)
                 parts.append(rows[:, None] if together else self.by_sample(rows, use))
-            if key in use.arrived.own.get(use.name, ()):
-                parts.append(use.arrived.own[use.name][key])
+            if key in use.arrived.of_params.get(use.name, ()):
+                parts.append(use.arrived.of_params[use.name][key])
             for part in parts:
                 total = part if total is None else total + part
         assert total is not None
@@ -210,7 +204,7 @@ class Uses:
             for use in self.uses
             for mat in use.arrived.blocks.values()
         ]
-        own = [rows[0].sum(0) for use in self.uses for rows in use.arrived.own.get(use.name, {}).values()]
+        own = [rows[0].sum(0) for use in self.uses for rows in use.arrived.of_params.get(use.name, {}).values()]
         return add_up([*parts, *own])
 
     def factors(self, approximation: str = "default") -> list[Tensor]:
@@ -289,8 +283,7 @@ class Uses:
             return nearest_kronecker([split[0]._averaged_factors(), split[1]._averaged_factors()[::-1]])
         inputs = self.input_factor()
         require_room(self.param.numel() // (1 if inputs is None else len(inputs)), self.param)
-        by_layers = [use for use in self.uses if use.arrived.matrix is not None]
-        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_layers]
+        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in self.uses]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
         outputs = add_up(parts)
         return [outputs] if inputs is None else [outputs, inputs]

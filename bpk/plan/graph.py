@@ -67,16 +67,15 @@ class Source:
         """The names of the functions of a stretch."""
         return frozenset(node.name() for node in self.nodes)
 
-    def pull(self, mat: Tensor) -> list[tuple[Record, Tensor]]:
-        """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch."""
+    def pull(self, mat: Tensor) -> dict[int, Tensor]:
+        """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch, by number of the target."""
         mat = self.entrance.to_graph(mat)
         if self.stretch is None:
-            return [(record, port.to_rule(mat)) for (record, _), port in zip(self.targets, self.exits, strict=True)]
+            return {k: port.to_rule(mat) for k, port in enumerate(self.exits)}
         if not self.targets:
-            return []
-        grads = pull_columns([gradient_edge(self.stretch)], self.target_edges(), (mat,))
-        found = zip(self.targets, self.exits, grads, strict=True)
-        return [(record, port.to_rule(g)) for (record, _), port, g in found if g is not None]
+            return {}
+        found = pull_columns([gradient_edge(self.stretch)], self.target_edges(), (mat,))
+        return {k: port.to_rule(g) for k, (port, g) in enumerate(zip(self.exits, found, strict=True)) if g is not None}
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
         """The gradient at the beginnings as a differentiable function of them, and of `grad` (stretches only)."""
@@ -86,22 +85,12 @@ class Source:
             at_end = self.entrance.one_to_graph(grad)
             return torch.autograd.grad(ends, self.beginnings(), (at_end,), retain_graph=True, create_graph=True)
 
-    def rows(self, mat: Tensor, together: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """Individual products `[V, N, *p]` of columns `[V, N, *input]` with each parameter of the stretch.
-
-        Autograd sums over samples, so it is asked for one sample after the other; `together`, for their sum
-        `[V, 1, *p]`.
-        """
-        if self.stretch is None or not self.trained:
-            return []
-        ends, found = [gradient_edge(self.stretch)], []
-        if together:
-            found.append(pull_columns(ends, self.trained, (self.entrance.to_graph(mat),)))
-        for n in range(mat.shape[1]) if not together else ():
-            alone = torch.zeros_like(mat).index_copy(1, torch.tensor([n], device=mat.device), mat[:, n : n + 1])
-            found.append(pull_columns(ends, self.trained, (self.entrance.to_graph(alone),)))
-        by_leaf = zip(self.trained, zip(*found, strict=True), strict=True)
-        return [(leaf, torch.stack(parts, 1)) for leaf, parts in by_leaf if parts[0] is not None]
+    def pull_to_parameters(self, mat: Tensor) -> list[Tensor]:
+        """Multiply columns `[V, *input]` with the transposed Jacobian in each parameter: `[V, *p]`."""
+        assert self.stretch is not None
+        found = pull_columns([gradient_edge(self.stretch)], self.trained, (self.entrance.to_graph(mat),))
+        pairs = zip(self.trained, found, strict=True)
+        return [mat.new_zeros(len(mat), *p.shape) if g is None else g for p, g in pairs]
 
     def target_edges(self) -> list[GradientEdge]:
         """The outputs of the calls that feed the stretch."""

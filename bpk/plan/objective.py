@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
+from bpk.context import CTX
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond, passes_on
 from bpk.recording.identity import function_name, words
-from bpk.recording.record import Edge, Record, owner_of
+from bpk.recording.record import Record, owner_of
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 
@@ -41,13 +43,16 @@ class Outside:
     """What a backward pass reaches without passing an extended loss.
 
     `calls` are recorded calls, `leaves` tensors that collect a gradient, `curved` names functions of losses that are
-    not linear. `seen` says whether it is known where the pass has started.
+    not linear; `losses` are the extended losses, with their nodes. `roots` says where the pass has started (`None`: that
+    is not known).
     """
+
+    roots: list[engine.Root] | None = None
+    losses: dict[Record, Node] = field(default_factory=dict)
 
     calls: set[Record] = field(default_factory=set)
     leaves: list[Tensor] = field(default_factory=list)
     curved: set[str] = field(default_factory=set)
-    seen: bool = True
 
     def ends_at(self, node: Node) -> bool:
         """Note a recorded call or a leaf; the way ends there."""
@@ -59,10 +64,10 @@ class Outside:
         return leaf or call is not None
 
 
-def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
+def outside_of_losses(roots: list[engine.Root] | None) -> Outside:
     """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between."""
-    found, losses = Outside(seen=roots is not None), list[Node]()
-    starts = [beyond(root)[0] for root in roots or ()]
+    found, losses = Outside(roots), list[Node]()
+    starts = [beyond(root.edge)[0] for root in roots or ()]
     consumers: dict[Node, list[Node]] = {root: [] for root in starts if root is not None}
     waiting = list(consumers)
     while waiting:
@@ -70,6 +75,7 @@ def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
         call = owner_of(node)
         if call is not None and isinstance(call.rule, Loss):
             losses.append(node)
+            found.losses[call] = node
         elif not found.ends_at(node):
             for above, _ in map(beyond, node.next_functions):
                 if above is not None and above not in consumers:
@@ -86,6 +92,23 @@ def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
                 if not is_linear(node):
                     found.curved.add(node.name())
     return found
+
+
+def factors_of_losses(outside: Outside, known: Record) -> dict[Record, tuple[Node, Tensor]]:
+    """The extended losses of the objective other than a `known` one: their nodes, and their factors in the objective."""
+    others = {loss: node for loss, node in outside.losses.items() if loss is not known and engine.will_run(node)}
+    if not others or outside.roots is None:
+        return {}
+    with CTX.quietly():
+        found = torch.autograd.grad(
+            [GradientEdge(*root.edge) for root in outside.roots],  # type: ignore[arg-type]
+            [GradientEdge(node, next(iter(loss.places))) for loss, node in others.items()],
+            [root.gradient for root in outside.roots],
+            retain_graph=True,
+            allow_unused=True,
+            create_graph=torch.is_grad_enabled(),
+        )
+    return {loss: (node, g) for (loss, node), g in zip(others.items(), found, strict=True) if g is not None}
 
 
 def inside_of_loss(loss: Record, node: Node) -> Outside:
@@ -115,7 +138,7 @@ def is_linear(node: Node) -> bool:
 
 def require_linear(loss: Record, outside: Outside) -> None:
     """Refuse second order where the objective is a nonlinear function of losses."""
-    if not outside.seen:
+    if outside.roots is None:
         raise UnsupportedLayer(
             explain(
                 f"What is differentiated behind the loss '{loss.path}' ({type(loss.module).__name__}) cannot be seen.",

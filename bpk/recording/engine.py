@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -46,7 +47,15 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def roots() -> list[tuple[Node, int]] | None:
+@dataclass(frozen=True)
+class Root:
+    """A tensor on which a backward pass was started: where it leaves the graph, and the gradient there."""
+
+    edge: tuple[Node, int]
+    gradient: Tensor | None
+
+
+def roots() -> list[Root] | None:
     """Where in the graph the running backward pass has started (`None`: it was not started from Python).
 
     The engine does not tell, but runs in the thread, and so below the stack frame, of the function that called it.
@@ -56,8 +65,14 @@ def roots() -> list[tuple[Node, int]] | None:
         frame = frame.f_back
     if frame is None:
         return None
-    ends = [gradient_edge(end) if isinstance(end, Tensor) else end for end in frame.f_locals["t_outputs"]]
-    return [(end.node, end.output_nr) for end in ends]
+    given = frame.f_locals
+    ends = [gradient_edge(end) if isinstance(end, Tensor) else end for end in given["t_outputs"]]
+    return [Root((end.node, end.output_nr), g) for end, g in zip(ends, given["args"][0], strict=True)]
+
+
+def will_run(node: Node) -> bool:
+    """Whether the running backward pass evaluates a node."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def gradient_edge(end: Tensor) -> GradientEdge:

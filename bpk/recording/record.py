@@ -412,7 +412,7 @@ class Visit:
         self.record = record
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        if CTX.passing is self.record or self.record.module is DISSOLVED:
+        if CTX.throughout or CTX.passing is self.record or self.record.module is DISSOLVED:
             return None
         if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
             return (None,) * len(grads)

@@ -1,81 +1,175 @@
-"""Columns that travel from call to call: how they are sent, added up where branches meet, and handed to extensions."""
+"""Columns that travel from call to call by the transposed Jacobians: `U <- J^T U`, in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.losses.joint import Joint
-from bpk.plan.graph import Source
-from bpk.recording.record import Record
-from bpk.sweeps.sweeps import Columns, Step, Sweep, collect_rows, matched
+from bpk.fields.columns import PIECE, Columns
+from bpk.fields.statistics import Use
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.plan import Link, Plan, Step
+from bpk.plan.stretch import STRETCH, PlainAutograd
+from bpk.sweeps.hand import Hand
+from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known
+from bpk.sweeps.sweep import Collector, Player
 
 
-class ColumnSweep(Sweep):
-    """Columns `[V, N, *out]` that go from call to call by the transposed Jacobians: `U <- J^T U`.
+class ColumnSweep(Player):
+    """Columns that begin at some calls, pass all calls behind these, and are summed up at parameters.
 
-    Where they come from is up to those that inherit.
+    Where columns begin is up to those that inherit. Before they become too many, those under way go all the way to the
+    end, and others start then.
     """
 
-    def visit(self, step: Step) -> Columns:
-        columns: Columns = self.arrived(step)
+    @abstractmethod
+    def starting(self, step: Step) -> list[Starting]:
+        """The columns that begin at a call: at its inputs, and at parameters that it uses."""
+
+    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, collector, at_most, hand)
+        self.run = Run(self)
+
+    def visit(self, step: Step) -> None:
+        by_hand = isinstance(step.rule, Loss) and self.hand is not None and self.hand.serves(step)
+        starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
+        if isinstance(step.rule, Loss):
+            step.reached = True
+        if starting:
+            self.make_room(step.number, sum(lazy.count for lazy in starting))
+        self.run.visit(step)
+        for lazy in starting:
+            for number, chunk in enumerate(lazy.chunks(self.chunk)):
+                count = len(next(iter(chunk[0].values())))
+                if self.run.count and self.is_too_much(self.run.count + count):
+                    self.run.settle(step)
+                    self.make_room(step.number + 1, count)
+                self.run.start(step, (lazy.name, step.number, number), chunk)
+        self.run.settle(step)
+
+    def by_hand(self, step: Step) -> LazyColumns:
+        """What a user's module extension for a loss returns."""
+        assert self.hand is not None
+        sent = self.hand.apply(step, None)
+        mats = [sent] if isinstance(sent, Tensor) else list(sent)
+        return known({index: mats[index] for index in step.links}, None, "loss")
+
+    def make_room(self, number: int, count: int) -> None:
+        """If so many more columns would be too many, let those under way go to the end, from step `number` on."""
+        if self.run.count and self.is_too_much(self.run.count + count):
+            for step in self.plan.steps[number:]:
+                self.run.visit(step)
+                self.run.settle(step)
+            self.run = Run(self)
+
+    def is_too_much(self, count: int) -> bool:
+        """Whether so many columns are more than may exist at a time."""
+        return self.at_most is not None and count > self.at_most
+
+    @property
+    def chunk(self) -> int:
+        """How many columns are made at a time: no block may outgrow what memory hands out quickly."""
+        on_processor = self.plan.steps[0].call.output.device.type == "cpu"
+        piece = max(1, PIECE // self.plan.largest) if on_processor else 1 << 62
+        return piece if self.at_most is None else max(1, min(piece, self.at_most))
+
+
+class Run:
+    """Columns that pass the calls of a plan together: what waits at each call, and what has come to parameters."""
+
+    def __init__(self, sweep: ColumnSweep) -> None:
+        self.sweep = sweep
+        self.waiting: dict[Step, Columns] = {}
+        self.uses: dict[int, list[Use]] = {}
+        self.count = 0
+
+    def start(self, step: Step, key: Hashable, chunk: Chunk) -> None:
+        """Columns begin at a call."""
+        mats, signs = chunk
+        if signs is not None and not bool((signs != 1).any()):
+            signs = None
+        of_params = Columns()
+        for wrt, mat in mats.items():
+            if isinstance(wrt, str):
+                of_params.add_to_parameter(wrt, key, mat, signs)
+            else:
+                self.send(step.links[wrt], key, mat, signs)
+        if of_params.of_params:
+            self.collect(step, of_params, of_params.of_params)
+        self.count += len(next(iter(mats.values())))
+
+    def visit(self, step: Step) -> None:
+        """Let what waits at a call pass it."""
+        columns = self.waiting.pop(step, None)
+        if columns is None:
+            return
+        step.reached = True
         for key, mat in columns.blocks.items():
-            mat = columns.blocks[key] = matched(mat, step.full)
-            alone = len(step.sources) == 1
-            free = alone and key in columns.unshared and not step.record.params
+            columns.blocks[key] = step.cast(mat)
+        hand = self.sweep.hand
+        if hand is not None and hand.serves(step):
+            self.pass_by_hand(step, columns)
+            return
+        if step.rule is STRETCH:
+            self.pass_stretch(step, columns)
+        else:
+            self.pass_call(step, columns)
+        self.collect(step, columns, step.params)
+
+    def pass_call(self, step: Step, columns: Columns) -> None:
+        """Send columns to the inputs of a call, by its rule."""
+        assert step.rule is not None
+        view, only = step.view(self.sweep.samples), len(step.links) == 1
+        for key, mat in columns.blocks.items():
+            free = only and key in columns.unshared and not step.params
             if free and mat.is_contiguous():
                 mat = mat.view(-1).view(mat.shape)  # the strides of axes with one entry may be any
-            for index, source in step.sources.items():
-                step.call.spare = mat.view(-1) if free and mat.is_contiguous() else None
-                sent = step.rule.jac_t_mat_prod(step.call, mat, index)
-                step.call.spare = None
-                self.send(source, key, sent, columns.signs[key])
-                if free or (alone and sent.untyped_storage().data_ptr() != mat.untyped_storage().data_ptr()):
-                    self.unshare(source, key)
-        return columns
+            for index, link in step.links.items():
+                view.spare = mat.view(-1) if free and mat.is_contiguous() else None
+                sent = step.rule.jac_t_mat_prod(view, mat, index)
+                view.spare = None
+                new = free or (only and sent.untyped_storage() is not mat.untyped_storage())
+                self.send(link, key, sent, columns.signs[key], new)
 
-    def send_joint(self, step: Step, joint: Joint, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
-        """Hand columns of the predictions of a loss, side by side, to the calls that produced them."""
-        for index, part in joint.split(mat).items():
-            self.send(step.sources[index], key, part, signs)
-
-    def unshare(self, source: Source, key: Hashable) -> None:
-        """Note that what was just sent is in memory of its own, which the next layer may overwrite."""
-        if source.stretch is None and len(source.targets) == 1:
-            self.waiting[id(source.targets[0][0])].unshared.add(key)
-
-    def send(self, source: Source, key: Hashable, mat: Tensor, signs: Tensor | None) -> None:
-        """Hand columns to the calls that produced an input."""
-        if source.stretch is not None and self.samples is not None:
-            mat = self.widen(mat, source)
-        collect_rows(self, source, key, mat, signs)
-        for record, part in source.pull(mat):
-            if source.stretch is not None:
-                part = self.rows(part, 1)
-            self.waiting.setdefault(id(record), Columns()).add(key, part, signs)
-
-    def relay(self, record: Record, before: Sequence[int]) -> None:
-        columns = self.waiting.get(id(record), Columns())
+    def pass_stretch(self, step: Step, columns: Columns) -> None:
+        """Send columns to all inputs of a stretch at once."""
+        assert isinstance(step.rule, PlainAutograd)
         for key, mat in columns.blocks.items():
-            columns.blocks[key] = record.relaid(mat, before)
+            for index, part in step.rule.jac_t_mat_prods(step.view(self.sweep.samples), mat).items():
+                self.send(step.links[index], key, part, columns.signs[key])
 
-    def hand_over(self, record: Record) -> Tensor:
-        columns: Columns = self.waiting[id(record)]
-        return torch.cat(list(columns.blocks.values()))
-
-    def take_back(self, record: Record, sources: dict[int, Source], sent: Tensor | Sequence[Tensor]) -> None:
-        columns: Columns = self.waiting.pop(id(record))
+    def pass_by_hand(self, step: Step, columns: Columns) -> None:
+        """Let a user's module extension do it."""
+        assert self.sweep.hand is not None
         sizes = [len(mat) for mat in columns.blocks.values()]
-        mats = [sent] if isinstance(sent, Tensor) else list(sent)
-        for index, source in sources.items():
+        sent = self.sweep.hand.apply(step, torch.cat(list(columns.blocks.values())))
+        mats: Sequence[Tensor] = [sent] if isinstance(sent, Tensor) else list(sent or ())
+        for index, link in step.links.items():
             for key, mat in zip(columns.blocks, mats[index].split(sizes), strict=True):
-                self.send(source, key, mat, columns.signs[key])
+                self.send(link, key, mat, columns.signs[key])
 
-    def widen(self, mat: Tensor, source: Source) -> Tensor:
-        """Columns over the whole batch again, zero for the samples that are left out."""
-        assert self.samples is not None
-        n = source.consumer.batch_size
-        full = mat.new_zeros(mat.shape[0], n, *mat.shape[2:])
-        return full.index_copy(1, torch.as_tensor(self.samples, device=mat.device), mat)
+    def send(self, link: Link, key: Hashable, mat: Tensor, signs: Tensor | None, unshared: bool = False) -> None:
+        """Hand columns at an input to the call that feeds it; `unshared`: nobody else looks at their memory."""
+        waiting = self.waiting.setdefault(link.producer, Columns())
+        waiting.add(key, link.back(mat), signs)
+        if unshared and link.entrance is None:
+            waiting.unshared.add(key)
+        else:
+            waiting.unshared.discard(key)
+
+    def collect(self, step: Step, columns: Columns, names: Iterable[str]) -> None:
+        """Note what has come to parameters of a call."""
+        found = self.sweep.uses(step, columns) if step.params else {}
+        for name in names:
+            if name in found:
+                self.uses.setdefault(id(step.params[name]), []).append(found[name])
+
+    def settle(self, step: Step) -> None:
+        """Parameters whose last use this call is have got all that comes with these columns."""
+        for name in step.last:
+            uses = self.uses.pop(id(step.params[name]), None)
+            if uses is not None:
+                self.sweep.collector.settle(step.params[name], uses, step.batch_size)

@@ -5,17 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.call import Wrt
-from bpk.sweeps.sweeps import PIECE, Step
+from bpk.fields.columns import PIECE
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.rule import Rule
+from bpk.plan.plan import Step
+from bpk.plan.stretch import STRETCH, PlainAutograd
 
 
-def pull_mean(step: Step, mat: Tensor, wrt: Wrt) -> Tensor:
+def pull_means(step: Step, call: Call, mat: Tensor) -> dict[int, Tensor]:
+    """Multiply rows `[V, D]` with the mean Jacobian in each input: `[V, D_i]`."""
+    assert step.rule is not None
+    if step.rule is not STRETCH:
+        return {index: pull_mean(step.rule, call, mat, index) for index in step.links}
+    found = pull_all(step.rule, call, mat[:, None])
+    return {index: part.mean(1) for index, part in found.items()}
+
+
+def blocks_between(step: Step, call: Call, matrix: Tensor) -> dict[tuple[int, int], Tensor]:
+    """`mean_n J_in^T M J_jn` `[D_i, D_j]` by pair of inputs."""
+    rule, inputs, found = step.rule, list(step.links), dict[tuple[int, int], Tensor]()
+    assert rule is not None
+    if rule is STRETCH:  # autograd gives the products with all inputs at once
+        for i, half in pull_all(rule, call, matrix[:, None]).items():
+            for j, full in pull_all(rule, call, half.permute(2, 1, 0)).items():
+                found[i, j] = full.mean(1)
+        return found
+    for place, i in enumerate(inputs):
+        found[i, i] = rule.congruence(call, matrix, i)
+        for j in inputs[:place]:
+            found[i, j] = mean_between(rule, call, matrix, i, j)
+            found[j, i] = found[i, j].T
+    return found
+
+
+def pull_all(rule: Rule, call: Call, mat: Tensor) -> dict[int, Tensor]:
+    """Rows `[V, N or 1, D]` times the Jacobians of a stretch: `[V, N, D_i]` by input."""
+    assert isinstance(rule, PlainAutograd)
+    columns = mat.expand(-1, call.batch_size, -1).reshape(-1, call.batch_size, *call.output.shape[1:])
+    return {k: part.reshape(*part.shape[:2], -1) for k, part in rule.jac_t_mat_prods(call, columns).items()}
+
+
+def pull_mean(rule: Rule, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
     """Multiply rows with the mean Jacobian: `[V, D]` (or `[V, N, D]`, with that of each sample) to `[V, D_wrt]`.
 
     For a parameter this is the Jacobian with respect to what its factor `G` belongs to (often a shared bias).
     """
-    rule, call = step.rule, step.call
-    shape = call.output.shape
+    shape = (call.batch_size, *call.output.shape[1:])
 
     def pulled(part: Tensor) -> Tensor:
         columns = part.expand(-1, shape[0], -1).reshape(-1, *shape)
@@ -23,21 +58,23 @@ def pull_mean(step: Step, mat: Tensor, wrt: Wrt) -> Tensor:
         return found.reshape(*found.shape[:2], -1).mean(1)
 
     rows = mat if mat.dim() == 3 else mat[:, None]
-    return torch.cat([pulled(part) for part in rows.split(at_once(step))])
+    return torch.cat([pulled(part) for part in rows.split(at_once(call))])
 
 
-def mean_between(step: Step, matrix: Tensor, index: int, wrt: Wrt) -> Tensor:
+def mean_between(rule: Rule, call: Call, matrix: Tensor, index: int, wrt: Wrt) -> Tensor:
     """`mean_n J_in^T M J_wn` `[D_i, D_wrt]` for an input, and another one or a parameter."""
-    shape = step.call.inputs[index].shape
+    if rule is STRETCH:
+        return pull_mean(rule, call, pull_all(rule, call, matrix[:, None])[index].permute(2, 1, 0), wrt)
+    shape = call.inputs[index].shape
     unit = torch.eye(shape[1:].numel(), dtype=matrix.dtype, device=matrix.device)
     parts = []
-    for part in unit.split(at_once(step)):
+    for part in unit.split(at_once(call)):
         columns = part[:, None].expand(-1, shape[0], -1).reshape(-1, *shape)
-        pushed = step.rule.jac_mat_prod(step.call, columns, index)
-        parts.append(pull_mean(step, pushed.reshape(*pushed.shape[:2], -1) @ matrix, wrt))
+        pushed = rule.jac_mat_prod(call, columns, index)
+        parts.append(pull_mean(rule, call, pushed.reshape(*pushed.shape[:2], -1) @ matrix, wrt))
     return torch.cat(parts)
 
 
-def at_once(step: Step) -> int:
+def at_once(call: Call) -> int:
     """How many columns to multiply at once, so that memory stays small."""
-    return max(1, PIECE // max([1, step.call.output.numel(), *(x.numel() for x in step.call.inputs)]))
+    return max(1, PIECE // max([1, call.output.numel(), *(x.numel() for x in call.inputs)]))

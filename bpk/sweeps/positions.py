@@ -2,97 +2,115 @@
 
 A loss over `T` positions has `C T` columns, each zero at all positions but one. Layers that treat positions one by one
 leave it at that. So `[V, N, T, ...]` stands for the columns of all positions, where written out they would be
-`[V T, N, T, ...]`, and for squares a position counts as a sample of its own. Columns are written out where positions
-meet (attention, recurrence, pooling), a few at a time.
+`[V T, N, T, ...]`, and for squares a position counts as a sample. Columns are written out where positions meet
+(attention, recurrence, pooling), a few at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-from bpk.fields.parameters import is_trained
+from bpk.fields.columns import Columns
+from bpk.fields.statistics import Use
+from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.graph import REARRANGING, Source
+from bpk.plan.graph import REARRANGING
+from bpk.plan.plan import Plan, Step
 from bpk.plan.samples import slots
-from bpk.recording.record import Record
+from bpk.plan.stretch import STRETCH
+from bpk.sweeps.hand import Hand
+from bpk.sweeps.lazy import Chunk, LazyColumns, Starting
 from bpk.sweeps.square_root import SquareRoot
-from bpk.sweeps.sweeps import Columns, Step, matched, positive_scale
+from bpk.sweeps.sweep import Collector, positive_factor
 
 
 class ByPosition(SquareRoot):
     """An exact square root for extensions whose values are sums over columns and rows.
 
-    `is_shared` says whether something besides a call uses a parameter.
+    `waiting` has the columns of all positions at a call, by the place where they began, with the number of axes behind
+    the batch axis that tell positions apart.
     """
 
-    def __init__(self, samples: tuple[int, ...] | None, is_shared: Callable[[Tensor, Record], bool]) -> None:
-        super().__init__(None, samples)
-        self.is_shared = is_shared
+    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, collector, at_most, hand)
+        self.waiting: dict[Step, dict[Hashable, tuple[int, Tensor]]] = {}
 
-    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
-        joint = step.joint(loss)
-        several = step.samples_of_rows is not None or any(x.dim() > 2 for x in joint.call.inputs)  # positions
-        alone = several and len(step.sources) == 1 and self.samples is None and not torch.is_grad_enabled()
-        root = joint.rule.sqrt_hessian_by_position(joint.call) if alone else None
+    def starting(self, step: Step) -> list[Starting]:
+        if not isinstance(step.rule, Loss):
+            return self.pass_positions(step)
+        joint, rows = step.joint, step.samples_of_rows
+        several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
+        possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()
+        root = joint.rule.sqrt_hessian_by_position(joint.call) if possible else None
         if root is None:
-            yield from super().rounds(step, loss, columns)
-            return
+            return super().starting(step)
         mat, axes = root
-        scale, source, limit = positive_scale(step).sqrt(), next(iter(step.sources.values())), columns or len(mat)
         where = positions_of(mat.shape[1:], axes, mat.device)
-        for j, part in enumerate(mat.split(max(1, limit))):
-            if j:
-                yield
-            yield from self.pass_on(step, source, ("loss", id(step.record), j), part * scale, where)
+        found: list[Starting] = []
+        for number, part in enumerate(mat.split(max(1, self.at_most or len(mat)))):
+            index = next(iter(step.links))
+            found += self.send_positions(
+                step, index, ("loss", step.number, number), part * positive_factor(step).sqrt(), where
+            )
+        return found
 
-    def carry(self, step: Step) -> Columns:
-        return self.visit(step)
-
-    def visit(self, step: Step) -> Columns:
-        waiting: Columns = self.waiting.get(id(step.record), Columns())
-        columns = super().visit(step) if waiting.blocks or not waiting.apart else self.waiting.pop(id(step.record))
-        columns.apart = {key: (axes, matched(mat, step.full)) for key, (axes, mat) in waiting.apart.items()}
-        for key, (axes, mat) in columns.apart.items():
-            for index, source in step.sources.items():
-                sent = step.rule.jac_t_mat_prod(step.call, mat, index)
+    def pass_positions(self, step: Step) -> list[Starting]:
+        """Send columns of all positions through a call; returns those that have to be written out behind it."""
+        found: list[Starting] = []
+        assert step.rule is not None
+        for key, (axes, arrived) in self.waiting.pop(step, {}).items():
+            step.reached = True
+            mat = step.cast(arrived)
+            self.collect(step, key, mat, axes)
+            for index in step.links:
+                sent = step.rule.jac_t_mat_prod(step.view(None), mat, index)
                 where = positions_of(sent.shape[1:], range(1, 1 + axes), mat.device)
-                for _ in self.pass_on(step, source, key, sent, where):
-                    if step.go_round is not None:
-                        step.go_round()
-        return columns
+                found += self.send_positions(step, index, key, sent, where)
+        return found
 
-    def pass_on(self, step: Step, source: Source, key: Hashable, mat: Tensor, where: Tensor) -> Iterator[None]:
-        """Send columns of all positions; if these do not stay apart, write them out, with a yield between groups."""
-        axes = self.stays_apart(source, where)
-        if axes is not None:
-            ((record, part),) = source.pull(mat)
-            self.waiting.setdefault(id(record), Columns()).apart[key] = axes, part
-            return
-        samples = self.attribution.rows(source.consumer)
-        limit = step.at_most or 1 << 62
-        for k, part in enumerate(written_out(mat, where, samples, limit)):
-            if k:
-                yield
-            for j, piece in enumerate(step.pieces(part)):
-                self.send(source, (key, k, j), piece, None)
+    def collect(self, step: Step, key: Hashable, mat: Tensor, axes: int) -> None:
+        """A position counts as a sample of the call's parameters, which no other call uses."""
+        columns = Columns()
+        columns.add(key, mat.flatten(1, 1 + axes))
+        for name, param in step.params.items():
+            assert step.rule is not None
+            self.collector.settle(param, [Use(step.call.by_position(axes), step.rule, name, columns)], 0)
 
-    def stays_apart(self, source: Source, where: Tensor) -> int | None:
-        """How many axes behind the batch axis tell positions apart at the call that feeds an input (`None`: mixed)."""
-        if len(source.targets) != 1 or source.trained or not source.functions <= REARRANGING:
+    def send_positions(self, step: Step, index: int, key: Hashable, mat: Tensor, where: Tensor) -> list[Starting]:
+        """Hand columns of all positions to what feeds an input; returns them to be written out if they do not stay so."""
+        producer, mats, numbers = self.behind(step, index, mat, where)
+        axes = None if producer is None else self.stays_apart(producer, numbers)
+        if producer is None or axes is None:
+            return [written_out(mat, where, step.samples_of_rows, index, ("positions", key))]
+        self.waiting.setdefault(producer, {})[key] = axes, mats
+        return []
+
+    def behind(self, step: Step, index: int, mat: Tensor, where: Tensor) -> tuple[Step | None, Tensor, Tensor]:
+        """The call that feeds an input, maybe through functions that rearrange entries, with columns there."""
+        link = step.links[index]
+        producer, numbers = link.producer, where.to(mat.dtype)[None]
+        mat, numbers = link.back(mat), link.back(numbers)
+        if producer.rule is not STRETCH:
+            return producer, mat, numbers[0]
+        source = producer.source
+        if source is None or len(producer.links) != 1 or producer.params or not source.functions <= REARRANGING:
+            return None, mat, numbers[0]
+        producer.reached = True
+        return producer.links[0].producer, source.pull(mat)[0], source.pull(numbers)[0][0]
+
+    def stays_apart(self, producer: Step, numbers: Tensor) -> int | None:
+        """How many axes behind the batch axis tell positions apart at a call (`None`: they are mixed)."""
+        record, rule, call = producer.record, producer.rule, producer.call
+        if rule is None or len(record.inputs) != 1 or len(record.used) != 1 or len(call.inputs) != 1:
             return None
-        ((record, _),) = source.targets
-        if record.rule is None or len(record.inputs) != 1 or len(record.used) != 1:
+        looks_at = rule.acts_on(call)
+        if looks_at is None or any(self.plan.is_shared(p) for p in producer.params.values()):
             return None
-        shared = [p for p in record.params.values() if is_trained(p) and self.is_shared(p, record)]
-        call = record.call()
-        looks_at = record.rule.acts_on(call)
-        if shared or looks_at is None or len(call.inputs) != 1:
-            return None
-        seen = source.pull(where.to(call.output.dtype)[None])[0][1][0]
-        axes = leading_axes(seen)
+        axes = leading_axes(numbers)
         free = call.inputs[0].dim() - looks_at - 1
         same = axes is not None and call.inputs[0].shape[: 1 + axes] == call.output.shape[: 1 + axes]
         return axes if axes is not None and same and axes <= free else None
@@ -101,7 +119,7 @@ class ByPosition(SquareRoot):
 def positions_of(shape: Sequence[int], axes: Sequence[int], device: torch.device) -> Tensor:
     """Numbers `[N, *x]` from 1 on of sample and position, where these axes tell positions apart."""
     kept = [size if axis == 0 or axis in axes else 1 for axis, size in enumerate(shape)]
-    return (torch.arange(torch.Size(kept).numel(), device=device).reshape(kept) + 1).expand(*shape)
+    return (torch.arange(prod(kept), device=device).reshape(kept) + 1).expand(*shape)
 
 
 def leading_axes(numbers: Tensor) -> int | None:
@@ -114,13 +132,18 @@ def leading_axes(numbers: Tensor) -> int | None:
     return None
 
 
-def written_out(mat: Tensor, where: Tensor, samples: Tensor | None, limit: int) -> Iterator[Tensor]:
-    """Columns `[V, N, *x]` of all positions as columns `[K, N, *x]` of one position each, at most `limit` at a time."""
+def written_out(mat: Tensor, where: Tensor, samples: Tensor | None, index: int, name: Hashable) -> LazyColumns:
+    """Columns `[V, N, *x]` of all positions at an input as columns `[K, N, *x]` of one position each."""
     in_row = int(where.max()) // len(where)  # positions of a row
     number = (where - 1) % in_row
     if samples is not None:
         number = number + in_row * slots(samples).reshape(-1, *[1] * (where.dim() - 1))
     count = int(number.max()) + 1
-    for chosen in torch.arange(len(mat) * count, device=mat.device).split(limit):
+
+    def make(start: int, stop: int) -> Chunk:
+        chosen = torch.arange(start, stop, device=mat.device)
         here = (number[None] == (chosen % count).reshape(-1, *[1] * where.dim())).to(mat.dtype)
-        yield mat[chosen // count] * here
+        columns: dict[Wrt, Tensor] = {index: mat[chosen // count] * here}
+        return columns, None
+
+    return LazyColumns(len(mat) * count, make, name)

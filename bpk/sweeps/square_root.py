@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
+from torch import Tensor
+
 from bpk.jacobians.losses.loss import Loss
+from bpk.plan.plan import Step
 from bpk.sweeps.columns import ColumnSweep
-from bpk.sweeps.sweeps import Step, apart, positive_scale
+from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known, split_rows
+from bpk.sweeps.sweep import positive_factor
 
 
 class SquareRoot(ColumnSweep):
@@ -22,30 +26,43 @@ class SquareRoot(ColumnSweep):
     def key(self) -> Hashable:
         return ("square root", self.mc_samples, self.samples)
 
-    def start(self, step: Step, loss: Loss) -> None:
-        scale, joint = positive_scale(step), step.joint(loss)
-        if self.mc_samples is None:
-            root = joint.rule.sqrt_hessian(joint.call)
-            if step.samples_of_rows is not None:
-                root = apart(root, step.samples_of_rows)
-        else:
-            root = joint.rule.sqrt_hessian_sampled(joint.call, self.mc_samples)
-        for k, piece in enumerate(step.pieces(self.rows(root, 1) * scale.sqrt())):
-            self.send_joint(step, joint, ("loss", id(step.record), k), piece, None)
+    def starting(self, step: Step) -> list[Starting]:
+        if not isinstance(step.rule, Loss):
+            return []
+        if self.mc_samples is None and step.samples_of_rows is None:
+            return [RootColumns(self, step)]
+        return [self.all_at_once(step)]
 
-    def rounds(self, step: Step, loss: Loss, columns: int | None) -> Iterator[None]:
-        if columns is None or self.mc_samples is not None:
-            self.start(step, loss)
-            return
-        scale, joint = positive_scale(step).sqrt(), step.joint(loss)
-        parts = joint.rule.sqrt_hessian_parts(joint.call, columns)
-        if step.samples_of_rows is not None:
-            parts = iter(apart(joint.rule.sqrt_hessian(joint.call), step.samples_of_rows).split(columns))
-        for j, part in enumerate(parts):
-            if j:
-                yield
-            group = self.rows(part, 1) * scale if scale != 1 else self.rows(part, 1)
-            del part
-            for k, piece in enumerate(step.pieces(group)):
-                self.send_joint(step, joint, ("loss", id(step.record), j, k), piece, None)
-            del group, piece
+    def all_at_once(self, step: Step) -> LazyColumns:
+        """All columns of a loss: sampled ones, or exact ones with columns of their own for each row of a sample."""
+        joint = step.joint
+        if self.mc_samples is not None:
+            return known(
+                self.at_inputs(step, joint.rule.sqrt_hessian_sampled(joint.call, self.mc_samples)), None, "loss"
+            )
+        assert step.samples_of_rows is not None
+        columns = known({0: joint.rule.sqrt_hessian(joint.call)}, None, "loss")
+        rows = split_rows(columns, step.samples_of_rows, step.batch_size)
+        return rows.mapped(lambda chunk: (self.at_inputs(step, chunk[0][0]), None))
+
+    def at_inputs(self, step: Step, root: Tensor) -> dict[int | str, Tensor]:
+        """Columns of the predictions of a loss, side by side, by input, times the root of its factor."""
+        factor = positive_factor(step)
+        mat = self.rows(root, 1)
+        return dict(step.joint.split(mat if factor == 1 else mat * factor.sqrt()).items())
+
+
+class RootColumns(Starting):
+    """The columns of an exact square root, which the loss makes in parts."""
+
+    name = "loss"
+
+    def __init__(self, sweep: SquareRoot, step: Step) -> None:
+        self.count = step.joint.call.inputs[0][:1].numel()
+        self.sweep = sweep
+        self.step = step
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        joint = self.step.joint
+        for part in joint.rule.sqrt_hessian_parts(joint.call, size):
+            yield self.sweep.at_inputs(self.step, part), None

@@ -9,9 +9,10 @@ from torch import Tensor
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
-from bpk.sweeps.products import BlockProduct, Tape
-from bpk.sweeps.stretch import Modify
-from bpk.sweeps.sweeps import Sweep
+from bpk.sweeps.block_product import BlockProduct
+from bpk.sweeps.linearised import Modify
+from bpk.sweeps.sweep import Sweep
+from bpk.sweeps.tape import Tape
 
 __all__ = ["GGNMP", "HMP", "PCHMP", "MatrixProduct"]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from bpk.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from bpk.extensions.module_extension import ModuleExtension
-from bpk.sweeps.sweeps import Gradient, Sweep
+from bpk.sweeps.sweep import Gradient, Sweep
 
 
 class FirstOrderBackpropExtension(BackpropExtension):

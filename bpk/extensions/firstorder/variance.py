@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.fields.columns import PIECE
 from bpk.fields.statistics import CHUNK, Uses
 from bpk.jacobians.core.gemm import wide
-from bpk.sweeps.sweeps import PIECE
 
 ROUNDINGS = 1024
 """A variance that is so many roundings of the mean square, or less, is not left to the difference of the two."""

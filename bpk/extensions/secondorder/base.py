@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.sweeps.by_hand import ByHand
 from bpk.sweeps.square_root import SquareRoot
-from bpk.sweeps.sweeps import Sweep
+from bpk.sweeps.sweep import Sweep
 
 
 class SecondOrderBackpropExtension(BackpropExtension):

@@ -9,7 +9,7 @@ from torch import Tensor
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.sweeps.signed import SignedHessian
-from bpk.sweeps.sweeps import Sweep
+from bpk.sweeps.sweep import Sweep
 
 
 class HessianDiagonal(SecondOrderBackpropExtension):

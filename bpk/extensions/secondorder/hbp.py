@@ -13,9 +13,9 @@ from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.sweeps.averaged import Averaged
-from bpk.sweeps.bent import Bent
+from bpk.sweeps.averaged_hessian import AveragedHessian
 from bpk.sweeps.square_root import SquareRoot
-from bpk.sweeps.sweeps import Sweep
+from bpk.sweeps.sweep import Sweep
 
 
 class LossHessianStrategy(Enum):
@@ -118,7 +118,7 @@ class HBP(SecondOrderBackpropExtension):
         if self.backprop_strategy is BackpropStrategy.SQRT:
             return SquareRoot(drawn, self.subsampling)
         if self.curv_type is not Curvature.GGN:
-            return Bent(self.curv_type, drawn, self.subsampling)
+            return AveragedHessian(self.curv_type, drawn, self.subsampling)
         return Averaged(drawn, self.subsampling)
 
     def value(self, uses: Uses) -> list[Tensor]:

@@ -23,12 +23,12 @@ from bpk.plan.graph import Source
 from bpk.plan.vjp import pull_columns
 from bpk.recording.ports import OneSample, Port
 from bpk.sweeps.blocks import Blocks, alone, blocks_of
-from bpk.sweeps.born import Born, Chunk, known
+from bpk.sweeps.lazy import Chunk, LazyColumns, known
 
 Group = tuple[list[Tensor], Tensor]
 """Columns `[K, N, *target]` for each target, then `[K, N, *p]` for each parameter, and signs `[K, N]`."""
 
-Groups = list[Born]
+Groups = list[LazyColumns]
 """The same, by number, made a few at a time."""
 
 
@@ -115,7 +115,7 @@ class StretchResidual:
             found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
             return [self.without_axis(born) for born in found]
 
-    def without_axis(self, born: Born) -> Born:
+    def without_axis(self, born: LazyColumns) -> LazyColumns:
         """Columns at targets as `[K, N, *x]`, where inside the only sample has an axis of its own."""
         if not self.merged:
             return born
@@ -124,7 +124,7 @@ class StretchResidual:
             mats, signs = born.make(start, stop)
             return {k: mat[:, 0] if int(k) < len(self.shapes) else mat for k, mat in mats.items()}, signs
 
-        return Born(born.count, make)
+        return LazyColumns(born.count, make)
 
     @property
     def keeps_rows_apart(self) -> bool:
@@ -199,12 +199,14 @@ class StretchResidual:
         """Along which axes targets are treated apart."""
         return blocks_of(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad)
 
-    def by_position(self, balanced: bool) -> Born:
+    def by_position(self, balanced: bool) -> LazyColumns:
         """Eigendecomposition of the blocks of all positions (`balanced`: see `factor`)."""
         vectors, signs = factor(self.of_targets().flatten(0, 1), balanced)
         return self.spread(vectors.reshape(-1, *self.dense_shape), signs)
 
-    def spread(self, vectors: Tensor, signs: Tensor, rows: Callable[[Tensor], list[Tensor]] | None = None) -> Born:
+    def spread(
+        self, vectors: Tensor, signs: Tensor, rows: Callable[[Tensor], list[Tensor]] | None = None
+    ) -> LazyColumns:
         """Columns of blocks `[B, N, P, B]` as columns of samples; `rows` gives the parameters' share of some."""
         n, positions, _ = self.dense_shape
         signed = signs.reshape(-1, n, positions).movedim(2, 1).flatten(0, 1)
@@ -214,7 +216,7 @@ class StretchResidual:
             parts = alone(vectors, self.blocks, here) + (rows(here) if rows is not None else [])
             return dict(enumerate(parts)), signed[start:stop]
 
-        return Born(len(signed), make)
+        return LazyColumns(len(signed), make)
 
     @property
     def dense_shape(self) -> tuple[int, int, int]:
@@ -278,7 +280,7 @@ class StretchResidual:
         return torch.cat([mat.reshape(len(mat), -1) for mat in (*targets, *full[len(targets) :])], 1)
 
     # ---- with parameters ------------------------------------------------------------------------------
-    def with_parameters(self) -> Born:
+    def with_parameters(self) -> LazyColumns:
         """`[[R_xx, R_xp], [R_px, 0]]`, position by position."""
         n, positions, size = self.dense_shape
         params = sum(p.numel() for p in self.source.trained)
@@ -325,7 +327,7 @@ class StretchResidual:
         return [born_of([*nothing, *self.by_parameter(vectors)], signs)]
 
 
-def born_of(parts: Sequence[Tensor], signs: Tensor) -> Born:
+def born_of(parts: Sequence[Tensor], signs: Tensor) -> LazyColumns:
     """Columns that exist already, by number."""
     return known(dict(enumerate(parts)), signs)
 

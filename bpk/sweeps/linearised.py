@@ -1,9 +1,9 @@
-"""A stretch of plain autograd between two recorded calls, as a linear map that outlives the backward pass."""
+"""A stretch of plain autograd as a linear map, with its residual, that outlives the backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,18 +11,15 @@ from torch import Tensor
 from bpk.context import CTX
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.graph import Source
 from bpk.plan.vjp import pull_columns
 from bpk.recording.ports import Port
-from bpk.sweeps.residual import Group, StretchResidual, differentiable_twice
-
-if TYPE_CHECKING:
-    from bpk.plan.graph import Source
-
+from bpk.sweeps.stretch_residual import Group, StretchResidual, differentiable_twice
 
 Modify = Literal["clip", "abs"]
 
 
-class Stretch:
+class LinearisedStretch:
     """Products with a stretch's Jacobian, its transpose, and its residual, by differentiating its gradient.
 
     The gradient `J^T u` is recorded as a function of a placeholder `u`; its derivative is `J`, and the derivative

@@ -1,0 +1,38 @@
+"""Columns that have arrived at the output of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+PIECE = 1 << 22
+"""How many numbers a block of columns holds at most on a processor (16 MiB in float32): larger allocations go back to
+the operating system when freed, and getting new pages costs more than the arithmetic."""
+
+
+@dataclass
+class Columns:
+    """Blocks `[V, N, *out]` of columns at the output of a call, by the place where they began.
+
+    `signs` of a block (`[V, N]`, or `None` for all ones) belong to the place where it began; blocks of one place that
+    arrive over several branches are added. `of_params` holds what a residual contributes to a parameter itself,
+    `[V, N, *p]` by parameter name and place. Blocks in `unshared` are in memory that nobody else looks at.
+    """
+
+    blocks: dict[Hashable, Tensor] = field(default_factory=dict)
+    of_params: dict[str, dict[Hashable, Tensor]] = field(default_factory=dict)
+    signs: dict[Hashable, Tensor | None] = field(default_factory=dict)
+    unshared: set[Hashable] = field(default_factory=set)
+
+    def add(self, key: Hashable, mat: Tensor, signs: Tensor | None = None) -> None:
+        """Add a block, or its share from another branch."""
+        self.blocks[key] = self.blocks[key] + mat if key in self.blocks else mat
+        self.signs[key] = signs
+
+    def add_to_parameter(self, name: str, key: Hashable, rows: Tensor, signs: Tensor | None = None) -> None:
+        """Add rows `[V, N, *p]` that belong to a parameter itself."""
+        of_param = self.of_params.setdefault(name, {})
+        of_param[key] = of_param[key] + rows if key in of_param else rows
+        self.signs[key] = signs

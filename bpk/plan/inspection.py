@@ -1,0 +1,164 @@
+"""Everything behind a loss is looked at before anything is computed: samples, support, and what the objective is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.core.passage import PASSAGE
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.graph import Source, trace
+from bpk.plan.objective import (
+    Outside,
+    inside_of_loss,
+    outside_of_losses,
+    require_linear,
+    require_losses_only,
+    require_no_penalty,
+)
+from bpk.plan.samples import Attribution
+from bpk.plan.survey import require_layers, require_whole_batch, upstream
+from bpk.plan.whole import one_sample, place_or_merge, require_before
+from bpk.recording import engine
+from bpk.recording.bystanders import Onlookers
+from bpk.recording.membership import Held
+from bpk.recording.record import Record
+from bpk.support.decide import require_axis, require_support, tell
+
+if TYPE_CHECKING:
+    from bpk.extensions.backprop_extension import BackpropExtension
+
+
+class Inspection:
+    """What one backward pass has found out about the graph.
+
+    `above` has the recorded calls behind each loss (or behind the last call, if there is none). `attribution` says which
+    sample each row belongs to; where samples mix, `merged` says so for second order: the whole batch is one sample.
+    `left` are modules whose calls were left to autograd, `by_functions` the `id`s of parameters that functions use.
+    """
+
+    def __init__(self, extensions: Sequence[BackpropExtension], checks_objective: bool) -> None:
+        self.extensions = extensions
+        self.checks_objective = checks_objective
+        self.second_order = any(e.second_order for e in extensions)
+        self.members = Held()
+        self.onlookers = Onlookers()
+        self.sources: dict[int, dict[int, Source]] = {}
+        self.above: dict[Record, list[Record]] = {}
+        self.attribution = Attribution()
+        self.merged: Attribution | None = None
+        self.left: list[nn.Module] = []
+        self.by_functions: set[int] = set()
+        self.found_products = False
+        self.placed: set[int] = set()
+        self.required: set[int] = set()
+        self._outside: Outside | None = None
+
+    def inspect(self, root: Record, node: Node) -> None:
+        """Look at all that lies behind a loss (or behind the last call); refuse what cannot be right.
+
+        Args:
+            root: The record of the loss.
+            node: Where autograd's graph has its output.
+        """
+        self.prepare(root)
+        try:
+            placement, merges = place_or_merge(
+                root, self.sources_of, self.extensions, self.sources.clear, self.by_hand, self.merged is not None
+            )
+        except UnsupportedLayer:
+            require_axis(self.extensions[0], upstream(root, self.sources_of))  # if that is why
+            raise
+        above = placement.above
+        if merges and self.merged is None:
+            require_before(root, list(self.above))
+            self.merged = Attribution()
+        self.left += placement.left
+        self.tell(root, above, placement.left)
+        self.placed.update(id(record) for record in (*above, root))
+        self.above[root] = above
+        for record in above:
+            record.reopen()  # an earlier pass may have failed before it came here
+        if self.checks_objective:
+            self.check_objective(root, above, node)
+        if placement.rows:
+            require_whole_batch(self.extensions, root)
+        for record in (*above, root):
+            self.attribution.add(record, placement.rows.get(id(record)), placement.n)
+            if self.merged is not None:
+                self.merged.add(record, one_sample(record), 1)
+            for source in self.sources_of(record).values():
+                self.by_functions.update(id(p) for p in source.trained)
+        if isinstance(root.rule, Loss):
+            if not placement.left:  # calls that were left to autograd are seen
+                require_layers(root, above, self.sources_of)
+            for record in above if self.second_order else ():
+                self.require(record)
+
+    def prepare(self, root: Record) -> None:
+        """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
+        self.onlookers.find(root.handed)
+        for record in upstream(root, self.sources_of):
+            self.onlookers.find(record.handed)
+            if record.problem or record.rule is None:
+                self.require(record)
+
+    def tell(self, root: Record, above: list[Record], left: list[nn.Module]) -> None:
+        """Tell the user once what goes the generic way."""
+        served = {id(record.module) for record in above if self.by_hand(record)}
+        holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
+        by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
+        self.found_products |= bool(by_function)
+        tell(left, holders, self.second_order, by_function)
+
+    @property
+    def outside(self) -> Outside:
+        """What the objective has beside extended losses."""
+        if self._outside is None:
+            self._outside = outside_of_losses(engine.roots())
+        return self._outside
+
+    def check_objective(self, root: Record, above: list[Record], node: Node) -> None:
+        """Refuse objectives that are more than extended losses, as far as active extensions would not see the rest."""
+        parts = [self.outside]
+        if isinstance(root.rule, Loss):
+            parts.append(inside_of_loss(root, node))
+            if self.second_order:
+                require_linear(root, self.outside)
+        for part in parts:
+            if self.second_order and isinstance(root.rule, Loss):
+                require_losses_only(above, part)
+            require_no_penalty((*above, root), self.sources_of, part)
+
+    def require(self, record: Record) -> None:
+        """Refuse what some active extension cannot do at a call."""
+        if id(record) in self.required:
+            return
+        self.required.add(id(record))
+        for extension in self.extensions:
+            if record.rule is PASSAGE or extension.module_extension(record.module) is None:
+                require_support(extension, record, bool(self.feeding(record)))
+
+    def by_hand(self, record: Record) -> bool:
+        """Whether a user wrote something by hand for this layer."""
+        return record.rule is not PASSAGE and any(e.module_extension(record.module) for e in self.extensions)
+
+    def sources_of(self, record: Record) -> dict[int, Source]:
+        """By input index: where the call's inputs come from."""
+        if id(record) not in self.sources:
+            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
+            self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
+        return self.sources[id(record)]
+
+    def feeding(self, record: Record) -> dict[int, Source]:
+        """By input index: the recorded calls, and functions with parameters, that feed the call's inputs."""
+        return {k: source for k, source in self.sources_of(record).items() if source.targets or source.trained}
+
+    def clear(self) -> None:
+        """Let go of the graph."""
+        self.sources, self.above = {}, {}

@@ -1,0 +1,135 @@
+"""A stretch of plain autograd between two recorded calls, as a call: autograd itself is its rule.
+
+The inputs are the outputs of the calls that feed the stretch, as their rules see them; the output is the tensor that the
+next call reads. Parameters that functions use directly are parameters of the stretch, named by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.rule import Residual, Rule
+from bpk.plan.graph import Source
+
+
+class StretchCall(Call):
+    """The call of a stretch.
+
+    `samples_of_rows` are those of the output's rows, `rows_of_inputs` those of each input's (`None`: rows are the
+    samples); `samples` are those considered, if these are not all.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        samples_of_rows: Tensor | None,
+        n: int,
+        samples: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(None, inputs, {str(k): p for k, p in enumerate(source.trained)}, output)
+        self.source = source
+        self.samples_of_rows = samples_of_rows
+        self.rows_of_inputs: list[Tensor | None] = [None] * len(self.inputs)
+        self.n = n
+        self.samples = samples
+        self.latest: tuple[Tensor, bool, list[Tensor]] | None = None
+
+    @property
+    def merged(self) -> bool:
+        """Whether all rows are those of the only sample."""
+        return self.n == 1 and self.samples_of_rows is not None
+
+    @property
+    def batch_size(self) -> int:
+        return self.output.shape[0] if self.samples is None else len(self.samples)
+
+    def subset(self, samples: Sequence[int]) -> StretchCall:
+        part = StretchCall(self.source, self.output, self.inputs, self.samples_of_rows, self.n, tuple(samples))
+        part.rows_of_inputs = self.rows_of_inputs
+        return part
+
+    def index(self, device: torch.device) -> Tensor:
+        """The samples considered, as a tensor."""
+        return torch.as_tensor(self.samples, device=device)
+
+    def widen(self, mat: Tensor) -> Tensor:
+        """Columns at the output over the whole batch, zero for samples that are left out."""
+        if self.samples is None:
+            return mat
+        full = mat.new_zeros(mat.shape[0], self.output.shape[0], *mat.shape[2:])
+        return full.index_copy(1, self.index(mat.device), mat)
+
+    def narrow(self, mat: Tensor) -> Tensor:
+        """Columns at an input over the considered samples."""
+        return mat if self.samples is None else mat.index_select(1, self.index(mat.device))
+
+    def of_parameters(self, mat: Tensor, together: bool) -> list[Tensor]:
+        """Columns at the output times the transposed Jacobian in each parameter, row by row `[V, R, *p]`.
+
+        Autograd sums over rows, so it is asked for one row after the other; `together`, once for their sum `[V, *p]`. All
+        parameters are found at once, and kept for the next one that is asked for.
+        """
+        if self.latest is None or self.latest[0] is not mat or self.latest[1] != together:
+            if together:
+                found = self.source.pull_to_parameters(mat)
+            else:
+                numbers = range(mat.shape[1]) if self.samples is None else self.samples
+                each = [self.source.pull_to_parameters(self.at_row(n, mat[:, k])) for k, n in enumerate(numbers)]
+                found = [torch.stack(rows, 1) for rows in zip(*each, strict=True)]
+            self.latest = mat, together, found
+        return self.latest[2]
+
+    def at_row(self, number: int, mat: Tensor) -> Tensor:
+        """Columns `[V, ...]` at one row of the output, zero at all others."""
+        full = mat.new_zeros(mat.shape[0], self.output.shape[0], *mat.shape[1:])
+        return full.index_copy(1, torch.tensor([number], device=mat.device), mat[:, None])
+
+    def rows_by_sample(self) -> list[list[Tensor]] | None:
+        """For the output, then for each input: the rows of every sample (`None`: rows are the samples)."""
+        found = [self.samples_of_rows, *self.rows_of_inputs]
+        if all(samples is None for samples in found):
+            return None
+        each = [torch.arange(self.n) if samples is None else samples for samples in found]
+        return [[(samples == k).nonzero()[:, 0] for k in range(self.n)] for samples in each]
+
+
+class PlainAutograd(Rule):
+    """Products by autograd's own graph, which is alive during the backward pass only."""
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        raise TypeError("a stretch is multiplied from the left only; `LinearisedStretch` goes both ways")
+
+    def jac_t_mat_prods(self, call: Call, mat: Tensor) -> dict[int, Tensor]:
+        """Multiply with the transposed Jacobians of all inputs that the output depends on."""
+        assert isinstance(call, StretchCall)
+        return {k: call.narrow(part) for k, part in call.source.pull(call.widen(mat)).items()}
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        assert isinstance(call, StretchCall)
+        if isinstance(wrt, int):
+            found = self.jac_t_mat_prods(call, mat)
+            return found[wrt] if wrt in found else mat.new_zeros(*mat.shape[:2], *call.inputs[wrt].shape[1:])
+        if sum_batch and call.samples is None:
+            return call.of_parameters(mat, together=True)[int(wrt)]
+        rows = call.of_parameters(mat, together=False)[int(wrt)]
+        return rows.sum(1) if sum_batch else rows
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        n, out = call.batch_size, call.output.shape[1:]
+        left = matrix.reshape(-1, 1, *out).expand(-1, n, *[-1] * len(out))
+        half = self.jac_t_mat_prod(call, left, wrt, sum_batch=False).reshape(len(matrix), n, -1)
+        right = half.permute(2, 1, 0).reshape(-1, n, *out)
+        return self.jac_t_mat_prod(call, right, wrt, sum_batch=False).reshape(len(right), n, -1).mean(1)
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.GENERAL
+
+
+STRETCH = PlainAutograd()
+"""The rule of all stretches."""

@@ -1,0 +1,142 @@
+"""What travels backwards along the calls of a plan, beside the gradient.
+
+There are two kinds. An `Observer` follows autograd's own pass, and looks at each call when the engine is there: nothing
+has to travel. All others are played at the loss (`play.py`): they begin there, and pass every call behind it by the
+call's rule. Extensions that ask for equal sweeps share one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bpk.fields.columns import Columns
+from bpk.fields.statistics import Use
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.plan import Plan, Step
+from bpk.sweeps.hand import Hand
+
+
+class Sweep(ABC):
+    """Something that travels backwards, for some samples of the batch; equal `key`s are computed once."""
+
+    second_order = True
+    needs_root = False
+    """Whether it starts from a square root of the loss Hessian, which must then be positive semi-definite."""
+    needs_gradients = False
+    """Whether it asks for the gradient at the outputs of calls."""
+
+    def __init__(self, samples: tuple[int, ...] | None = None) -> None:
+        self.samples = samples
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """Sweeps with equal keys are the same."""
+
+    def rows(self, full: Tensor, axis: int = 0) -> Tensor:
+        """Restrict a tensor over the batch to the samples of this sweep."""
+        if self.samples is None:
+            return full
+        return full.index_select(axis, torch.as_tensor(self.samples, device=full.device))
+
+
+class Observer(Sweep):
+    """A sweep that looks at every call when autograd is there."""
+
+    @abstractmethod
+    def visit(self, step: Step) -> Any:
+        """Return what has arrived at the call's output, for the call's parameters."""
+
+
+class Gradient(Observer):
+    """The gradient of each call's output, as one column. Autograd brings it."""
+
+    second_order = False
+
+    @property
+    def key(self) -> Hashable:
+        return ("gradient", self.samples)
+
+    def visit(self, step: Step) -> Columns:
+        columns = Columns()
+        columns.add("gradient", self.rows(step.grad)[None])
+        return columns
+
+
+class Collector(Protocol):
+    """Takes what a sweep has brought to a parameter to the extensions that listen to it."""
+
+    def settle(self, param: Tensor, uses: list[Use], batch_size: int) -> None:
+        """All calls that use a parameter have got their share of some columns."""
+
+
+class Player(Sweep):
+    """A sweep that is played at the loss.
+
+    `begin` is told what it may use: the plan, the collector of what it brings to parameters, how many columns may exist
+    at a time (`None`: all of them), and what a user wrote by hand for some layers.
+    """
+
+    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
+        """Get ready."""
+        self.plan = plan
+        self.collector = collector
+        self.at_most = at_most
+        self.hand = hand
+
+    @abstractmethod
+    def visit(self, step: Step) -> None:
+        """Pass one call: hand what has arrived there to its parameters, and send it on to what feeds the call."""
+
+    def uses(self, step: Step, arrived: Any) -> dict[str, Use]:
+        """By name: a parameter of the call, with what has arrived."""
+        view = step.view(self.samples)
+        assert step.rule is not None
+        return {name: Use(view, step.rule, name, arrived, step.samples_of_rows) for name in step.params}
+
+
+def positive_factor(step: Step) -> Tensor:
+    """The scalar in front of a loss, which a square root needs to be non-negative."""
+    if step.grad < 0:
+        raise ValueError(
+            explain(
+                f"The loss {step.where} enters the objective with the negative factor {float(step.grad):g}.",
+                "its generalised Gauss-Newton matrix is negative there and has no square root.",
+                "use DiagHessian, BatchDiagHessian, HMP or GGNMP, or keep the factor positive.",
+            )
+        )
+    return step.grad
+
+
+def not_by_hand(where: str) -> UnsupportedLayer:
+    """Only columns and averaged matrices can be handed to user-written module extensions."""
+    return UnsupportedLayer(
+        explain(
+            f"A module extension for {where} cannot take part here.",
+            "what travels is more than one tensor.",
+            "register a rule for the layer instead: bpk.register(Autodiff(...)).",
+        )
+    )
+
+
+def play(plan: Plan, players: Iterable[Player], needs_gradients: bool, when_passed: Callable[[Step], None]) -> None:
+    """Let sweeps pass all calls of a plan, consumers first.
+
+    Args:
+        plan: The plan.
+        players: The sweeps, ready to begin.
+        needs_gradients: Whether somebody asks for gradients, also if no sweep does.
+        when_passed: Called after each call.
+    """
+    players = list(players)
+    if needs_gradients or any(player.needs_gradients for player in players):
+        plan.find_gradients()
+    for step in plan.steps if players else ():
+        for player in players:
+            player.visit(step)
+        when_passed(step)
