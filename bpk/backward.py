@@ -31,7 +31,6 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.core.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.inspection import Inspection
-from bpk.plan.objective import factors_of_losses
 from bpk.plan.plan import Plan, Step, matched
 from bpk.recording import engine
 from bpk.recording.membership import around
@@ -65,6 +64,8 @@ class Backward:
         self.second_order = any(e.second_order for e in self.extensions)
         self.inspection = Inspection(self.extensions, context.checks_objective)
         self.plan: Plan | None = None
+        self.to_come: set[Record] = set()  # losses that were not reached yet
+        self.touched: set[Record] = set()  # calls that sweeps have passed
         self.hooks = Hooks(context.extension_hook)
         self.parameters = Parameters(self.extensions, self.listens, self.hooks.run)
         self.hands = [Hand(e, self.parameters.save) if e.has_module_extensions else None for e in self.extensions]
@@ -125,7 +126,9 @@ class Backward:
         self.under_way.pop(self.task, None)
         self.parameters.clear()
         self.inspection.clear()
-        self.sweeps, self.players, self.observers, self.plan = {}, {}, {}, None
+        if self.plan is not None:
+            self.plan.clear()
+        self.sweeps, self.players, self.observers, self.plan, self.touched = {}, {}, {}, None, set()
         self.hooks.forget()
         self.hooks = Hooks(None)
         self.kept = []
@@ -179,53 +182,72 @@ class Backward:
             if not self.parameters.is_waiting(record.module):
                 self.hooks.run(record.module)
 
-    # ---- second order: everything at the first loss --------------------------------------------------
+    # ---- second order --------------------------------------------------------------------------------
     def find_step(self, record: Record, grad: Tensor) -> None:
-        """At a loss that is in no plan yet, make one of all losses, and play it; refuse calls that are in no plan."""
+        """At a loss, play all sweeps that start there; refuse calls that no loss stands behind."""
         if self.plan is None or record not in self.plan.of:
             if not isinstance(record.rule, Loss):
                 raise RuntimeError(nothing_arrived(record))
-            self.make_plan(record, grad)
+            self.make_plan(record)
         assert self.plan is not None
         step = self.plan.of[record]
-        if self.players and not step.reached:
-            raise RuntimeError(nothing_arrived(record))
         step.gradient = matched(grad, step.call)[0]
+        if record in self.plan.losses:
+            self.start_at(record, step.gradient)
+        elif self.players and record not in self.touched:
+            raise RuntimeError(nothing_arrived(record))
 
-    def make_plan(self, loss: Record, grad: Tensor) -> None:
+    def make_plan(self, loss: Record) -> None:
         """Inspect all losses of the objective, and make one plan."""
-        losses = {loss: (engine.current_node(), grad)}
-        for other, found in factors_of_losses(self.inspection.outside, loss).items():
-            if other.released:
-                raise RuntimeError(already_released(other))
-            losses[other] = found
-        for record, (node, _) in losses.items():
+        losses = {loss: engine.current_node()}
+        losses |= {other: node for other, node in self.inspection.outside.losses.items() if engine.will_run(node)}
+        for record, node in losses.items():
+            if record.released:
+                raise RuntimeError(already_released(record))
             if id(record) not in self.inspection.placed:
                 require_batch(record)
                 self.inspection.require(record)
                 self.inspect(record, node)
-        above = {record: None for loss in losses for record in self.inspection.above[loss]}
-        attribution = self.inspection.merged or self.inspection.attribution
-        self.plan = Plan(losses, above, self.inspection.feeding, attribution)
-        for record in losses:
-            announce(self.plan.of[record].joint.rule.flat if self.plan.of[record].links else None, self.extensions)
-        self.play(self.plan)
+        self.plan = self.plan_of(losses)
+        self.to_come = set(losses)
 
-    def play(self, plan: Plan) -> None:
-        """Let all sweeps that start at losses pass the calls of a plan."""
+    def plan_of(self, losses: dict[Record, Node]) -> Plan:
+        """A plan of some losses."""
+        above = {record: None for loss in losses for record in self.inspection.above[loss]}
+        return Plan(losses, above, self.inspection.feeding, self.inspection.merged or self.inspection.attribution)
+
+    def start_at(self, loss: Record, factor: Tensor) -> None:
+        """Let all sweeps that start at a loss pass the calls behind it.
+
+        Where the objective has several losses, each is played when autograd is there: its factor is known then.
+        """
+        assert self.plan is not None
+        step = self.plan.of[loss]
+        if step.links:
+            announce(step.joint.rule.flat, self.extensions)
+        plan = self.plan if len(self.plan.losses) == 1 else self.plan_of({loss: self.plan.losses[loss]})
+        plan.of[loss].gradient = factor
+        self.to_come.discard(loss)
+        self.parameters.more_losses = bool(self.to_come)
         at_most = None
         if self.combining.intersection(self.players) and not torch.is_grad_enabled():
             at_most = columns_at_a_time(plan, self.context.chunk_size, self.context.memory)
+        by_hand = False
         for key, player in self.players.items():
             hand = next((h for h, k in zip(self.hands, self.listens, strict=True) if k == key and h is not None), None)
+            by_hand |= hand is not None
             player.begin(plan, Settling(self.parameters, key), at_most if key in self.combining else None, hand)
-        by_hand = any(h is not None for h, k in zip(self.hands, self.listens, strict=True) if k in self.players)
         play(plan, self.players.values(), by_hand, self.passed)
+        self.touched.update(step.record for step in plan.steps if step.reached)
+        if not self.to_come:
+            self.parameters.save_values([state.param for state in self.parameters.states.values()])
+        if plan is not self.plan:
+            plan.clear()
 
     def passed(self, step: Step) -> None:
         """All sweeps that are played have passed a call."""
         self.parameters.save_values(step.params[name] for name in step.last)
-        if self.observers:
+        if self.observers or self.to_come:
             return
         step.let_go()
         module = step.record.module
@@ -243,7 +265,7 @@ class Backward:
             require_own(record, trained)
         written = self.apply_by_hand(record, grad)
         observers = {key: sweep for key, sweep in self.observers.items() if key not in written}
-        first = {key: sweep for key, sweep in observers.items() if isinstance(sweep, Gradient)}
+        first: dict[Hashable, Gradient] = {k: sweep for k, sweep in observers.items() if isinstance(sweep, Gradient)}
         if first:
             reach_functions(record, grad, self.inspection, first, self.parameters)
         if record.rule is None or not observers:
@@ -255,8 +277,8 @@ class Backward:
             rows, n = self.inspection.attribution.rows(record), self.inspection.attribution.batch_size(record)
             node = engine.current_node() if call.drawn is not None else None
             step = Step(record, record.rule, call, node, trained, rows, n, gradient=grad)
-            for key, sweep in first.items():
-                self.collect(key, sweep, step, states)
+            for key, gradient in first.items():
+                self.collect(key, gradient, step, states)
         for key, sweep in observers.items():
             if key not in first and self.plan is not None:
                 self.observe_in_plan(key, sweep, self.plan.of[record], states)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.context import CTX
-from bpk.fields.columns import Columns
+from bpk.fields.arrived import Columns
 from bpk.fields.parameters import Parameters
 from bpk.fields.statistics import Use
 from bpk.jacobians.losses.loss import Loss

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from bpk.fields.arrived import Averages, Columns
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.rule import add_up
 from bpk.plan.graph import parameter_edges
+from bpk.plan.stretch import StretchCall
 from bpk.recording import engine
 from bpk.recording.membership import around
 from bpk.recording.record import Record, calls_by_parameter
@@ -25,6 +29,7 @@ class Quantity(Protocol):
     needs_rows: bool
     needs_samples: bool
     needs_gradient: bool
+    combines: bool
 
     def value(self, uses: Uses) -> Any:
         """The value of the field."""
@@ -34,13 +39,14 @@ class Quantity(Protocol):
 
 
 class ParameterState:
-    """A parameter during one backward pass: its uses by observer, values that are known already, and what is to come."""
+    """A parameter during one backward pass: its uses by observer, known values, and what is to come."""
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.modules: list[nn.Module] = []
         self.uses: dict[Hashable, Uses] = {}
         self.values: dict[int, Any] = {}
+        self.pending: dict[Hashable, tuple[list[Use], int]] = {}
         self.gradients: list[Tensor] = []
         self.awaited_gradients = 0
         self.done: set[int] = set()
@@ -67,6 +73,7 @@ class Parameters:
         self.calls = calls_by_parameter()
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
+        self.more_losses = False
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
@@ -96,20 +103,37 @@ class Parameters:
     # ---- from sweeps that are played ---------------------------------------------------------------------
     def settle(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> None:
         """Some columns have reached all uses of a parameter: keep what extensions make of them."""
-        state, found = self.state_of(param), self.uses_for(param, key, uses, batch_size)
+        state = self.state_of(param)
+        if self.more_losses or key in state.pending:  # what is no sum over losses needs all of them
+            before, n = state.pending.get(key, ([], batch_size))
+            state.pending[key] = merged(before, [without_graph(use, batch_size) for use in uses]), n
+            self.evaluate(state, key, uses, batch_size, combining=True)
+        else:
+            self.evaluate(state, key, uses, batch_size)
+
+    def evaluate(
+        self, state: ParameterState, key: Hashable, uses: list[Use], batch_size: int, combining: bool | None = None
+    ) -> None:
+        """Keep what extensions (those that are `combining` values, or not, or all) make of the uses of a parameter."""
+        found = self.uses_for(state.param, key, uses, batch_size)
         for index, extension in self.listening(key):
-            if index not in state.values:
-                self.recycle(param, extension, found)
-            value = value_of(extension, found)
-            state.values[index] = extension.combine(state.values[index], value) if index in state.values else value
+            if combining is None or extension.combines == combining:
+                if index not in state.values:
+                    self.recycle(state.param, extension, found)
+                value = value_of(extension, found)
+                state.values[index] = extension.combine(state.values[index], value) if index in state.values else value
 
     def save_values(self, params: Iterable[Tensor]) -> None:
-        """All columns have reached these parameters."""
-        for param in params:
+        """All columns have reached these parameters; if they were those of the last loss, save the fields."""
+        for param in params if not self.more_losses else ():
             state = self.states.get(id(param))
-            for index in list(state.values) if state is not None else ():
-                assert state is not None
-                self.save(param, self.extensions[index].savefield, state.values.pop(index))
+            if state is None:
+                continue
+            for key, (uses, batch_size) in state.pending.items():
+                self.evaluate(state, key, uses, batch_size, combining=False)
+            for index, value in state.values.items():
+                self.save(param, self.extensions[index].savefield, value)
+            state.pending, state.values = {}, {}
 
     # ---- from observers ---------------------------------------------------------------------------------
     def look_again(self) -> None:
@@ -230,6 +254,31 @@ class Parameters:
             handle.remove()
         self.handles.clear()
         self.states, self.saved, self.calls, self.by_module = {}, [], {}, {}
+
+
+def merged(before: list[Use], uses: list[Use]) -> list[Use]:
+    """Uses in the columns of several losses: those of one call are one use."""
+    found = {(use.of, use.name): use for use in before}
+    for use in uses:
+        known = found.get((use.of, use.name))
+        found[use.of, use.name] = use if known is None else replace(use, arrived=known.arrived.merged(use.arrived))
+    return list(found.values())
+
+
+def without_graph(use: Use, n: int) -> Use:
+    """A use that does not need autograd's graph any more: the rows of a stretch are computed now."""
+    if not isinstance(use.call, StretchCall):
+        return use
+    if isinstance(use.arrived, Averages):
+        known = [use.arrived.shared[use.name]] if use.name in use.arrived.shared else []
+        block = use.rule.congruence(use.call, use.arrived.matrix, use.name) if use.arrived.matrix is not None else None
+        return replace(use, arrived=Averages(None, {use.name: add_up([*known, *([] if block is None else [block])])}))
+    rows = Columns(signs=use.arrived.signs)
+    one = Uses(use.call.params[use.name], n, False, False)
+    one.uses = [use]
+    for key in one.keys:
+        rows.add_to_parameter(use.name, key, one.rows(key), use.arrived.signs[key])
+    return replace(use, arrived=rows)
 
 
 def value_of(extension: Quantity, uses: Uses) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bpk.fields.columns import PIECE
+from bpk.fields.arrived import PIECE
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.core.rule import Rule, add_up
@@ -30,7 +30,8 @@ CHUNK = 1 << 18
 class Use:
     """One call that uses the parameter, and what has arrived at its output.
 
-    `samples` says which sample each row of the call belongs to, where rows are not the samples in order.
+    `samples` says which sample each row of the call belongs to, where rows are not the samples in order. `of` tells
+    calls from each other.
     """
 
     call: Call
@@ -38,6 +39,7 @@ class Use:
     name: str
     arrived: Any
     samples: Tensor | None = None
+    of: Hashable = None
 
 
 class Uses:
@@ -283,7 +285,8 @@ class Uses:
             return nearest_kronecker([split[0]._averaged_factors(), split[1]._averaged_factors()[::-1]])
         inputs = self.input_factor()
         require_room(self.param.numel() // (1 if inputs is None else len(inputs)), self.param)
-        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in self.uses]
+        by_calls = [use for use in self.uses if use.arrived.matrix is not None]
+        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_calls]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
         outputs = add_up(parts)
         return [outputs] if inputs is None else [outputs, inputs]

@@ -273,7 +273,8 @@ def pass_on(
 
 def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None:
     """Add up what reaches each producer."""
-    for number, part in source.pull(mat).items() if source is not None and source.targets else ():
+    for number, part in source.pull(mat).items() if source is not None else ():
+        assert source is not None
         record = source.targets[number][0]
         arrived[id(record)] = arrived[id(record)] + part if id(record) in arrived else part
 

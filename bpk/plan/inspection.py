@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Inspection:
     """What one backward pass has found out about the graph.
 
-    `above` has the recorded calls behind each loss (or behind the last call, if there is none). `attribution` says which
-    sample each row belongs to; where samples mix, `merged` says so for second order: the whole batch is one sample.
+    `above` has the recorded calls behind each loss (or behind the last call, if there is none). `attribution` says
+    which sample each row belongs to; where samples mix, `merged` says so for second order: the batch is one sample.
     `left` are modules whose calls were left to autograd, `by_functions` the `id`s of parameters that functions use.
     """
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond, passes_on
 from bpk.recording.identity import function_name, words
-from bpk.recording.record import Record, owner_of
+from bpk.recording.record import Edge, Record, owner_of
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 
@@ -43,11 +41,11 @@ class Outside:
     """What a backward pass reaches without passing an extended loss.
 
     `calls` are recorded calls, `leaves` tensors that collect a gradient, `curved` names functions of losses that are
-    not linear; `losses` are the extended losses, with their nodes. `roots` says where the pass has started (`None`: that
-    is not known).
+    not linear; `losses` are the extended losses, with their nodes. `seen` says whether it is known where the pass has
+    started.
     """
 
-    roots: list[engine.Root] | None = None
+    seen: bool = True
     losses: dict[Record, Node] = field(default_factory=dict)
 
     calls: set[Record] = field(default_factory=set)
@@ -64,10 +62,10 @@ class Outside:
         return leaf or call is not None
 
 
-def outside_of_losses(roots: list[engine.Root] | None) -> Outside:
+def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
     """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between."""
-    found, losses = Outside(roots), list[Node]()
-    starts = [beyond(root.edge)[0] for root in roots or ()]
+    found, losses = Outside(seen=roots is not None), list[Node]()
+    starts = [beyond(root)[0] for root in roots or ()]
     consumers: dict[Node, list[Node]] = {root: [] for root in starts if root is not None}
     waiting = list(consumers)
     while waiting:
@@ -92,23 +90,6 @@ def outside_of_losses(roots: list[engine.Root] | None) -> Outside:
                 if not is_linear(node):
                     found.curved.add(node.name())
     return found
-
-
-def factors_of_losses(outside: Outside, known: Record) -> dict[Record, tuple[Node, Tensor]]:
-    """The extended losses of the objective other than a `known` one: their nodes, and their factors in the objective."""
-    others = {loss: node for loss, node in outside.losses.items() if loss is not known and engine.will_run(node)}
-    if not others or outside.roots is None:
-        return {}
-    with CTX.quietly():
-        found = torch.autograd.grad(
-            [GradientEdge(*root.edge) for root in outside.roots],  # type: ignore[arg-type]
-            [GradientEdge(node, next(iter(loss.places))) for loss, node in others.items()],
-            [root.gradient for root in outside.roots],
-            retain_graph=True,
-            allow_unused=True,
-            create_graph=torch.is_grad_enabled(),
-        )
-    return {loss: (node, g) for (loss, node), g in zip(others.items(), found, strict=True) if g is not None}
 
 
 def inside_of_loss(loss: Record, node: Node) -> Outside:
@@ -138,7 +119,7 @@ def is_linear(node: Node) -> bool:
 
 def require_linear(loss: Record, outside: Outside) -> None:
     """Refuse second order where the objective is a nonlinear function of losses."""
-    if outside.roots is None:
+    if not outside.seen:
         raise UnsupportedLayer(
             explain(
                 f"What is differentiated behind the loss '{loss.path}' ({type(loss.module).__name__}) cannot be seen.",

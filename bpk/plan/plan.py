@@ -22,6 +22,8 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source, connected, gradient_edge
 from bpk.plan.samples import Attribution
 from bpk.plan.stretch import STRETCH, StretchCall
+from bpk.recording import engine
+from bpk.recording.bystanders import make_quiet
 from bpk.recording.ports import Port
 from bpk.recording.record import Record
 
@@ -61,10 +63,10 @@ class Link:
 class Step:
     """One call of a plan.
 
-    `record` is the recorded call, and for a stretch the one that reads its end, at input `index`. `links` say what feeds
-    its inputs, `params` are those that get fields; `reused` names those that calls further up use as well, and `last` the
-    others. Where rows are not the samples in order, `samples_of_rows` says which of the `batch_size` samples each
-    belongs to.
+    `record` is the recorded call, and for a stretch the one that reads its end, at input `index`. `links` say what
+    feeds its inputs, `params` are those that get fields; `reused` names those that calls further up use as well, and
+    `last` the others. Where rows are not the samples in order, `samples_of_rows` says which of the `batch_size` samples
+    each belongs to.
     """
 
     record: Record
@@ -106,8 +108,8 @@ class Step:
     def grad(self) -> Tensor:
         """The gradient at the call's output (see `Plan.find_gradients`); at a loss, its factor in the objective."""
         if self.gradient is None:
-            assert self.consumer is not None and self.consumer.rule is not None
             reader = self.consumer
+            assert reader is not None and reader.rule is not None
             self.gradient = reader.rule.jac_t_mat_prod(reader.call, reader.grad[None], self.index)[0]
         return self.gradient
 
@@ -120,6 +122,7 @@ class Step:
 
     def view(self, samples: tuple[int, ...] | None) -> Call:
         """The call restricted to some samples; a loss stays whole."""
+        self.prepare()
         if samples is None or isinstance(self.rule, Loss):
             return self.call
         if samples not in self.views:
@@ -141,7 +144,7 @@ class Plan:
     """The steps behind some losses, in order.
 
     Args:
-        losses: The losses, with the node of each and its factor in the objective.
+        losses: The losses, with the node of each.
         above: The recorded calls behind them.
         sources_of: What feeds the inputs of a call.
         attribution: Which sample each row belongs to.
@@ -149,7 +152,7 @@ class Plan:
 
     def __init__(
         self,
-        losses: Mapping[Record, tuple[Node, Tensor]],
+        losses: Mapping[Record, Node],
         above: Iterable[Record],
         sources_of: SourcesOf,
         attribution: Attribution,
@@ -157,18 +160,16 @@ class Plan:
         self.losses = losses
         above = list(above)
         found = {id(r): sources_of(r) for r in (*losses, *above)}
-        nodes = {r: node for r, (node, _) in losses.items()}
+        nodes: dict[Record, Node | None] = dict(losses)
         nodes |= {
             r: edge[0] for s in found.values() for k in s.values() for r, edge in k.targets if edge[0] is not None
         }
         self.of: dict[Record, Step] = {}
         for record in (*losses, *above):
-            grad, call = matched(record.output, record.call())
+            _, call = matched(record.output, record.call())
             params = {name: p for name, p in record.params.items() if p.requires_grad and p.is_leaf}
             rows, n = attribution.rows(record), attribution.batch_size(record)
             self.of[record] = Step(record, record.rule, call, nodes[record], params, rows, n)
-        for record, (_, factor) in losses.items():
-            self.of[record].gradient = factor.to(self.of[record].call.output.dtype)
         for record, step in list(self.of.items()):
             for index, source in found[id(record)].items():
                 if source.targets or source.trained:
@@ -208,19 +209,28 @@ class Plan:
         """Whether several calls use a parameter."""
         return sum(any(p is param for p in step.params.values()) for step in self.steps) > 1
 
+    def clear(self) -> None:
+        """Let go of the graph: steps refer to each other."""
+        for step in self.steps:
+            step.links, step.consumer = {}, None
+        self.steps, self.of = [], {}
+
     def find_gradients(self) -> None:
         """Let autograd compute the gradient at the output of every call, ahead of its own pass."""
         steps = [s for s in self.steps if s.gradient is None and s.source is None]
         edges = [gradient_edge((s.node, nr)) for s in steps for nr in s.record.places]
         if not edges:
             return
-        ends = [gradient_edge((node, 0)) for node, _ in self.losses.values()]
+        ends = [gradient_edge((node, next(iter(loss.places)))) for loss, node in self.losses.items()]
+        for loss, node in self.losses.items():
+            if loss.module._backward_hooks:
+                make_quiet(engine.hooks_behind(node))
         with CTX.quietly(throughout=True):
             found = iter(
                 torch.autograd.grad(
                     ends,
                     edges,
-                    [factor for _, factor in self.losses.values()],
+                    [self.of[loss].grad for loss in self.losses],
                     retain_graph=True,
                     allow_unused=True,
                     create_graph=torch.is_grad_enabled(),
@@ -245,7 +255,7 @@ def in_order(losses: Sequence[Step]) -> list[Step]:
                 feeds[link.producer] = 0
                 waiting.append(link.producer)
             feeds[link.producer] += 1
-    order, ready = list[Step](), [loss for loss in reversed(losses)]
+    order, ready = list[Step](), list(reversed(losses))
     while ready:
         step = ready.pop()
         order.append(step)

@@ -1,7 +1,7 @@
 """A stretch of plain autograd between two recorded calls, as a call: autograd itself is its rule.
 
-The inputs are the outputs of the calls that feed the stretch, as their rules see them; the output is the tensor that the
-next call reads. Parameters that functions use directly are parameters of the stretch, named by their number.
+The inputs are the outputs of the calls that feed the stretch, as their rules see them; the output is the tensor that
+the next call reads. Parameters that functions use directly are parameters of the stretch, named by their number.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class StretchCall(Call):
     def of_parameters(self, mat: Tensor, together: bool) -> list[Tensor]:
         """Columns at the output times the transposed Jacobian in each parameter, row by row `[V, R, *p]`.
 
-        Autograd sums over rows, so it is asked for one row after the other; `together`, once for their sum `[V, *p]`. All
-        parameters are found at once, and kept for the next one that is asked for.
+        Autograd sums over rows, so it is asked for one row after the other; `together`, once for their sum `[V, *p]`.
+        All parameters are found at once, and kept for the next one that is asked for.
         """
         if self.latest is None or self.latest[0] is not mat or self.latest[1] != together:
             if together:

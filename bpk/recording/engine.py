@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -47,15 +46,7 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-@dataclass(frozen=True)
-class Root:
-    """A tensor on which a backward pass was started: where it leaves the graph, and the gradient there."""
-
-    edge: tuple[Node, int]
-    gradient: Tensor | None
-
-
-def roots() -> list[Root] | None:
+def roots() -> list[tuple[Node, int]] | None:
     """Where in the graph the running backward pass has started (`None`: it was not started from Python).
 
     The engine does not tell, but runs in the thread, and so below the stack frame, of the function that called it.
@@ -65,9 +56,8 @@ def roots() -> list[Root] | None:
         frame = frame.f_back
     if frame is None:
         return None
-    given = frame.f_locals
-    ends = [gradient_edge(end) if isinstance(end, Tensor) else end for end in given["t_outputs"]]
-    return [Root((end.node, end.output_nr), g) for end, g in zip(ends, given["args"][0], strict=True)]
+    ends = [gradient_edge(end) if isinstance(end, Tensor) else end for end in frame.f_locals["t_outputs"]]
+    return [(end.node, end.output_nr) for end in ends]
 
 
 def will_run(node: Node) -> bool:

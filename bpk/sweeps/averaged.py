@@ -19,11 +19,11 @@ counts as one layer, and a parameter that several calls use as a tensor that all
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from bpk.fields.arrived import Averages
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
@@ -36,14 +36,6 @@ from bpk.sweeps.sweep import Collector, Player, not_by_hand, positive_factor
 
 Tensors = Step | tuple[int, bool]
 """What blocks belong to: the output of a call, or a parameter (by `id`, and whether its uses see it transposed)."""
-
-
-@dataclass
-class Averages:
-    """What arrives at a call: `G_yy` `[D, D]`, and by parameter the cross terms of this use with those before."""
-
-    matrix: Tensor
-    shared: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Averaged(Player):

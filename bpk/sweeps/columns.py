@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bpk.fields.columns import PIECE, Columns
+from bpk.fields.arrived import PIECE, Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.plan import Link, Plan, Step

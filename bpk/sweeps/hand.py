@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.context import CTX
+from bpk.jacobians.core.passage import PASSAGE
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.plan import Step
 from bpk.recording.record import Record
@@ -47,7 +48,8 @@ class Hand:
 
     def serves(self, step: Step) -> bool:
         """Whether something was written for a layer."""
-        return step.consumer is None and self.extension.module_extension(step.record.module) is not None
+        by_rule = step.consumer is not None or step.rule is PASSAGE
+        return not by_rule and self.extension.module_extension(step.record.module) is not None
 
     def apply(self, step: Step, quantity: Any) -> Any:
         """Save the fields of a layer; returns what its input receives."""

@@ -35,9 +35,10 @@ class LazyColumns(Starting):
     make: Callable[[int, int], Chunk]
     name: Hashable = "residual"
 
-    def all(self) -> Chunk:
+    def all(self) -> tuple[Mapping[Wrt, Tensor], Tensor]:
         """All of them at once."""
-        return self.make(0, self.count)
+        mats, signs = self.make(0, self.count)
+        return mats, next(iter(mats.values())).new_ones(()) if signs is None else signs
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         for start in range(0, self.count, size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.fields.columns import PIECE
+from bpk.fields.arrived import PIECE
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.rule import Rule
 from bpk.plan.plan import Step

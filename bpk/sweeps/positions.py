@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from bpk.fields.columns import Columns
+from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.losses.loss import Loss
@@ -81,7 +81,7 @@ class ByPosition(SquareRoot):
             self.collector.settle(param, [Use(step.call.by_position(axes), step.rule, name, columns)], 0)
 
     def send_positions(self, step: Step, index: int, key: Hashable, mat: Tensor, where: Tensor) -> list[Starting]:
-        """Hand columns of all positions to what feeds an input; returns them to be written out if they do not stay so."""
+        """Hand columns of all positions to what feeds an input, or return them, if they have to be written out."""
         producer, mats, numbers = self.behind(step, index, mat, where)
         axes = None if producer is None else self.stays_apart(producer, numbers)
         if producer is None or axes is None:

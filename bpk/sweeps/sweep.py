@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bpk.fields.columns import Columns
+from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.plan import Plan, Step
@@ -97,7 +97,8 @@ class Player(Sweep):
         """By name: a parameter of the call, with what has arrived."""
         view = step.view(self.samples)
         assert step.rule is not None
-        return {name: Use(view, step.rule, name, arrived, step.samples_of_rows) for name in step.params}
+        rows, of = step.samples_of_rows, (step.record, step.consumer and step.index)
+        return {name: Use(view, step.rule, name, arrived, rows, of) for name in step.params}
 
 
 def positive_factor(step: Step) -> Tensor:

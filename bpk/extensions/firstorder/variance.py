@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bpk.extensions.firstorder.base import GradientExtension
-from bpk.fields.columns import PIECE
+from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import CHUNK, Uses
 from bpk.jacobians.core.gemm import wide
 

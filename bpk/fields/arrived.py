@@ -1,4 +1,4 @@
-"""Columns that have arrived at the output of a call."""
+"""What has arrived at the output of a call: columns, or matrices averaged over the batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from bpk.jacobians.core.rule import add_up
 
 PIECE = 1 << 22
 """How many numbers a block of columns holds at most on a processor (16 MiB in float32): larger allocations go back to
@@ -31,8 +33,34 @@ class Columns:
         self.blocks[key] = self.blocks[key] + mat if key in self.blocks else mat
         self.signs[key] = signs
 
+    def merged(self, other: Columns) -> Columns:
+        """These columns and others."""
+        result = Columns({**self.blocks, **other.blocks}, {}, {**self.signs, **other.signs})
+        for part in (self, other):
+            for name, rows in part.of_params.items():
+                result.of_params.setdefault(name, {}).update(rows)
+        return result
+
     def add_to_parameter(self, name: str, key: Hashable, rows: Tensor, signs: Tensor | None = None) -> None:
         """Add rows `[V, N, *p]` that belong to a parameter itself."""
         of_param = self.of_params.setdefault(name, {})
         of_param[key] = of_param[key] + rows if key in of_param else rows
         self.signs[key] = signs
+
+
+@dataclass
+class Averages:
+    """`G_yy` `[D, D]` at a call, and by parameter the cross terms of this use with those before.
+
+    Without a `matrix`, `shared` has all that belongs to a parameter.
+    """
+
+    matrix: Tensor | None
+    shared: dict[str, Tensor] = field(default_factory=dict)
+
+    def merged(self, other: Averages) -> Averages:
+        """The sum with those of another loss."""
+        names = self.shared.keys() | other.shared.keys()
+        shared = {n: add_up([a.shared[n] for a in (self, other) if n in a.shared]) for n in names}
+        found = [matrix for matrix in (self.matrix, other.matrix) if matrix is not None]
+        return Averages(add_up(found) if found else None, shared)
