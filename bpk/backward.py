@@ -126,6 +126,8 @@ class Backward:
         self.under_way.pop(self.task, None)
         self.parameters.clear()
         self.inspection.clear()
+        for player in self.players.values():
+            player.end()
         if self.plan is not None:
             self.plan.clear()
         self.sweeps, self.players, self.observers, self.plan, self.touched = {}, {}, {}, None, set()

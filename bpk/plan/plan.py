@@ -209,6 +209,11 @@ class Plan:
         """Whether several calls use a parameter."""
         return sum(any(p is param for p in step.params.values()) for step in self.steps) > 1
 
+    @property
+    def name(self) -> tuple[int, ...]:
+        """Tells plans of one backward pass from each other."""
+        return tuple(map(id, self.losses))
+
     def clear(self) -> None:
         """Let go of the graph: steps refer to each other."""
         for step in self.steps:

@@ -116,6 +116,8 @@ class Averaged(Player):
         view = step.view(self.samples)
         self.collect(step, Averages(matrix, self.meet(step, row)))
         self.keep(step, matrix, row)
+        for link in step.links.values() if step.rule is STRETCH else ():
+            require_samples(link.producer, link.producer.samples_of_rows is None)
         for (i, j), block in blocks_between(step, view, matrix).items():
             self.add_between(step.links[i], step.links[j], block)
         if row:

@@ -33,6 +33,9 @@ class ColumnSweep(Player):
         super().begin(plan, collector, at_most, hand)
         self.run = Run(self)
 
+    def end(self) -> None:
+        self.__dict__.pop("run", None)
+
     def visit(self, step: Step) -> None:
         by_hand = isinstance(step.rule, Loss) and self.hand is not None and self.hand.serves(step)
         starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
@@ -47,7 +50,7 @@ class ColumnSweep(Player):
                 if self.run.count and self.is_too_much(self.run.count + count):
                     self.run.settle(step)
                     self.make_room(step.number + 1, count)
-                self.run.start(step, (lazy.name, step.number, number), chunk)
+                self.run.start(step, (lazy.name, self.plan.name, step.number, number), chunk)
         self.run.settle(step)
 
     def by_hand(self, step: Step) -> LazyColumns:

@@ -89,6 +89,9 @@ class Player(Sweep):
         self.at_most = at_most
         self.hand = hand
 
+    def end(self) -> None:
+        """Let go of everything that refers to this sweep."""
+
     @abstractmethod
     def visit(self, step: Step) -> None:
         """Pass one call: hand what has arrived there to its parameters, and send it on to what feeds the call."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.plan.graph import Source
+from bpk.plan.plan import Step
+from bpk.sweeps.lazy import Starting
 from bpk.sweeps.positions import ByPosition
 from tests.helpers import backward
 
@@ -42,24 +45,24 @@ class Words(nn.Module):
 
 
 @pytest.fixture
-def trail(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
-    """Before which calls columns stay apart, and along how many axes."""
-    found: list[tuple[str, int | None]] = []
-    original = ByPosition.stays_apart
+def trail(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """In front of which calls columns keep to their positions."""
+    found: list[tuple[str, bool]] = []
+    original = ByPosition.send_positions
 
-    def spy(self: ByPosition, source: Source, where: Tensor) -> int | None:
-        axes = original(self, source, where)
-        found.append((source.consumer.path, axes))
-        return axes
+    def spy(self: ByPosition, step: Step, *details: Any) -> list[Starting]:
+        written_out = original(self, step, *details)
+        found.append((step.record.path, not written_out))
+        return written_out
 
-    monkeypatch.setattr(ByPosition, "stays_apart", spy)
+    monkeypatch.setattr(ByPosition, "send_positions", spy)
     return found
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("form", ["rows", "time first", "extra axis"])
-def test_diagonals(form: str, mixed: bool, chunk: int | None, trail: list[tuple[str, int | None]]) -> None:
+def test_diagonals(form: str, mixed: bool, chunk: int | None, trail: list[tuple[str, bool]]) -> None:
     torch.manual_seed(0)
     model = Words(form, mixed).double()
     loss_fn, tokens, y = nn.CrossEntropyLoss(), torch.randint(VOCABULARY, (N, T)), model.targets()
@@ -71,12 +74,12 @@ def test_diagonals(form: str, mixed: bool, chunk: int | None, trail: list[tuple[
         loss_fn(model(tokens), y).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.diag_ggn_exact, expected[name], rtol=1e-9, atol=1e-14)
-    apart = {path for path, axes in trail if axes == 1}
-    assert {"CrossEntropyLoss", "head", "act", "wide"} <= apart
-    assert ("norm" in apart) is not mixed  # a table keeps positions apart, a recurrent layer does not
+    kept = {path for path, keeps in trail if keeps}
+    assert {"CrossEntropyLoss", "head", "act", "wide"} <= kept
+    assert ("norm" in kept) is not mixed  # a table keeps positions apart, a recurrent layer does not
 
 
-def test_reused_parameters_are_written_out(trail: list[tuple[str, int | None]]) -> None:
+def test_reused_parameters_are_written_out(trail: list[tuple[str, bool]]) -> None:
     """Contributions of several uses must be added before they are squared."""
 
     class Tied(nn.Module):
@@ -90,12 +93,12 @@ def test_reused_parameters_are_written_out(trail: list[tuple[str, int | None]]) 
 
     tokens, y = torch.randint(VOCABULARY, (N, T)), torch.randint(VOCABULARY, (N * T,))
     assert bpk.verify(Tied(), nn.CrossEntropyLoss(), tokens, y, E.DiagGGNExact())
-    assert trail and all(axes is None for _, axes in trail)
+    assert trail and not any(keeps for _, keeps in trail)
 
 
-def test_pixels(trail: list[tuple[str, int | None]]) -> None:
+def test_pixels(trail: list[tuple[str, bool]]) -> None:
     """Convolutions mix pixels: columns are written out before them."""
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 3, 1))
     x, y = torch.randn(2, 1, 4, 3), torch.randint(3, (2, 4, 3))
     assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.DiagGGNExact())
-    assert trail == [("CrossEntropyLoss", None)]
+    assert trail == [("CrossEntropyLoss", False)]

@@ -259,10 +259,10 @@ def test_too_large_an_input_factor_is_refused() -> None:
 
 
 def test_an_error_of_torch_at_a_parameter_of_functions_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **named: object) -> None:
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setattr("bpk.fields.statistics.Uses.all_rows", fail)
+    monkeypatch.setattr("bpk.plan.stretch.StretchCall.of_parameters", fail)
     with pytest.raises(RuntimeError, match="not enough memory"):
         placed((2, 4), E.KFLR())
 
