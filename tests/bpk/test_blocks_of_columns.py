@@ -13,7 +13,7 @@ from bpk import extensions as E
 from bpk.jacobians.attention import layer as attention_layer
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.checks.check import check_rule
-from bpk.jacobians.convolution.convolution import moments
+from bpk.jacobians.convolution import moments
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
