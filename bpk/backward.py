@@ -27,9 +27,9 @@ from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.function_module import Plain
-from bpk.jacobians.core.passage import PASSAGE
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer, trace
 from bpk.plan.objective import (
     Outside,

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, case
+from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Elementwise, Pointwise
+from bpk.jacobians.rule import Rule
 
 
 class RandomizedLeakyReLU(Pointwise):

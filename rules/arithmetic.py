@@ -13,8 +13,10 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Residual, Rule, add_up, case
+from bpk.jacobians.core.products import Residual, add_up
+from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.gemm import wide
-from bpk.jacobians.core.rule import Residual, case
+from bpk.jacobians.core.example import case
+from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.embedding import TableLookup, look_up, outer_products
 
 

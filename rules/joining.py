@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, behind_batch, reading, require_constant
+from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Example, Residual, Rule, case
-from bpk.jacobians.core.several import SeveralOutputs
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.families.several import SeveralOutputs
+from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
 

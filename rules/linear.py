@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.function_module import TimesWeight
-from bpk.jacobians.core.rule import case
+from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.families.affine import Affine
 
 NO_BATCH = "its input has no batch axis"
@@ -59,10 +59,10 @@ class LinearRule(FeaturesLast):
         return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1]).transpose(1, 2)[:, None]
 
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        return gemm.linear(mat, call.params["weight"])
+        return linear(mat, call.params["weight"])
 
     def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        return gemm.linear(mat, call.params["weight"].T)
+        return linear(mat, call.params["weight"].T)
 
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         x = call.inputs[0].flatten(0, -2)
@@ -86,10 +86,10 @@ class TimesWeightRule(LinearRule):
         return matrix.squeeze(-3).transpose(-2, -1)
 
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        return gemm.linear(mat, call.params["weight"].T)
+        return linear(mat, call.params["weight"].T)
 
     def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        return gemm.linear(mat, call.params["weight"])
+        return linear(mat, call.params["weight"])
 
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         return super().weight_product(call, mat.transpose(1, 2))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Example, case
+from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.losses.flat import ZeroCurvature
-from bpk.jacobians.losses.loss import PointwiseLoss, standard_normal, wide
+from bpk.jacobians.losses.pointwise import PointwiseLoss, standard_normal
 from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
 
 # ---- weights of terms ---------------------------------------------------------------------------

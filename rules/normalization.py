@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.gemm import wide
-from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.core.example import case
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.normalization import Normalization, trained
 from bpk.jacobians.families.standardize import BatchStatistics, FixedStatistics, GroupStatistics, Standardized
 from bpk.jacobians.families.standardize_kernels import ChannelStatistics, FeatureStatistics
+from bpk.jacobians.rule import Rule
 
 
 class PerFeature(Normalization):

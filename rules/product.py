@@ -12,10 +12,12 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Residual, Rule, case
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Elementwise, Pointwise
 from bpk.jacobians.families.pairwise import Derivatives, Pairwise
+from bpk.jacobians.rule import Rule
 from bpk.rules.arithmetic import ScaleModule
 
 T = torch.Tensor

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding, Bound
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, case
+from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
 
 
 class Unpooling(Rule):

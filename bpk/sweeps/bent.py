@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bpk.extensions.curvature import Curvature
 from bpk.jacobians.core.call import Wrt
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.products import Residual
 from bpk.plan.graph import Source
 from bpk.sweeps.averaged import Averaged, end
 from bpk.sweeps.residual import StretchResidual

@@ -19,8 +19,9 @@ from bpk.extensions.curvature import Curvature
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source
 from bpk.recording.ports import Port
 from bpk.recording.record import Record

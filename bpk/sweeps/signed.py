@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bpk.fields.parameters import is_trained
 from bpk.jacobians.core.call import Wrt
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source
 from bpk.recording.record import Record

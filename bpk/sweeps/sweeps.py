@@ -16,9 +16,9 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source
 from bpk.plan.samples import Attribution, slots
 from bpk.recording.record import Record

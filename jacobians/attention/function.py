@@ -14,7 +14,8 @@ from bpk.jacobians.attention.attention import Heads, Tangent, additive
 from bpk.jacobians.core.binding import Axis, Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, require_constant
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
 
 
 class ScaledDotProductAttention(nn.Module):

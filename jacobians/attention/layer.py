@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bpk.jacobians.attention.attention import Heads, Tangent, merge_heads, split_heads
-from bpk.jacobians.attention.dropout import REASON, agrees, probed, redrawn, unknown
+from bpk.jacobians.attention.dropout import REASON, probed, redrawn, unknown
 from bpk.jacobians.attention.parts import (
     APPENDED,
     PROJECTIONS,
@@ -31,9 +31,10 @@ from bpk.jacobians.attention.parts import (
     weight_tangent,
 )
 from bpk.jacobians.attention.weights import LinearInside
-from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.numeric import linear
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.families.redrawn import agrees
 from bpk.jacobians.second_order.probing import precision
 
 KEPT = 1 << 22
@@ -135,7 +136,7 @@ class AttentionLayer(LinearInside):
         parts = self.split(call, mat)
         heads, c, cp = call.options.heads, parts.get(0), parts.get(1)
         if c is not None:
-            c = split_heads(gemm.linear(c, call.params["out_proj.weight"].T), heads)
+            c = split_heads(linear(c, call.params["out_proj.weight"].T), heads)
         if cp is not None and call.options.averaged:
             cp = (cp / heads)[:, :, None].expand(-1, -1, heads, -1, -1)
         return c, cp
@@ -173,7 +174,7 @@ class AttentionLayer(LinearInside):
             parts[0] = torch.matmul(self.merged(call), mat.transpose(1, 2)[:, None])
         else:
             tz, tp = self.at(call).push(self.tangent(call, {wrt: mat}))
-            parts[0] = gemm.linear(merge_heads(tz), call.params["out_proj.weight"])
+            parts[0] = linear(merge_heads(tz), call.params["out_proj.weight"])
             parts[1] = tp.mean(2) if call.options.averaged else tp
         absent = [k for k in call.used if k not in parts]
         parts |= {k: mat.new_zeros(mat.shape[0], call.batch_size, *call.used[k]) for k in absent}
@@ -183,7 +184,7 @@ class AttentionLayer(LinearInside):
         if isinstance(wrt, str):
             return self.rows(call, mat, wrt, sum_batch)
         if wrt < 3:
-            return gemm.linear(self.pulled(call, mat).roles[wrt], projection(call.params, wrt)[0].T)
+            return linear(self.pulled(call, mat).roles[wrt], projection(call.params, wrt)[0].T)
         return at_mask(call, self.at(call).pull_scores(*self.columns_at_heads(call, mat)), wrt)
 
     # ---- parameters ----------------------------------------------------------------------------------

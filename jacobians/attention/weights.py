@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import add_up
-from bpk.jacobians.core.several import SeveralOutputs
+from bpk.jacobians.core.numeric import chunks, wide
+from bpk.jacobians.core.products import add_up
+from bpk.jacobians.families.several import SeveralOutputs
 
 
 class LinearInside(SeveralOutputs):
@@ -124,12 +125,12 @@ def squares(m: Tensor, x: Tensor, weights: Tensor | None, per_sample: bool, empt
     (v, n, t, o), width = m.shape, x.shape[2]
     if t == 1 or gemm.by_pairs(v, o, width, t):
         return gemm.squared_sum(patches(x), seen(m), width, weights, per_sample, empty).squeeze(-3)
-    total = empty((n if per_sample else 1, o, width), gemm.wide(m[:0])).zero_()
-    for part in gemm.chunks(n, 2 * o * width, m.device):
+    total = empty((n if per_sample else 1, o, width), wide(m[:0])).zero_()
+    for part in chunks(n, 2 * o * width, m.device):
         goal = total[part] if per_sample else fresh((part.stop - part.start, o, width), total).zero_()
         rows = torch.empty_like(goal)
         for k, column in enumerate(m[:, part]):
-            torch.bmm(gemm.wide(column).transpose(1, 2), gemm.wide(x[part]), out=rows)
+            torch.bmm(wide(column).transpose(1, 2), wide(x[part]), out=rows)
             goal.addcmul_(rows, rows if weights is None else rows * weights[k, part, None, None])
         if not per_sample:
             total[0] += goal.sum(0)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bpk.jacobians.checks.reference import Reference
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import explain, raised_at
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest difference, relative to the largest entry of the reference.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from bpk.jacobians.checks.case import wrt_name
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError, explain
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 
 Array = Any
 """A numpy array whose entries are sympy expressions."""

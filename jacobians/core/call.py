@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.binding import Binder, tensors_in
 from bpk.jacobians.core.random_state import RandomState
-
-if TYPE_CHECKING:
-    from bpk.jacobians.core.rule import Rule
 
 Wrt = int | str
 """What to differentiate with respect to: the index of an input or the name of a parameter."""
@@ -153,7 +150,12 @@ class Call:
 
     @classmethod
     def of(
-        cls, module: nn.Module, *inputs: Tensor, params: Sequence[str] = (), rule: Rule | None = None, used: Any = None
+        cls,
+        module: nn.Module,
+        *inputs: Tensor,
+        params: Sequence[str] = (),
+        rule: Binder | None = None,
+        used: Any = None,
     ) -> Call:
         """Evaluate `module` and return the call, ready to hand to its rule.
 

@@ -16,15 +16,12 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import get_testing_overrides
-
-if TYPE_CHECKING:
-    from bpk.jacobians.core.rule import Rule
 
 
 class CannotConvert(ValueError):
@@ -57,6 +54,18 @@ Reader = Callable[..., Conversion]
 """A function with the signature of the function that it reads."""
 
 
+class Served(Protocol):
+    """What a rule says of the functions that it serves."""
+
+    modules: tuple[type[nn.Module], ...]
+    params: tuple[str, ...]
+    readers: dict[Any, Reader]
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+
 def reading(reader: Reader, *functions: Any) -> dict[Any, Reader]:
     """These functions are read by this reader: what rules take as `functions=` (joined by `|`)."""
     return dict.fromkeys(functions, reader)
@@ -80,7 +89,7 @@ def is_batch_size(value: Any) -> bool:
 
 
 def convert(
-    rule: Rule,
+    rule: Served,
     function: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -132,7 +141,7 @@ def convert(
     return Conversion(found.module, tuple(x.value for x in found.inputs))
 
 
-def by_name(rule: Rule, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Conversion:
+def by_name(rule: Served, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Conversion:
     """Read a function whose arguments are named like those of the rule's module.
 
     Tensors are the inputs. `inplace` is dropped, `training` becomes the module's mode, and what the module has no

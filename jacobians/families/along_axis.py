@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
 
 
 class AlongAxis(Rule):

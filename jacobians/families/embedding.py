@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.gemm import chunks, wide
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.numeric import chunks, wide
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
 
 DENSE = 16_384
 """Up to this vocabulary the factor `A` is a dense matrix; a larger one would take more than a GiB."""

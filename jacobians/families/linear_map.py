@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Example, Residual, Rule
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Pointwise
+from bpk.jacobians.rule import Rule
 
 BLOCK = 2**18
 """Entries that the adjoint handles at a time on CPU: they stay in cache (measured: half the time of all at once)."""

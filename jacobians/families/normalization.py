@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, case
+from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.standardize import BLOCK, FixedStatistics, GroupStatistics, Standardized, eager
+from bpk.jacobians.rule import Rule
 
 
 class Normalization(Rule):

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, add_up
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual, add_up
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.families.along_axis import signed_roots
+from bpk.jacobians.rule import Rule
 
 ZERO: float = 0.0
 
@@ -111,8 +114,3 @@ class Pairwise(Rule):
             wide = placed.permute(0, 3, 1, 2).reshape(-1, len(grad_out), *out)
             columns[wrt] = collect(wide, self._shape(call, wrt), 2)
         return columns, signs.permute(2, 1, 0).reshape(-1, len(grad_out))
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """`[N, *out]` as `[N, D]`."""
-    return x.reshape(x.shape[0], -1)

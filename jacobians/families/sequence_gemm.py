@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.gemm import CACHE, Empty
+from bpk.jacobians.core.gemm import Empty
+from bpk.jacobians.core.numeric import CACHE
 
 
 def summed(m: Tensor, u: Tensor) -> Tensor:

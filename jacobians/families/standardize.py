@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.gemm import wide
+from bpk.jacobians.core.numeric import wide
 
 BLOCK = 1 << 17
 """How many numbers are multiplied at once on a processor, so that they stay in cache."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.recurrent.layer import ADD_AXIS, UNBATCHED, RecurrentForward
 from bpk.jacobians.recurrent.stack import Pulled, Stack
 
@@ -56,7 +56,7 @@ class RecurrentColumns(RecurrentForward):
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
         """The backward recurrence for columns `[V, N, *out]`, shared by all who ask with the same columns."""
         stack, latest = self.at(call), call.memo((self, "latest"), Latest)
-        return latest.find(mat, lambda: stack.pull(self.seeds(self.split(call, gemm.wide(mat)))))
+        return latest.find(mat, lambda: stack.pull(self.seeds(self.split(call, wide(mat)))))
 
     def pieces(self, call: Call, mat: Tensor) -> Iterator[tuple[Tensor | None, Pulled]]:
         """Backward recurrences of some columns at a time, and which these are (`None`: all of them).
@@ -76,7 +76,7 @@ class RecurrentColumns(RecurrentForward):
                 ends = (alive * torch.arange(1, len(y) + 1, device=mat.device)[:, None]).amax(0).clamp(min=1)
                 order = ends.argsort()
         for part in order.split(step):
-            seeds = self.seeds(self.split(call, gemm.wide(mat[part])))
+            seeds = self.seeds(self.split(call, wide(mat[part])))
             if ends is not None and seeds.y is not None:
                 seeds.y = seeds.y[: int(ends[part].max())]
             yield part, stack.pull(seeds)

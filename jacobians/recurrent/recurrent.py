@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families import sequence_gemm
 from bpk.jacobians.recurrent import residual as recurrent_residual
 from bpk.jacobians.recurrent.columns import RecurrentColumns
@@ -30,7 +30,7 @@ class Recurrent(RecurrentColumns):
 
     # ---- products --------------------------------------------------------------------------------
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
-        found = self.pushed(call, {wrt: gemm.wide(mat)})
+        found = self.pushed(call, {wrt: wide(mat)})
         parts = {k: x for k, x in enumerate(found) if x is not None and k in call.used}
         return self.merge(call, parts).to(mat.dtype)
 
@@ -142,8 +142,8 @@ class Recurrent(RecurrentColumns):
         return Residual.GENERAL
 
     def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        grad = self.seeds(self.split(call, gemm.wide(grad_out)[None]))
-        given = {wrt: gemm.wide(mat) for wrt, mat in mats.items()}
+        grad = self.seeds(self.split(call, wide(grad_out)[None]))
+        given = {wrt: wide(mat) for wrt, mat in mats.items()}
         x, h, c = self.seen([given.get(k) for k in range(3)], 1)
         params = {name: mat for name, mat in given.items() if isinstance(name, str)}
         lead = len(next(iter(mats.values())))

@@ -22,8 +22,8 @@ from bpk.jacobians.core.conversion import (
     out_of_place,
     signature_of,
 )
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 
 T = torch.Tensor

@@ -10,11 +10,11 @@ from typing import Any
 
 import sympy
 
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.families.elementwise import Elementwise
 from bpk.jacobians.families.multilinear import Multilinear
 from bpk.jacobians.families.symbolic import Derivation, derive
-from bpk.jacobians.losses.loss import PointwiseLoss
+from bpk.jacobians.losses.pointwise import PointwiseLoss
+from bpk.jacobians.rule import Rule
 from tools.site.docstrings import to_markdown
 from tools.site.markdown import math
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.statistics import CHUNK, Uses
-from bpk.jacobians.core.gemm import wide
+from bpk.jacobians.core.numeric import wide
 from bpk.sweeps.sweeps import PIECE
 
 ROUNDINGS = 1024

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
 
 
 class Passage(Rule):
