@@ -99,9 +99,10 @@ class RecurrentColumns(RecurrentForward):
         return out
 
     def affine(self, call: Call, pulled: Pulled, param: str) -> tuple[Tensor, Tensor | None]:
-        """The affine map of a parameter: gradients `[T, V, N, O]` of its output, and a weight's input `[T, N, I]`."""
+        """The affine map of a parameter: gradients `[V, N, T, O]` of its output, and a weight's input `[N, T, I]`."""
         stack = self.at(call)
         layer, place, role = stack.find(param)
         trace, adjoint = stack.traces[layer][place], pulled.adjoints[layer][place]
         columns, values = adjoint.of(trace, role), trace.value(role)
-        return columns, None if values is None else values[: len(columns)]
+        inputs = None if values is None else values[: len(columns)].transpose(0, 1)
+        return columns.movedim(0, 2), inputs

@@ -21,10 +21,10 @@ BALANCE = 4
 def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     """Eigendecompose symmetric matrices `[N, D, D]` into columns `[K, N, D]` and signs `[K, N]`.
 
-    Columns that are zero up to rounding are left out, so that `K` is the largest rank. A matrix with NaN or infinite
-    entries gives NaN columns, and leaves the other samples alone. Rounding is that of the largest eigenvalue. Columns
-    that are `balanced` are no eigenvectors, but those of the matrix whose rows have been scaled to about the same size
-    (Ruiz, 2001), scaled back: rounding is that of each row then.
+    Columns that are zero up to rounding, which is that of the largest eigenvalue, are left out, so that `K` is the
+    largest rank. A matrix with NaN or infinite entries gives NaN columns; it leaves the other samples alone, and so
+    does one of zeros, also in derivatives. Columns that are `balanced` are no eigenvectors, but those of the matrix
+    whose rows have been scaled to about the same size (Ruiz, 2001), scaled back: rounding is that of each row then.
     """
     symmetric = wide((dense + dense.transpose(1, 2)) / 2)
     scale = None
@@ -33,18 +33,21 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
         for _ in range(BALANCE):
             step = torch.ldexp(torch.ones_like(scale), torch.frexp(symmetric.abs().amax(2))[1] // 2)  # a power of two
             symmetric, scale = symmetric / (step[:, :, None] * step[:, None]), scale * step
-    healthy = torch.isfinite(symmetric).flatten(1).all(1)
-    values, basis = torch.linalg.eigh(torch.where(healthy[:, None, None], symmetric, torch.zeros_like(symmetric)))
+    finite = symmetric.isfinite().flatten(1).all(1)[:, None]
+    regular = finite & (symmetric != 0).flatten(1).any(1, keepdim=True)
+    distinct = torch.arange(1, symmetric.shape[1] + 1).diag().to(symmetric)  # its eigenvectors have derivatives
+    values, basis = torch.linalg.eigh(torch.where(regular[..., None], symmetric, distinct))
+    size = values.abs()
+    rounding = 4 * torch.finfo(values.dtype).eps * size.shape[1]
+    kept = regular & (size > rounding * (size.amax(1, keepdim=True) if size.numel() else size))
+    roots, signs = torch.where(kept, torch.where(kept, size, 1.0).sqrt(), 0.0), torch.where(kept, values.sign(), 0.0)
     if not is_differentiated() and values.numel():
-        size, order = values.abs().sort(1, descending=True)
-        rounding = 4 * torch.finfo(values.dtype).eps * size.shape[1]
-        rank = max(1, int((size > rounding * size[:, :1]).sum(1).max()))
-        order = order[:, :rank]
-        values, basis = values.gather(1, order), basis.gather(2, order[:, None].expand(-1, basis.shape[1], -1))
-    columns = (basis * values.abs().sqrt()[:, None, :]).permute(2, 0, 1)
+        order = roots.argsort(1, descending=True)[:, : max(1, int(kept.sum(1).max()))]
+        roots, signs = roots.gather(1, order), signs.gather(1, order)
+        basis = basis.gather(2, order[:, None].expand(-1, basis.shape[1], -1))
+    columns = (basis * roots[:, None, :]).permute(2, 0, 1)
     columns = columns if scale is None else columns * scale
-    columns = torch.where(healthy[None, :, None], columns, torch.full_like(columns, torch.nan))
-    return columns.to(dense.dtype), values.sign().T.to(dense.dtype)
+    return torch.where(finite, columns, torch.nan).to(dense.dtype), signs.T.to(dense.dtype)
 
 
 def residual_columns(

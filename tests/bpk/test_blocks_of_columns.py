@@ -18,7 +18,7 @@ from bpk.jacobians.core import gemm, numeric
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import Example, case
-from bpk.jacobians.families import autodiff, linear_in_each, linear_map, sequence_gemm, standardize
+from bpk.jacobians.families import autodiff, linear_in_each, linear_map, standardize
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.recurrent import columns as recurrent_columns
@@ -40,7 +40,6 @@ LIMITS = (
     (numeric, "CACHE"),
     (recurrent_columns, "COLUMNS"),
     (recurrent_columns, "KEEP"),
-    (sequence_gemm, "CACHE"),
     (standardize, "BLOCK"),
     (structure, "AT_ONCE"),
 )

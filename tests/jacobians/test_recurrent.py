@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.checks.check import check_rule
-from bpk.jacobians.checks.crosscheck import crosscheck
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import Example, case
@@ -23,6 +22,7 @@ from bpk.jacobians.recurrent.layer import RecurrentForward
 from bpk.jacobians.recurrent.recurrent import Recurrent
 from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
+from tests.references.crosscheck import crosscheck
 from tests.references.reference import Reference
 from tests.references.symbolic_forwards import recurrent_step
 
