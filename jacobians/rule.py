@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding, in_front
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.conversion import Conversion, Reader, convert
+from bpk.jacobians.core.conversion import Reader
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.side_by_side import beside
@@ -74,21 +74,13 @@ class Rule(ABC):
             args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
         return Binding(module, tuple(x for x in args if isinstance(x, Tensor)))
 
-    def to_module(
-        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_tensor: Callable[[Any], bool]
-    ) -> Conversion:
-        """The module that stands for a call of one of `functions`, or `CannotConvert` (see `conversion.convert`)."""
-        return convert(self, function, args, kwargs, is_tensor)
-
     def join(
         self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]
     ) -> tuple[Tensor, dict[int, torch.Size]]:
         """The results that matter as one output, batch axis in front, and their shapes `[*out]` by number."""
         seen = {k: in_front(results[k], binding.out_axis(k), 1) if results[k].dim() else results[k] for k in used}
-        shapes = {k: x.shape[1:] for k, x in seen.items()}
-        if len(seen) == 1:
-            return next(iter(seen.values())), shapes
-        return beside(seen.values(), 1), shapes
+        output = beside(seen.values(), 1) if len(seen) > 1 else seen[used[0]]
+        return output, {k: x.shape[1:] for k, x in seen.items()}
 
     def draws(self, module: nn.Module) -> bool:
         """Whether a forward call, in the module's present mode, draws random numbers that the rule needs once more.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.example import case
 from bpk.jacobians.losses.loss import AutodiffLoss
-from bpk.rules.losses import both
+from bpk.jacobians.losses.targets import both
 
 IMPOSSIBLE = -1e30
 """The logarithm of zero, in numbers that can be subtracted."""

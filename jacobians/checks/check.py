@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from bpk.jacobians.checks import conventions as check_conventions
 from bpk.jacobians.checks import overrides as check_overrides
 from bpk.jacobians.checks import products as check_products
-from bpk.jacobians.checks.case import Case, Report, evaluate, product_of, raised
+from bpk.jacobians.checks.case import Case, evaluate, product_of, raised
 from bpk.jacobians.checks.loss import loss_hessian
 from bpk.jacobians.checks.reference import Reference
+from bpk.jacobians.checks.report import Report
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import RuleError, explain, raised_at
 from bpk.jacobians.core.example import Example

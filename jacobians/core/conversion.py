@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import get_testing_overrides
 
@@ -232,31 +231,3 @@ def signature_of(function: Any) -> inspect.Signature:
         if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in found.parameters.values()):
             return found
     raise CannotConvert(f"the arguments of {name_of(function)} are not known.")
-
-
-@cache
-def out_of_place(function: Any) -> Any:
-    """The function that computes the same without overwriting its input (`torch.relu_` -> `torch.relu`).
-
-    >>> out_of_place(torch.Tensor.add_) is torch.Tensor.add, out_of_place(operator.iadd) is operator.add
-    (True, True)
-    """
-    if function in IN_PLACE_OPERATORS:
-        return IN_PLACE_OPERATORS[function]
-    name = name_of(function)
-    if not name.endswith("_") or name.endswith("__"):
-        return function
-    for owner in (Tensor, torch, F):
-        if getattr(owner, name, None) is function or vars(owner).get(name) is function:
-            return getattr(owner, name[:-1], function)
-    return function
-
-
-IN_PLACE_OPERATORS = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ipow: operator.pow,
-    operator.imatmul: operator.matmul,
-}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -26,3 +26,11 @@ def taken_apart(joint: Tensor, shapes: Mapping[Key, torch.Size], lead: int) -> d
     parts = joint.split([shape.numel() for shape in shapes.values()], lead) if len(shapes) > 1 else [joint]
     pairs = zip(shapes.items(), parts, strict=True)
     return {key: part.reshape(*joint.shape[:lead], *shape) for (key, shape), part in pairs}
+
+
+def pick(x: Tensor, places: Sequence[int], dim: int) -> Tensor:
+    """Entries along an axis; a view where they follow each other."""
+    first = places[0]
+    if tuple(places) == tuple(range(first, first + len(places))):
+        return x.narrow(dim, first, len(places))
+    return torch.cat([x.narrow(dim, k, 1) for k in places], dim)

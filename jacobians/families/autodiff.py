@@ -75,8 +75,7 @@ class Autodiff(Rule):
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         if is_differentiated():
             return Residual.GENERAL
-        kind: Residual = call.memo(("residual", *wrts), lambda: structure.residual(self, call, wrts))
-        return kind
+        return call.memo(("residual", *wrts), lambda: structure.residual(self, call, wrts))
 
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         ones = torch.ones_like(call.inputs[0])[None]

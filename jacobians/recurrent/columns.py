@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.families.latest import Latest
 from bpk.jacobians.recurrent.layer import ADD_AXIS, UNBATCHED, RecurrentForward
 from bpk.jacobians.recurrent.stack import Pulled, Stack
 
@@ -19,25 +19,6 @@ KEEP = 1 << 22
 
 COLUMNS = 1 << 22
 """How many numbers a backward recurrence finds at a time (on a processor): memory of this size is used again."""
-
-
-class Latest:
-    """What was computed from the columns that came last, for those who ask with the same columns again."""
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, tuple[Tensor, Pulled]] = {}
-
-    def find(self, mat: Tensor, compute: Callable[[], Pulled]) -> Pulled:
-        """`compute()`, evaluated once for these columns (they are held, so that their memory stays theirs)."""
-        if mat.requires_grad or torch._C._functorch.maybe_current_level() is not None:
-            return compute()
-        key = (mat.data_ptr(), mat._version, mat.shape, mat.stride(), torch.is_grad_enabled())
-        if key not in self.kept:
-            found = compute()
-            while self.kept and sum(pulled.size for _, pulled in self.kept.values()) + found.size > KEEP:
-                del self.kept[next(iter(self.kept))]
-            self.kept[key] = (mat, found)
-        return self.kept[key][1]
 
 
 class RecurrentColumns(RecurrentForward):
@@ -55,8 +36,11 @@ class RecurrentColumns(RecurrentForward):
 
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
         """The backward recurrence for columns `[V, N, *out]`, shared by all who ask with the same columns."""
-        stack, latest = self.at(call), call.memo((self, "latest"), Latest)
-        return latest.find(mat, lambda: stack.pull(self.seeds(self.split(call, wide(mat)))))
+        stack = self.at(call)
+        latest: Latest[Pulled] = call.memo((self, "latest"), Latest)
+        return latest.find(
+            mat, lambda: stack.pull(self.seeds(self.split(call, wide(mat)))), lambda pulled: pulled.size, KEEP
+        )
 
     def pieces(self, call: Call, mat: Tensor) -> Iterator[tuple[Tensor | None, Pulled]]:
         """Backward recurrences of some columns at a time, and which these are (`None`: all of them).

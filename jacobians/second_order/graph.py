@@ -151,8 +151,7 @@ class Graph:
 
 def graph_of(rule: Differentiable, call: Call, per_sample: bool = False) -> Graph:
     """The layer as autograd has recorded it, kept for further columns."""
-    graph: Graph = call.memo(("graph", per_sample), lambda: Graph(rule, call, per_sample))
-    return graph
+    return call.memo(("graph", per_sample), lambda: Graph(rule, call, per_sample))
 
 
 # ---- without a graph that is kept: as functions, which can be differentiated themselves -----------------
