@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from benchmarks.problems import Setup
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Example, Rule
+from bpk.jacobians.core.example import Example
 from bpk.jacobians.families.autodiff import Autodiff
-from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
-from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.losses.loss import AutodiffLoss, Loss
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 
 CLASSES = 10

@@ -25,9 +25,9 @@ from benchmarks.quantities import QUANTITIES
 from benchmarks.timing import Series
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.registering import register
 from bpk.rules import REGISTRY
 

@@ -18,8 +18,8 @@ from bpk import context, extensions
 from bpk.context import CTX, backpack, disable
 from bpk.dropin import install_as_backpack
 from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.rule import Rule
 from bpk.registering import check_rule, register, unregister
 from bpk.support.of_model import support, support_matrix
 from bpk.verification import verify

@@ -28,7 +28,7 @@ from bpk.fields.parameters import Parameters, ParameterState, is_trained, requir
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.function_module import Plain
-from bpk.jacobians.core.passage import PASSAGE
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.inspection import Inspection
 from bpk.plan.plan import Plan, Step, matched

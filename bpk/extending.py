@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.function_module import Plain
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 from bpk.recording.activations import forget
 from bpk.recording.loss_recorder import record_composed
 from bpk.recording.membership import mark, unmark

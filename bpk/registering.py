@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bpk.jacobians.checks.check import check_rule
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 
 

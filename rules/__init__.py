@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 
 from bpk.jacobians.core.errors import explain, warn
-from bpk.jacobians.core.registry import Registry
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.registry import Registry
+from bpk.jacobians.rule import Rule
 
 
 def load() -> Iterator[Rule]:

@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, case
+from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Elementwise, Pointwise
+from bpk.jacobians.families.linear_map import ZeroResidual
+from bpk.jacobians.rule import Rule
 
 
-class RandomizedLeakyReLU(Pointwise):
+class RandomizedLeakyReLU(ZeroResidual, Pointwise):
     """`out = x` where `x > 0`, else `r x`: `r` is drawn per entry in training, `(lower + upper)/2` in evaluation."""
 
     def __init__(self) -> None:
@@ -52,9 +55,6 @@ class RandomizedLeakyReLU(Pointwise):
         if call.pull is not None:
             return call.pull(torch.ones_like(call.output)).detach()
         return torch.where(x <= 0, call.output.detach() / x, torch.ones_like(x))
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
 
 class ParametricReLU(Rule):

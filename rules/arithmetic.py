@@ -13,8 +13,10 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Residual, Rule, add_up, case
+from bpk.jacobians.core.products import add_up
+from bpk.jacobians.families.linear_map import ZeroResidual
 
 T = torch.Tensor
 
@@ -43,7 +45,7 @@ Shift = layer("Shift", shift, home="scale_module")
 
 
 # ---- the rules ---------------------------------------------------------------------------------------
-class Addition(Rule):
+class Addition(ZeroResidual):
     """`out = sum_k w_k x_k`: the Jacobian with respect to `x_k` is `w_k I`; both products are views where `w_k = 1`."""
 
     reads_values = False
@@ -57,9 +59,6 @@ class Addition(Rule):
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         shape = common_shape(inputs)
         return options.forward(*(spread(x, shape) for x in inputs))
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return self._weighted(call, spread(mat, call.output.shape[1:], 2), wrt)
@@ -78,7 +77,7 @@ class Addition(Rule):
         return mat if weight == 1 else weight * mat
 
 
-class Scaling(Rule):
+class Scaling(ZeroResidual):
     """`out = w * x + const` with a fixed `w`, a number or a tensor that all samples share."""
 
     reads_values = False
@@ -93,9 +92,6 @@ class Scaling(Rule):
             if fixed.dim() > dims or (fixed.dim() == dims and fixed.shape[0] != 1):
                 return "its fixed tensor differs between samples"
         return None
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return self._scaled(call, spread(mat, call.output.shape[1:], 2))

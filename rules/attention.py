@@ -15,7 +15,7 @@ from bpk.jacobians.attention.layer import AttentionLayer
 from bpk.jacobians.attention.parts import PROJECTIONS, Settings
 from bpk.jacobians.core.binding import Axis, Binding
 from bpk.jacobians.core.conversion import reading
-from bpk.jacobians.core.rule import case
+from bpk.jacobians.core.example import case
 
 
 class MultiheadAttentionRule(AttentionLayer):

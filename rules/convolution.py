@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bpk.jacobians.convolution.convolution import Conv, ConvTranspose
-from bpk.jacobians.core.rule import case
+from bpk.jacobians.core.example import case
 
 RULES = (
     Conv(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.rule import case
-from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
-from bpk.rules.losses import both
+from bpk.jacobians.core.example import case
+from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.losses.targets import both
 
 IMPOSSIBLE = -1e30
 """The logarithm of zero, in numbers that can be subtracted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from bpk.jacobians.core.rule import case
+from bpk.jacobians.core.example import case
 from bpk.jacobians.families.linear_map import RandomScale
 
 RULES = (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.gemm import wide
-from bpk.jacobians.core.rule import Residual, case
+from bpk.jacobians.core.example import case
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.embedding import TableLookup, look_up, outer_products
 
 
@@ -117,19 +117,6 @@ class EmbeddingBagRule(TableLookup):
         if wrt == "weight":
             return super().jac_t_mat_prod(call, mat, wrt, sum_batch)
         return torch.einsum("vnd,nld->vnl", mat, self._looked_up(call, call.params["weight"][None])[0])
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO if len(wrts) < 2 else Residual.GENERAL  # bilinear in the table and the weights of tokens
-
-    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        if len(mats) < 2:
-            return {wrt: torch.zeros_like(mat) for wrt, mat in mats.items()}
-        moved = reduced((self._shares(call)[0], mats[1][..., None]), grad_out[:, None])
-        products: dict[Wrt, Tensor] = {
-            1: torch.einsum("nd,vnld->vnl", grad_out, self._looked_up(call, mats["weight"])),
-            "weight": self.placed(call, moved, sum_batch=True),
-        }
-        return {wrt: products[wrt] for wrt in mats}
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         if call.options.mode == "max":

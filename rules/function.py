@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding, Bound
 from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.function_module import ParametricFunction, Slot, Step, common_dtype, is_float
-from bpk.jacobians.core.rule import case
 from bpk.jacobians.families.autodiff import Autodiff
 
 KNOWN = 16

@@ -13,9 +13,10 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, reading, require_constant
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Rule, case
 from bpk.jacobians.families.linear_map import LinearMap, Reshaping
+from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
 

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, behind_batch, reading, require_constant
+from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Example, Residual, Rule, case
-from bpk.jacobians.core.several import SeveralOutputs
+from bpk.jacobians.families.linear_map import ZeroResidual
+from bpk.jacobians.families.several import SeveralOutputs
+from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
 
@@ -51,7 +53,7 @@ Unbind = layer("Unbind", unbind, home="split")
 
 
 # ---- the rules ---------------------------------------------------------------------------------------
-class Joining(Rule):
+class Joining(ZeroResidual):
     """`out = [x_1, x_2, ...]` along an axis; the transposed Jacobian of `x_k` is a view of the columns."""
 
     reads_values = False
@@ -63,9 +65,6 @@ class Joining(Rule):
         if self._dim(call) == 0:
             return "it concatenates along the batch axis, so that rows of its output are not samples"
         return None
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def _dim(self, call: Call) -> int:
         return call.options.dim % call.output.dim()
@@ -103,7 +102,7 @@ class Stacking(Joining):
         return mat.unsqueeze(self._dim(call) + 1)
 
 
-class Cutting(SeveralOutputs):
+class Cutting(SeveralOutputs, ZeroResidual):
     """The pieces of a tensor along `dim`; `joined` puts pieces together again."""
 
     reads_values = False
@@ -129,9 +128,6 @@ class Cutting(SeveralOutputs):
 
     def results(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Sequence[Tensor]:
         return options.forward(inputs[0])
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         pieces = [p.unflatten(0, mat.shape[:2]) for p in call.options.forward(mat.flatten(0, 1))]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Example, case
+from bpk.jacobians.core.example import case
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.losses.flat import ZeroCurvature
-from bpk.jacobians.losses.loss import PointwiseLoss, standard_normal, wide
+from bpk.jacobians.losses.pointwise import PointwiseLoss, standard_normal
 from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
+from bpk.jacobians.losses.targets import (
+    LABELS,
+    ClassTargets,
+    WithVariance,
+    both,
+    class_probabilities,
+    fractions,
+    labels,
+    numbers_of_events,
+    real_numbers,
+    signs,
+    weights,
+)
 
 # ---- weights of terms ---------------------------------------------------------------------------
 
@@ -58,80 +70,6 @@ def poisson_score(call: Call, mc_samples: int) -> Tensor:
     return torch.where(large, normal, (rate - drawn) * (-x.clamp(-100, 10) / 2).exp())
 
 
-# ---- targets of the examples --------------------------------------------------------------------
-
-
-class ClassTargets:
-    """Random class indices for predictions `[N, C, *d]`; the first ones are `ignored`."""
-
-    def __init__(self, ignored: int | None = None) -> None:
-        self.ignored = ignored
-
-    def __call__(self, shape: tuple[int, ...]) -> Tensor:
-        target = torch.randint(shape[1], (shape[0], *shape[2:]))
-        if self.ignored is not None:
-            target[:1] = self.ignored
-        return target
-
-
-def class_probabilities(shape: tuple[int, ...]) -> Tensor:
-    """A distribution over axis 1."""
-    return torch.randn(shape, dtype=torch.float64).softmax(1)
-
-
-def real_numbers(shape: tuple[int, ...]) -> Tensor:
-    """Standard normal targets."""
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def fractions(shape: tuple[int, ...]) -> Tensor:
-    """Numbers between 0 and 1."""
-    return torch.rand(shape, dtype=torch.float64)
-
-
-def labels(shape: tuple[int, ...]) -> Tensor:
-    """Zeros and ones."""
-    return torch.rand(shape, dtype=torch.float64).round()
-
-
-def signs(shape: tuple[int, ...]) -> Tensor:
-    """Minus ones and ones."""
-    return 2 * labels(shape) - 1
-
-
-def numbers_of_events(shape: tuple[int, ...]) -> Tensor:
-    """Small non-negative integers."""
-    return torch.randint(5, shape).double()
-
-
-class WithVariance:
-    """Real targets and a positive variance; `lacks` axes less than the prediction, or one value along `along`."""
-
-    def __init__(self, lacks: int = 0, along: int | None = None) -> None:
-        self.lacks = lacks
-        self.along = along
-
-    def __call__(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        var_shape = list(shape[: len(shape) - self.lacks])
-        if self.along is not None:
-            var_shape[self.along] = 1
-        return real_numbers(shape), 0.5 + fractions(tuple(var_shape))
-
-
-def both(loss: type[nn.Module], shape: tuple[int, ...], target: Any, **options: Any) -> tuple[Example, Example]:
-    """An example for each of the reductions "mean" and "sum"; `options` of the loss, or `domain` of the example."""
-    return (
-        case(loss, shape=shape, target=target, reduction="mean", **options),
-        case(loss, shape=shape, target=target, reduction="sum", **options),
-    )
-
-
-def weights(*values: float) -> Tensor:
-    """A weight tensor in double precision."""
-    return torch.tensor(values, dtype=torch.float64)
-
-
-LABELS = ClassTargets()
 SOME_IGNORED = ClassTargets(ignored=1)
 ALL_SHAPES: tuple[tuple[int, ...], ...] = ((3,), (3, 2), (2, 3, 2))
 CE, BCE, NLL, GAUSS = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.NLLLoss, nn.GaussianNLLLoss

@@ -15,11 +15,12 @@ from bpk.jacobians.core.broadcast import bind_operands, collect, spread
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.core.errors import RuleError
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Rule, case
 from bpk.jacobians.families.linear_in_each import LinearInEach
 from bpk.jacobians.families.linear_map import LinearMap, layer_itself
 from bpk.jacobians.families.multilinear import Multilinear
+from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.rule import Example, case
-from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
+from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.losses.flat import ZeroCurvature
-from bpk.rules.losses import LABELS, both, real_numbers, signs, weights
+from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.losses.targets import LABELS, both, real_numbers, signs, weights
 
 DISTANCE = (
     "it is not convex in its predictions (a distance enters with a negative sign), so the GGN is not positive "

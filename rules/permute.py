@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, behind_batch, one_by_one, reading, require_constant
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Rule, case
 from bpk.jacobians.families.linear_map import LinearMap
+from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
 

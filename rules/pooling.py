@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Example, Rule, case
+from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.linear_map import LinearMap, Selection
+from bpk.jacobians.rule import Rule
 
 
 class PowerAverage(Autodiff):

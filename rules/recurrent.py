@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from bpk.jacobians.core.rule import case
+from bpk.jacobians.core.example import case
 from bpk.jacobians.recurrent.cells import Cell, Elman, Gru, Lstm
 from bpk.jacobians.recurrent.recurrent import Recurrent, RecurrentStep
 

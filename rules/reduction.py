@@ -1,4 +1,4 @@
-"""Linear maps along axes behind the batch axis: means and sums, repetition, rotation, masks."""
+"""Linear maps along axes behind the batch axis: means and sums, rotation, repetition of entries."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.broadcast import collect
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import (
     CannotConvert,
     Conversion,
-    Size,
     behind_batch,
     one_by_one,
     reading,
     require_constant,
 )
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Rule, case
 from bpk.jacobians.families.linear_map import LinearMap
+from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
 Axes = int | tuple[int, ...]
@@ -53,24 +52,9 @@ def flip(x: Tensor, /, dims: Axes) -> Tensor:
     return x.flip(dims)
 
 
-def expand(x: Tensor, /, *sizes: int) -> Tensor:
-    """Repeat axes with one entry (as a view), `out = x.expand(N, *sizes)`."""
-    return x.expand(x.shape[0], *sizes)
-
-
-def repeat(x: Tensor, /, *sizes: int) -> Tensor:
-    """Repeat every sample along its axes, `out = x.repeat(1, *sizes)`."""
-    return x.repeat(1, *sizes)
-
-
 def repeat_each(x: Tensor, /, repeats: int, dim: int) -> Tensor:
     """Repeat every entry along an axis, `out = x.repeat_interleave(repeats, dim)`."""
     return x.repeat_interleave(repeats, dim)
-
-
-def masked_fill(x: Tensor, /, mask: Tensor, value: float) -> Tensor:
-    """Put a fixed value where a fixed mask is true, `out = x.masked_fill(mask, value)`."""
-    return x.masked_fill(mask, value)
 
 
 Mean = layer("Mean", mean, home="reduction")
@@ -78,10 +62,7 @@ Sum = layer("Sum", add_over, home="reduction")
 Cumsum = layer("Cumsum", cumulate, home="reduction")
 Roll = layer("Roll", roll, home="reduction")
 Flip = layer("Flip", flip, home="reduction")
-Expand = layer("Expand", expand, home="reduction")
-Repeat = layer("Repeat", repeat, home="reduction")
 RepeatInterleave = layer("RepeatInterleave", repeat_each, home="reduction")
-MaskedFill = layer("MaskedFill", masked_fill, home="reduction")
 
 
 # ---- the rules ---------------------------------------------------------------------------------------
@@ -118,40 +99,6 @@ class Reduction(AlongAxes):
         return mat.expand(mat.shape[0], *shape)
 
 
-class Expanding(LinearMap):
-    """`out = x` repeated along axes with one entry: the transposed Jacobian sums over them."""
-
-    def obstacle(self, call: Call) -> str | None:
-        if call.inputs[0].dim() != call.output.dim():
-            return "it adds axes in front of the batch axis"
-        return None
-
-    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
-        return mat.expand(mat.shape[0], *call.output.shape)
-
-    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        return collect(mat, call.inputs[0].shape[1:], 2)
-
-
-class Repeating(LinearMap):
-    """`Repeat`, which keeps the number of axes."""
-
-    def obstacle(self, call: Call) -> str | None:
-        if call.inputs[0].dim() != call.output.dim():
-            return "it adds axes in front of the batch axis"
-        return None
-
-
-class Masking(LinearMap):
-    """`MaskedFill`: entries under the mask do not depend on the input."""
-
-    def obstacle(self, call: Call) -> str | None:
-        mask, x = call.options.mask, call.inputs[0]
-        if call.output.dim() != x.dim() or (mask.dim() == x.dim() and mask.shape[0] != 1):
-            return "its fixed mask differs between samples"
-        return None
-
-
 def dim_of(options: Options) -> Axes:
     """The axes under the name that most functions of torch give them."""
     return options.dim
@@ -160,11 +107,6 @@ def dim_of(options: Options) -> Axes:
 def dims_of(options: Options) -> Axes:
     """The axes of `roll` and `flip`."""
     return options.dims
-
-
-def mask_linear(options: Options, x: Tensor) -> Tensor:
-    """Masking without the constant."""
-    return x.masked_fill(options.mask, 0.0)
 
 
 # ---- how functions are read --------------------------------------------------------------------------
@@ -210,38 +152,12 @@ def read_flip(input: Any, *dims: Any) -> Conversion:
     return Conversion(Flip(axes(one_by_one(dims))), (input,))
 
 
-def read_expand(input: Any, *sizes: Any) -> Conversion:
-    """`input.expand(input.size(0), ...)`."""
-    first, *others = one_by_one(sizes)
-    if not isinstance(first, Size) and first != -1:
-        raise CannotConvert("its first size is not known to be that of the batch axis (write x.size(0) or -1 there).")
-    require_constant("a size", *others)
-    return Conversion(Expand(*others), (input,))
-
-
-def read_repeat(input: Any, *repeats: Any) -> Conversion:
-    """`input.repeat(1, ...)`."""
-    first, *others = one_by_one(repeats)
-    require_constant("a number of repetitions", first, *others)
-    if first != 1:
-        raise CannotConvert("it repeats the samples.")
-    return Conversion(Repeat(*others), (input,))
-
-
 def read_repeat_each(input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Conversion:
     """`input.repeat_interleave(repeats, dim)`."""
     if not isinstance(repeats, int):
         raise CannotConvert("its numbers of repetitions are not one number.")
     return Conversion(RepeatInterleave(repeats, axes(dim)), (input,))
 
-
-def read_masked_fill(input: Any, mask: Any, value: Any) -> Conversion:
-    """`input.masked_fill(mask, value)` with a fixed mask."""
-    require_constant("the mask or the value", mask, value)
-    return Conversion(MaskedFill(mask, float(value)), (input,))
-
-
-MASK = torch.tensor([[True, False, False], [False, False, True]])
 
 RULES: tuple[Rule, ...] = (
     Reduction(
@@ -278,26 +194,10 @@ RULES: tuple[Rule, ...] = (
         functions=reading(read_flip, torch.flip, T.flip),
         examples=(case(Flip, (1,), shape=(3, 4)), case(Flip, (-1, 1), shape=(2, 2, 3))),
     ),
-    Expanding(
-        Expand,
-        functions=reading(read_expand, T.expand),
-        examples=(case(Expand, 3, -1, shape=(2, 1, 2)), case(Expand, 2, shape=(3, 1))),
-    ),
-    Repeating(
-        Repeat,
-        functions=reading(read_repeat, T.repeat),
-        examples=(case(Repeat, 2, 1, shape=(2, 2, 3)), case(Repeat, 3, shape=(3, 2))),
-    ),
     AlongAxes(
         RepeatInterleave,
         axes_of=dim_of,
         functions=reading(read_repeat_each, torch.repeat_interleave, T.repeat_interleave),
         examples=(case(RepeatInterleave, 2, 1, shape=(2, 2, 3)), case(RepeatInterleave, 3, -1, shape=(3, 2))),
-    ),
-    Masking(
-        MaskedFill,
-        linear=mask_linear,
-        functions=reading(read_masked_fill, torch.masked_fill, T.masked_fill),
-        examples=(case(MaskedFill, MASK, -2.0, shape=(2, 2, 3)), case(MaskedFill, MASK, 0.0, shape=(2, 1, 3))),
     ),
 )

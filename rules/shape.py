@@ -17,9 +17,10 @@ from bpk.jacobians.core.conversion import (
     reading,
     require_constant,
 )
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Rule, case
 from bpk.jacobians.families.linear_map import Reshaping
+from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
 

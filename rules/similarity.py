@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Rule, case
+from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.elementwise import FunctionLayer
+from bpk.jacobians.rule import Rule
 
 
 class AlongOneAxis(Autodiff):

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Rule, case
+from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.families.along_axis import AlongAxis, BlockResidual, as_blocks
+from bpk.jacobians.rule import Rule
 
 
 class SoftmaxLike(BlockResidual):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding, Bound
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, case
+from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.families.linear_map import ZeroResidual
 
 
-class Unpooling(Rule):
+class Unpooling(ZeroResidual):
     """`out[..., index_k] = x[..., k]`, zero elsewhere. A place that is named twice gets the gradient of both."""
 
     def __init__(self, layer: type[nn.Module], axes: int, function: Any, *examples: Example) -> None:
@@ -36,9 +37,6 @@ class Unpooling(Rule):
         if isinstance(options, Bound):
             return options.module.forward(*inputs, **options.arguments)
         return options.forward(*inputs)
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         index, out = self._index(call, mat), call.output.shape[1:]

@@ -13,9 +13,9 @@ import bpk
 from bpk.command_line.errors import UserError, described, one_line, shown
 from bpk.command_line.locate import from_file
 from bpk.command_line.source import line_of_method, lines_of_rules
-from bpk.jacobians.checks.case import Report
+from bpk.jacobians.checks.report import Report
 from bpk.jacobians.core.errors import RuleError
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 
 EXAMPLES = """examples:

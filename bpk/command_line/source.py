@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 from types import ModuleType
 
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 
 
 def lines_of_rules(file: str, count: int) -> list[int]:

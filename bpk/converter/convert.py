@@ -18,7 +18,7 @@ from bpk.converter.tracing import TUPLES, numbered, trace
 from bpk.converter.tree import Tree
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, convert
 from bpk.jacobians.core.function_module import ParametricFunction
-from bpk.jacobians.core.several import SeveralOutputs
+from bpk.jacobians.families.several import SeveralOutputs
 from bpk.rules import REGISTRY
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bpk.converter.kinds import VERBATIM, Kind, function_of, name_of
-from bpk.jacobians.core.conversion import IN_PLACE_OPERATORS, out_of_place
+from bpk.jacobians.core.in_place import IN_PLACE_OPERATORS, out_of_place
 
 VIEWS = {
     *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "transpose", "permute", "t", "swapaxes"),

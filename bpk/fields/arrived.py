@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bpk.jacobians.core.rule import add_up
+from bpk.jacobians.core.products import add_up
 
 PIECE = 1 << 22
 """How many numbers a block of columns holds at most on a processor (16 MiB in float32): larger allocations go back to

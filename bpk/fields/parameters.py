@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bpk.fields.arrived import Averages, Columns
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import add_up
+from bpk.jacobians.core.products import add_up
 from bpk.plan.graph import parameter_edges
 from bpk.plan.stretch import StretchCall
 from bpk.recording import engine

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
-from bpk.jacobians.core.rule import Rule, add_up
+from bpk.jacobians.rule import Rule
 from bpk.plan.samples import to_samples
 from bpk.utils.kroneckers import sparse_diagonal
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import Plain
-from bpk.jacobians.core.passage import PASSAGE
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source, trace
 from bpk.plan.objective import (

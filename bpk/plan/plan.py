@@ -16,9 +16,9 @@ from torch.autograd.graph import Node
 
 from bpk.context import CTX
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source, connected, gradient_edge
 from bpk.plan.samples import Attribution
 from bpk.plan.stretch import STRETCH, StretchCall

@@ -9,8 +9,8 @@ from torch import nn
 
 from bpk.context import CTX
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source
 from bpk.recording.record import Record
 

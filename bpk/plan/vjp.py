@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.context import CTX
-from bpk.jacobians.families.autodiff_graph import Ends, vector_jacobian_products
+from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 
 
 def pull_columns(

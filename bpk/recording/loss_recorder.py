@@ -10,8 +10,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from bpk.context import CTX
-from bpk.jacobians.losses.autodiff_loss import is_loss
-from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.losses.loss import Loss, is_loss
 from bpk.jacobians.losses.loss_call import tensors_anywhere
 from bpk.plan.objective import is_linear
 from bpk.recording import engine

@@ -21,8 +21,9 @@ from bpk.context import CTX
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.random_state import RandomState
-from bpk.jacobians.core.rule import Rule, add_up
+from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
 from bpk.recording.ports import PLAIN, Port

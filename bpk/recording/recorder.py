@@ -15,12 +15,11 @@ from bpk.context import CTX
 from bpk.jacobians.core.binding import Binding, tensors_in
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.function_module import FunctionModule
-from bpk.jacobians.core.passage import PASSAGE
 from bpk.jacobians.core.random_state import RandomState
-from bpk.jacobians.core.rule import Rule
-from bpk.jacobians.core.several import SeveralOutputs
-from bpk.jacobians.losses.autodiff_loss import GENERIC_LOSS, is_loss
-from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.families.passage import PASSAGE
+from bpk.jacobians.families.several import SeveralOutputs
+from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss, is_loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.graph import parameter_edges
 from bpk.recording import engine
 from bpk.recording.activations import leave_on, nothing

@@ -13,9 +13,9 @@ from torch import nn
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 from bpk.sweeps.by_hand import ByHand

@@ -12,7 +12,7 @@ from bpk.extending import attach, check_module
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.binding import Binding, tensors_in
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.passage import PASSAGE
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import Source, trace
 from bpk.plan.placement import place
 from bpk.recording.membership import Held, parts_of

@@ -17,7 +17,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 from bpk.recording.membership import parts_of
 from bpk.rules import REGISTRY
 from bpk.support.decide import Kind, Support

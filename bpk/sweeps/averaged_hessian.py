@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.products import Residual
 from bpk.plan.plan import Link, Step
 from bpk.plan.stretch import StretchCall
 from bpk.sweeps.averaged import Averaged

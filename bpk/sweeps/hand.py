@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.context import CTX
-from bpk.jacobians.core.passage import PASSAGE
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.plan import Step
 from bpk.recording.record import Record

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.plan import Step
 from bpk.plan.stretch import STRETCH, StretchCall

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.plan import Link, Step
 from bpk.plan.stretch import StretchCall
 from bpk.recording.ports import Port

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.losses.loss import wide
+from bpk.jacobians.core.numeric import wide
 
 Shift = float | Sequence[float] | None
 """What is added to the diagonals of the factors: one number for all, one for each, or nothing."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from bpk.jacobians.losses.loss import Loss, PointwiseLoss, standard_normal
+from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.losses.pointwise import PointwiseLoss, standard_normal
 from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
 from bpk.rules import REGISTRY
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.rule import add_up
+from bpk.jacobians.core.products import add_up
 from bpk.verification.layers import Layers, bias_of
 from bpk.verification.objective import Objective, Points
 from bpk.verification.place import Place

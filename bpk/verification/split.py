@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.rule import add_up
+from bpk.jacobians.core.products import add_up
 from bpk.verification.objective import Points
 from bpk.verification.problem import Problem
 from bpk.verification.samples import SamplesMix, owners

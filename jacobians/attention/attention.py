@@ -133,7 +133,7 @@ class Heads:
             return dq, dk, self.v.new_zeros(ds.shape[0], *self.v.shape)
         return dq, dk, torch.matmul(self.attended.transpose(-1, -2), c)
 
-    def bend(self, c: Tensor | None, cp: Tensor | None, t: Tangent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def pull_second(self, c: Tensor | None, cp: Tensor | None, t: Tangent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The derivative of `pull`, and of `pull_scores`, along tangents, for one column `c` `[N, H, L, d]`."""
         dp = plus(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
         assert dp is not None

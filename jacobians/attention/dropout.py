@@ -11,16 +11,12 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
-from bpk.jacobians.second_order.probing import precision
 
 REASON = "it drops attention weights at random, and which ones is not known after the forward pass."
 WAY_OUT = (
     "call .eval() on the layer, or set its dropout = 0.0 (nn.Dropout elsewhere may stay); on a GPU, a forward pass "
     "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) makes it known."
 )
-
-CLOSE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.25, torch.bfloat16: 0.5}
-"""What rounding may amount to, relative to what dropout changes; another mask changes about 1.4 times as much."""
 
 
 def unknown(name: str) -> UnsupportedLayer:
@@ -50,23 +46,3 @@ def probed(before: RandomState, rate: float, query: Tensor, keys: int, masked: b
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             kept.append(F.scaled_dot_product_attention(q, k, v, mask, rate, causal).detach() != 0)
     return torch.cat(kept, -1)[..., :keys].to(query.dtype) / (1 - rate)
-
-
-def agrees(found: Tensor, without: Tensor, output: Tensor) -> bool:
-    """Whether a mask explains `output`: for every sample, `found` is far closer to it than a layer `without` dropout.
-
-    All are `[N, *out]`; entries that are infinite or NaN in both say nothing.
-    """
-    kind = precision(output)
-    wide = torch.promote_types(output.dtype, torch.float32)
-    found, without, output = (x.detach().to(wide) for x in (found, without, output))
-    known = output.isfinite()
-    error = norm((found - output).masked_fill(~known & ~found.isfinite(), 0.0))
-    effect = norm((without - output).masked_fill(~known, 0.0))
-    rounding = torch.finfo(kind).eps * norm(output.masked_fill(~known, 0.0))
-    return bool((error <= torch.maximum(CLOSE[kind] * effect, rounding)).all())
-
-
-def norm(x: Tensor) -> Tensor:
-    """Of every sample."""
-    return x.flatten(1).norm(dim=1)

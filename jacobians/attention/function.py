@@ -14,7 +14,8 @@ from bpk.jacobians.attention.attention import Heads, Tangent, additive
 from bpk.jacobians.core.binding import Axis, Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, require_constant
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -106,8 +107,7 @@ class DotProductRule(Rule):
 
     def at(self, call: Call) -> Heads:
         """The heads, evaluated once per call."""
-        heads: Heads = call.memo((self, "heads"), lambda: self.evaluate_heads(call.options, call.inputs))
-        return heads
+        return call.memo((self, "heads"), lambda: self.evaluate_heads(call.options, call.inputs))
 
     def tangent(self, call: Call, mats: Mapping[Wrt, Tensor]) -> Tangent:
         """Tangents of the inputs, repeated as these are; that of a mask spread over its missing axes."""
@@ -141,7 +141,7 @@ class DotProductRule(Rule):
         return Residual.ZERO if tuple(wrts) == (2,) else Residual.GENERAL
 
     def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        return self.at_inputs(call, self.at(call).bend(grad_out, None, self.tangent(call, mats)), mats)
+        return self.at_inputs(call, self.at(call).pull_second(grad_out, None, self.tangent(call, mats)), mats)
 
 
 def repeated(x: Tensor, times: int) -> Tensor:

@@ -7,16 +7,15 @@ parameters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bpk.jacobians.attention.attention import Heads, Tangent, merge_heads, split_heads
-from bpk.jacobians.attention.dropout import REASON, agrees, probed, redrawn, unknown
+from bpk.jacobians.attention.dropout import REASON, probed, redrawn, unknown
 from bpk.jacobians.attention.parts import (
-    APPENDED,
     PROJECTIONS,
     Pulled,
     Settings,
@@ -31,9 +30,11 @@ from bpk.jacobians.attention.parts import (
     weight_tangent,
 )
 from bpk.jacobians.attention.weights import LinearInside
-from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.numeric import linear
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.families.latest import Latest
+from bpk.jacobians.families.redrawn import agrees
 from bpk.jacobians.second_order.probing import precision
 
 KEPT = 1 << 22
@@ -89,8 +90,7 @@ class AttentionLayer(LinearInside):
         """What the weights of this call were multiplied with, `[N, H, L, S]`; `None` where nothing is dropped."""
         if not call.options.dropout:
             return None
-        kept: Tensor = call.memo("mask", lambda: self.redraw(call))
-        return kept
+        return call.memo("mask", lambda: self.redraw(call))
 
     def redraw(self, call: Call) -> Tensor:
         """The mask with which this rule gives the output that the layer gave."""
@@ -122,33 +122,26 @@ class AttentionLayer(LinearInside):
             plain = evaluate_heads(call.options, call.inputs, call.params)
             return dataclasses.replace(plain, keep=self.keep(call))
 
-        found: Heads = call.memo((self, "heads"), heads)
-        return found
+        return call.memo((self, "heads"), heads)
 
     def merged(self, call: Call) -> Tensor:
         """The heads' output side by side: `[N, L, D]`."""
-        z: Tensor = call.memo((self, "merged"), lambda: merge_heads(self.at(call).z))
-        return z
+        return call.memo((self, "merged"), lambda: merge_heads(self.at(call).z))
 
     def columns_at_heads(self, call: Call, mat: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """From columns at the results to those at the heads' output `[V, N, H, L, d]` and weights `[V, N, H, L, S]`."""
         parts = self.split(call, mat)
         heads, c, cp = call.options.heads, parts.get(0), parts.get(1)
         if c is not None:
-            c = split_heads(gemm.linear(c, call.params["out_proj.weight"].T), heads)
+            c = split_heads(linear(c, call.params["out_proj.weight"].T), heads)
         if cp is not None and call.options.averaged:
             cp = (cp / heads)[:, :, None].expand(-1, -1, heads, -1, -1)
         return c, cp
 
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
         """Columns at the projections; remembered for the blocks of columns that came last."""
-        kept: dict[Hashable, tuple[Tensor, Pulled]] = call.memo((self, "pulled"), dict)
-        key = (mat.data_ptr(), mat._version, mat.shape, mat.stride(), torch.is_grad_enabled())
-        if key not in kept:
-            kept[key] = mat, self.pull_in_pieces(call, mat)
-            while len(kept) > 1 and 3 * sum(m.numel() for m, _ in kept.values()) > KEPT:
-                del kept[next(iter(kept))]
-        return kept[key][1]
+        latest: Latest[Pulled] = call.memo((self, "latest"), Latest)
+        return latest.find(mat, lambda: self.pull_in_pieces(call, mat), lambda found: 3 * mat.numel(), KEPT)
 
     def pull_in_pieces(self, call: Call, mat: Tensor) -> Pulled:
         """A few columns at a time, so that what is as large as the weights stays in the processor's cache."""
@@ -173,7 +166,7 @@ class AttentionLayer(LinearInside):
             parts[0] = torch.matmul(self.merged(call), mat.transpose(1, 2)[:, None])
         else:
             tz, tp = self.at(call).push(self.tangent(call, {wrt: mat}))
-            parts[0] = gemm.linear(merge_heads(tz), call.params["out_proj.weight"])
+            parts[0] = linear(merge_heads(tz), call.params["out_proj.weight"])
             parts[1] = tp.mean(2) if call.options.averaged else tp
         absent = [k for k in call.used if k not in parts]
         parts |= {k: mat.new_zeros(mat.shape[0], call.batch_size, *call.used[k]) for k in absent}
@@ -183,7 +176,7 @@ class AttentionLayer(LinearInside):
         if isinstance(wrt, str):
             return self.rows(call, mat, wrt, sum_batch)
         if wrt < 3:
-            return gemm.linear(self.pulled(call, mat).roles[wrt], projection(call.params, wrt)[0].T)
+            return linear(self.pulled(call, mat).roles[wrt], projection(call.params, wrt)[0].T)
         return at_mask(call, self.at(call).pull_scores(*self.columns_at_heads(call, mat)), wrt)
 
     # ---- parameters ----------------------------------------------------------------------------------
@@ -221,49 +214,37 @@ class AttentionLayer(LinearInside):
         t = self.tangent(call, mats)
         c, cp = (None if x is None else x[0] for x in self.columns_at_heads(call, grad_out[None]))
         zero = at.v.new_zeros(len(next(iter(mats.values()))), *at.v.shape) if t.vanishes else None
-        dq, dk, dv, ds = at.bend(c, cp, Tangent(v=zero) if t.vanishes else t)
+        dq, dk, dv, ds = at.pull_second(c, cp, Tangent(v=zero) if t.vanishes else t)
         grad = self.split(call, grad_out[None]).get(0)
         if "out_proj.weight" in mats and grad is not None:
             moved = split_heads(torch.matmul(grad, mats["out_proj.weight"][:, None]), heads)
             parts = at.pull(moved, None)
             dq, dk, dv, ds = dq + parts[0], dk + parts[1], dv + parts[2], ds + at.pull_scores(moved, None)
-        bent, first = arrange(call, (dq, dk, dv)), self.pulled(call, grad_out[None])
-        return {wrt: self.bent(call, wrt, mats, bent, first, ds, t, grad) for wrt in mats}
+        second, first = arrange(call, (dq, dk, dv)), self.pulled(call, grad_out[None])
 
-    def bent(
-        self,
-        call: Call,
-        wrt: Wrt,
-        mats: Mapping[Wrt, Tensor],
-        bent: Pulled,
-        first: Pulled,
-        scores: Tensor,
-        t: Tangent,
-        grad: Tensor | None,
-    ) -> Tensor:
-        """The residual's share of one input or parameter, from what it is before the projections (`bent`)."""
-        if isinstance(wrt, int):
+        def of_input(wrt: int) -> Tensor:
             if wrt > 2:
-                return at_mask(call, scores, wrt)
-            own = torch.matmul(bent.roles[wrt], projection(call.params, wrt)[0])
+                return at_mask(call, ds, wrt)
+            own = torch.matmul(second.roles[wrt], projection(call.params, wrt)[0])
             moved = weight_tangent(mats, wrt)
             return own if moved is None else own + torch.matmul(first.roles[wrt], moved[:, None])
-        if wrt == "out_proj.weight":
-            tz = None if grad is None or t.vanishes else merge_heads(self.at(call).push(t)[0])
-            zeros = torch.zeros_like(mats[wrt])
-            return zeros if tz is None or grad is None else torch.einsum("nto,vnti->voi", grad[0], tz)
-        if wrt == "out_proj.bias":
-            return torch.zeros_like(mats[wrt])
-        if wrt == "in_proj_bias":
-            return torch.cat([m.sum((1, 2)) for m in bent.roles], 1)
-        if wrt in APPENDED.values():
-            return bent.appended[wrt].sum(1).reshape(mats[wrt].shape)
-        roles = range(3) if wrt == "in_proj_weight" else [PROJECTIONS.index(wrt)]
-        return torch.cat([self.bent_weight(call, mats, bent, first, role) for role in roles], 1)
 
-    def bent_weight(self, call: Call, mats: Mapping[Wrt, Tensor], bent: Pulled, first: Pulled, role: int) -> Tensor:
-        """The share `[V, D, E]` of a projection's weight."""
-        total = torch.einsum("vnto,nti->voi", bent.roles[role], call.inputs[role])
-        if role in mats:
-            total = total + torch.einsum("nto,vnti->voi", first.roles[role][0], mats[role])
-        return total
+        def of_projection(role: int) -> Tensor:
+            total = torch.einsum("vnto,nti->voi", second.roles[role], call.inputs[role])
+            if role in mats:
+                total = total + torch.einsum("nto,vnti->voi", first.roles[role][0], mats[role])
+            return total
+
+        def of_param(wrt: str) -> Tensor:
+            if wrt == "out_proj.weight" and grad is not None and not t.vanishes:
+                return torch.einsum("nto,vnti->voi", grad[0], merge_heads(at.push(t)[0]))
+            if wrt.startswith("out_proj"):
+                return torch.zeros_like(mats[wrt])
+            if wrt == "in_proj_bias":
+                return torch.cat([m.sum((1, 2)) for m in second.roles], 1)
+            if wrt in second.appended:
+                return second.appended[wrt].sum(1).reshape(mats[wrt].shape)
+            roles = range(3) if wrt == "in_proj_weight" else [PROJECTIONS.index(wrt)]
+            return torch.cat([of_projection(role) for role in roles], 1)
+
+        return {wrt: of_input(wrt) if isinstance(wrt, int) else of_param(wrt) for wrt in mats}

@@ -171,6 +171,4 @@ def beside(pieces: Sequence[Pulled]) -> Pulled:
 
 def same(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors are the same one."""
-    first = tensors[0]
-    like = (first.data_ptr(), first.shape, first.stride(), first.dtype)
-    return all((x.data_ptr(), x.shape, x.stride(), x.dtype) == like for x in tensors[1:])
+    return all(x.is_set_to(tensors[0]) for x in tensors[1:])

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import add_up
-from bpk.jacobians.core.several import SeveralOutputs
+from bpk.jacobians.core.products import add_up
+from bpk.jacobians.families import sequences
+from bpk.jacobians.families.several import SeveralOutputs
 
 
 class LinearInside(SeveralOutputs):
@@ -48,9 +49,9 @@ class LinearInside(SeveralOutputs):
             return rows.sum(1) if sum_batch else rows
         pairs = list(zip(self.columns(call, mat, param), inputs, strict=True))
         if sum_batch:
-            return joined([torch.matmul(m.flatten(1, 2).transpose(1, 2), x.flatten(0, 1)) for m, x in pairs], 1)
+            return joined([sequences.summed(m, x) for m, x in pairs], 1)
         empty = call.empty if len(pairs) == 1 else fresh
-        return joined([outer(m, x, empty) for m, x in pairs], 2)
+        return joined([sequences.per_sample(m, x, empty) for m, x in pairs], 2)
 
     # ---- shortcuts -------------------------------------------------------------------------------------
     def has_cheap_squares(self, call: Call, param: str) -> bool:
@@ -63,25 +64,22 @@ class LinearInside(SeveralOutputs):
         if torch.is_grad_enabled() or not inputs:
             return super().squared_sum(call, mat, param, weights, per_sample)
         empty = call.empty if len(inputs) == 1 else fresh
-        parts = [
-            squares(m, x, weights, per_sample, empty)
-            for m, x in zip(self.columns(call, mat, param), inputs, strict=True)
-        ]
-        return joined(parts, -2)
+        pairs = zip(self.columns(call, mat, param), inputs, strict=True)
+        return joined([squares(m, x, weights, per_sample, empty) for m, x in pairs], -2)
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         inputs = self.operands(call, param)
         if not inputs:
             return super().norm_squared(call, grad_out, param)
         pairs = zip(self.columns(call, grad_out[None], param), inputs, strict=True)
-        return add_up([gemm.norm_squared(patches(x), seen(m)[0], x.shape[2]) for m, x in pairs])
+        return add_up([sequences.norm_squared(m[0], x) for m, x in pairs])
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         inputs, n = self.operands(call, param), call.batch_size
         moments = []
         for x in inputs:
             t, width = x.shape[1:]
-            moment = gemm.second_moment(patches(x), n, 1, width, t, x, approximation == "reduce")
+            moment = gemm.second_moment(sequences.patches(x), n, 1, width, t, x, approximation == "reduce")
             moments.append(moment / (n * t * len(inputs) if approximation == "expand" else n * len(inputs)))
         return add_up(moments) if moments else None
 
@@ -109,45 +107,13 @@ class LinearInside(SeveralOutputs):
         return self.kron_rows(one, matrix.reshape(-1, *one.output.shape), param)[:, 0]
 
 
-def outer(m: Tensor, x: Tensor, empty: gemm.Empty) -> Tensor:
-    """`sum_t m_t x_t^T` for every sample: `[V, N, O, I]`."""
-    if torch.is_grad_enabled():
-        return torch.matmul(m.transpose(2, 3), x)
-    out = empty((*m.shape[:2], m.shape[3], x.shape[2]), m)
-    for column, goal in zip(m, out, strict=True):
-        torch.bmm(column.transpose(1, 2), x, out=goal)
-    return out
-
-
-def squares(m: Tensor, x: Tensor, weights: Tensor | None, per_sample: bool, empty: gemm.Empty) -> Tensor:
-    """`sum_v w_vn (sum_t m_t x_t^T)^2`: `[O, I]`, or `[N, O, I]` where `per_sample`. No graph is built."""
-    (v, n, t, o), width = m.shape, x.shape[2]
-    if t == 1 or gemm.by_pairs(v, o, width, t):
-        return gemm.squared_sum(patches(x), seen(m), width, weights, per_sample, empty).squeeze(-3)
-    total = empty((n if per_sample else 1, o, width), gemm.wide(m[:0])).zero_()
-    for part in gemm.chunks(n, 2 * o * width, m.device):
-        goal = total[part] if per_sample else fresh((part.stop - part.start, o, width), total).zero_()
-        rows = torch.empty_like(goal)
-        for k, column in enumerate(m[:, part]):
-            torch.bmm(gemm.wide(column).transpose(1, 2), gemm.wide(x[part]), out=rows)
-            goal.addcmul_(rows, rows if weights is None else rows * weights[k, part, None, None])
-        if not per_sample:
-            total[0] += goal.sum(0)
-    return (total if per_sample else total[0]).to(m.dtype)
-
-
-def patches(x: Tensor) -> gemm.Patches:
-    """What a linear layer multiplies, as `gemm` sees it: `[N, T, I]` to `[B, 1, I, T]`."""
-
-    def some(samples: slice) -> Tensor:
-        return x[samples].transpose(1, 2)[:, None]
-
-    return some
-
-
-def seen(columns: Tensor) -> Tensor:
-    """Columns as `gemm` sees them: `[V, N, T, O]` to `[V, N, 1, O, T]`."""
-    return columns.transpose(2, 3)[:, :, None]
+def squares(m: Tensor, x: Tensor, weights: Tensor | None, keep: bool, empty: gemm.Empty) -> Tensor:
+    """`sum_v w_vn (sum_t m_t x_t^T)^2`: `[O, I]`, or `[N, O, I]` where `keep`, in the cheaper way."""
+    (v, _, t, o), width = m.shape, x.shape[2]
+    if t > 1 and not gemm.by_pairs(v, o, width, t):
+        return sequences.squared_sum(m, x, weights, keep, empty)
+    found = gemm.squared_sum(sequences.patches(x), sequences.as_columns(m), width, weights, keep, empty)
+    return found.squeeze(-3)
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:

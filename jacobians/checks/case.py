@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.checks.reference import Reference
+from bpk.jacobians.checks.report import Report
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import explain, raised_at
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest difference, relative to the largest entry of the reference.
 
 Some kernels of torch (hardsigmoid, celu) use float32 constants in float64: their own error is 1e-8.
 """
-
-
-@dataclass
-class Report:
-    """What `check_rule` has checked: passed checks per product, and what was skipped and why.
-
-    >>> report = Report("Relu")
-    >>> report.passed["jac_mat_prod"] += 2
-    >>> print(report)
-    Relu: 2 checks
-      jac_mat_prod  2
-    """
-
-    rule: str
-    passed: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def checks(self) -> int:
-        """The number of comparisons that agreed."""
-        return self.passed.total()
-
-    def __str__(self) -> str:
-        width = max(map(len, self.passed), default=0)
-        lines = [f"{self.rule}: {self.checks} checks"]
-        lines += [f"  {product:<{width}}  {count}" for product, count in sorted(self.passed.items())]
-        lines += [f"  skipped: {reason} ({count})" for reason, count in sorted(self.skipped.items())]
-        return "\n".join(lines)
 
 
 class Case:

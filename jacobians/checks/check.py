@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from bpk.jacobians.checks import conventions as check_conventions
 from bpk.jacobians.checks import overrides as check_overrides
 from bpk.jacobians.checks import products as check_products
-from bpk.jacobians.checks.case import Case, Report, evaluate, product_of, raised
+from bpk.jacobians.checks.case import Case, evaluate, product_of, raised
 from bpk.jacobians.checks.loss import loss_hessian
 from bpk.jacobians.checks.reference import Reference
+from bpk.jacobians.checks.report import Report
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import RuleError, explain, raised_at
-from bpk.jacobians.core.rule import Example, Rule
-from bpk.jacobians.core.several import SeveralOutputs
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 
 __all__ = ["Report", "check_rule"]
 
@@ -57,7 +59,7 @@ def check_rule(
         RuleError: A product disagrees. The message names the product, the example, the entry, both values.
 
     >>> from bpk.jacobians.families.autodiff import Autodiff
-    >>> from bpk.jacobians.core.rule import case
+    >>> from bpk.jacobians.core.example import case
     >>> check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=(3, 2))]).checks > 30
     True
     """

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.checks.case import Case
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.losses.curvature import Curvature
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
 
@@ -28,33 +29,33 @@ def loss_hessian(case: Case, rule: Loss) -> None:
     hessian = dense_hessian(case, joint)
     if hessian is None:
         return
-    rule, call, shape = joint.rule, joint.call, joint.call.inputs[0].shape
+    curvature, call, shape = joint.rule, joint.call, joint.call.inputs[0].shape
     mat = case.random(3, *shape)
     rows = mat.double().reshape(*mat.shape[:2], -1)
     expected = torch.einsum("nij,vnj->vni", hessian, rows).reshape(mat.shape)
-    product = case.run("hessian_mat_prod", rule.hessian_mat_prod, call, mat)
+    product = case.run("hessian_mat_prod", curvature.hessian_mat_prod, call, mat)
     case.same("hessian_mat_prod", product, expected, 0, ("column", "sample"), loosen=4.0)
 
-    found = case.run("hessian_columns", rule.hessian_columns, call)
+    found = case.run("hessian_columns", curvature.hessian_columns, call)
     if found is not None:
         columns, signs = found
         _columns(case, "hessian_columns", columns, signs, hessian, shape)
-    total = case.run("sum_hessian", rule.sum_hessian, call)
+    total = case.run("sum_hessian", curvature.sum_hessian, call)
     case.same("sum_hessian", total, hessian.sum(0), 0, (), loosen=4.0)
     if case.exact:
         _residual(case, joint, mat, expected)
         _isolation(case, joint, mat)
 
-    reason = case.run("no_root", rule.no_root, call)
+    reason = case.run("no_root", curvature.no_root, call)
     if reason is not None:
         case.skip(f"no square root: {reason}")
         return
     definite = torch.linalg.eigvalsh(hessian).amin(1) >= -1e-9 * hessian.abs().max()
-    root = case.run("sqrt_hessian", rule.sqrt_hessian, call)
+    root = case.run("sqrt_hessian", curvature.sqrt_hessian, call)
     if root is not None:
         _columns(case, "sqrt_hessian", root, root.new_ones(root.shape[:2]), hessian, shape, definite)
-        _parts(case, rule, call, root)
-    sampled = case.run("sqrt_hessian_sampled", rule.sqrt_hessian_sampled, call, 2)
+        _parts(case, curvature, call, root)
+    sampled = case.run("sqrt_hessian_sampled", curvature.sqrt_hessian_sampled, call, 2)
     if sampled is not None:
         _shape_and_dtype(case, sampled, torch.Size((2, *shape)))
     if case.exact:
@@ -103,7 +104,7 @@ def _differences(loss: Callable[[Tensor], Tensor], point: Tensor, error: str) ->
     return torch.stack([(gradient(point + unit) - gradient(point - unit)) / (2 * STEP) for unit in units])
 
 
-def _parts(case: Case, rule: Loss, call: Call, root: Tensor) -> None:
+def _parts(case: Case, rule: Curvature, call: Call, root: Tensor) -> None:
     """The same columns, a few at a time."""
     parts = case.run("sqrt_hessian_parts", lambda: torch.cat(list(rule.sqrt_hessian_parts(call, 2))))
     case.same("sqrt_hessian_parts", parts, root, 0, ("column", "sample"), against="sqrt_hessian")

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.checks.case import Case
-from bpk.jacobians.checks.reference import as_rows
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Rule, add_up
-from bpk.jacobians.core.several import SeveralOutputs
+from bpk.jacobians.core.products import add_up
+from bpk.jacobians.core.side_by_side import as_rows
+from bpk.jacobians.families.several import SeveralOutputs
+from bpk.jacobians.rule import Rule
 
 BLOCK_LIMIT = 96
 """Up to this many entries a parameter's whole block, or the output's square matrix, is formed."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.checks.case import Case, wrt_name
-from bpk.jacobians.checks.reference import as_rows
 from bpk.jacobians.core.call import Wrt
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.side_by_side import as_rows
 
 DENSE_LIMIT = 96
 """Up to this many outputs (and entries of an input) the whole Jacobian is compared, entry by entry."""

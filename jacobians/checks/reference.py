@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.core.side_by_side import as_rows
+from bpk.jacobians.rule import Rule
 
 
 class Reference:
@@ -116,11 +117,6 @@ class Reference:
             output, leaves, vector, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
         return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """`[K, ...] -> [K, D]`, also for the columns `[K]` of a parameter that is one number."""
-    return x.reshape(len(x), x.shape[1:].numel())
 
 
 def _leaf(x: Tensor, dtype: torch.dtype, live: bool = True) -> Tensor:

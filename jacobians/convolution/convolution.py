@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from bpk.jacobians.convolution.moments import patch_moment
 from bpk.jacobians.convolution.unfold import pad_adjoint, unfold, unfold_transposed
-from bpk.jacobians.core import gemm
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Example
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.numeric import chunks
 from bpk.jacobians.families.affine import Affine
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -52,7 +52,7 @@ def _folded(function: Callable[[Tensor], Tensor], mat: Tensor, shape: Sequence[i
     batch = mat.flatten(0, 1)
     if torch.is_grad_enabled():
         return function(batch).reshape(*mat.shape[:2], *shape)
-    parts = list(gemm.chunks(len(batch), (mat[0, 0].numel() + prod(shape)) // 8, mat.device)) if mat.numel() else []
+    parts = list(chunks(len(batch), (mat[0, 0].numel() + prod(shape)) // 8, mat.device)) if mat.numel() else []
     if len(parts) < 2:
         return function(batch).reshape(*mat.shape[:2], *shape)
     out = torch.empty((len(batch), *shape), dtype=mat.dtype, device=mat.device)

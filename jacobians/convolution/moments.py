@@ -8,7 +8,7 @@ from math import prod
 from torch import Tensor
 
 from bpk.jacobians.convolution.unfold import windows
-from bpk.jacobians.core import gemm
+from bpk.jacobians.core.numeric import chunks, linear, wide
 
 LARGEST = 1 << 22
 """How many numbers lines of patches hold at most; a larger sample is looked at in strips, which is also faster."""
@@ -35,9 +35,9 @@ def patch_moment(
     channels, rest, rows = first.shape[1], tuple(kernel[1:]), kernel[0]
     width = channels * prod(rest)
     blocks: Blocks = {}
-    for part in gemm.chunks(n, width * first.shape[2] * prod(size[1:]) // 8, first.device):
+    for part in chunks(n, width * first.shape[2] * prod(size[1:]) // 8, first.device):
         for strip in _strips(padded(part), kernel, stride, dilation, size, width):
-            lines = _lines(gemm.wide(strip), rest, stride[1:], dilation[1:])
+            lines = _lines(wide(strip), rest, stride[1:], dilation[1:])
             for gap in range(rows):
                 for members in _shared(rows - gap, stride[0], dilation[0]):
                     _add_shared(blocks, lines, members, gap, stride[0], dilation[0], size[0])
@@ -97,9 +97,9 @@ def _add_shared(
         at = slice(remainder + begin * stride, remainder + (end - 1) * stride + 1, stride)
         left = lines[:, at].flatten(1)
         if gap == 0:
-            return gemm.linear(left, left)
+            return linear(left, left)
         shift = gap * dilation
-        return gemm.linear(left, lines[:, at.start + shift : at.stop + shift : stride].flatten(1))
+        return linear(left, lines[:, at.start + shift : at.stop + shift : stride].flatten(1))
 
     if high >= low + size:  # nothing in common
         for k, start in starts.items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 Axis = int | None
@@ -44,6 +45,18 @@ class Binding:
         """Inputs as the rule sees them: batch axis in front, what is shared repeated (as a view)."""
         n = next((x.shape[a] for k, x in enumerate(tensors) if (a := self.axis(k)) is not None and x.dim()), 1)
         return [in_front(x, self.axis(k), n) for k, x in enumerate(tensors)]
+
+
+class Binder(Protocol):
+    """What knows how a layer's arguments and results are seen: a rule."""
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        """From the arguments of a forward call to tensors, options and batch axes."""
+
+    def join(
+        self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]
+    ) -> tuple[Tensor, dict[int, torch.Size]]:
+        """The results that matter as one output, and their shapes."""
 
 
 @dataclass(frozen=True)

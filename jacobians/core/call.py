@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.binding import Binder, tensors_in
 from bpk.jacobians.core.random_state import RandomState
-
-if TYPE_CHECKING:
-    from bpk.jacobians.core.rule import Rule
 
 Wrt = int | str
 """What to differentiate with respect to: the index of an input or the name of a parameter."""
@@ -96,15 +93,14 @@ class Call:
 
     def detached(self) -> Call:
         """The same call without its graph; it shares memory, versions, and what was computed already."""
-        call = Call(
-            self.options,
-            [x.detach() for x in self.inputs],
-            {name: p.detach() for name, p in self.params.items()},
-            self.output.detach(),
-            used=self.used,
-        )
+        call = self._mapped(Tensor.detach)
         call._memo = self._memo
         return call
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with other tensors."""
+        params = {name: change(p) for name, p in self.params.items()}
+        return Call(self.options, [change(x) for x in self.inputs], params, change(self.output), used=self.used)
 
     def shape_of(self, wrt: Wrt) -> torch.Size:
         """The shape of an input (`[N, *in]`) or of a parameter (`[*p]`)."""
@@ -139,13 +135,7 @@ class Call:
         def to(x: Tensor) -> Tensor:
             return x.to(dtype) if x.is_floating_point() else x
 
-        cast = Call(
-            self.options,
-            [to(x) for x in self.inputs],
-            {name: to(p) for name, p in self.params.items()},
-            to(self.output),
-            used=self.used,
-        )
+        cast = self._mapped(to)
         cast._memo = {key: value for key, value in self._memo.items() if key in DRAWN}
         cast._memo |= {key: to(value) for key, value in cast._memo.items() if isinstance(value, Tensor)}
         cast.drawn = self.drawn
@@ -153,7 +143,12 @@ class Call:
 
     @classmethod
     def of(
-        cls, module: nn.Module, *inputs: Tensor, params: Sequence[str] = (), rule: Rule | None = None, used: Any = None
+        cls,
+        module: nn.Module,
+        *inputs: Tensor,
+        params: Sequence[str] = (),
+        rule: Binder | None = None,
+        used: Any = None,
     ) -> Call:
         """Evaluate `module` and return the call, ready to hand to its rule.
 

@@ -16,15 +16,11 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import get_testing_overrides
-
-if TYPE_CHECKING:
-    from bpk.jacobians.core.rule import Rule
 
 
 class CannotConvert(ValueError):
@@ -57,6 +53,18 @@ Reader = Callable[..., Conversion]
 """A function with the signature of the function that it reads."""
 
 
+class Served(Protocol):
+    """What a rule says of the functions that it serves."""
+
+    modules: tuple[type[nn.Module], ...]
+    params: tuple[str, ...]
+    readers: dict[Any, Reader]
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+
 def reading(reader: Reader, *functions: Any) -> dict[Any, Reader]:
     """These functions are read by this reader: what rules take as `functions=` (joined by `|`)."""
     return dict.fromkeys(functions, reader)
@@ -80,7 +88,7 @@ def is_batch_size(value: Any) -> bool:
 
 
 def convert(
-    rule: Rule,
+    rule: Served,
     function: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -132,7 +140,7 @@ def convert(
     return Conversion(found.module, tuple(x.value for x in found.inputs))
 
 
-def by_name(rule: Rule, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Conversion:
+def by_name(rule: Served, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Conversion:
     """Read a function whose arguments are named like those of the rule's module.
 
     Tensors are the inputs. `inplace` is dropped, `training` becomes the module's mode, and what the module has no
@@ -223,31 +231,3 @@ def signature_of(function: Any) -> inspect.Signature:
         if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in found.parameters.values()):
             return found
     raise CannotConvert(f"the arguments of {name_of(function)} are not known.")
-
-
-@cache
-def out_of_place(function: Any) -> Any:
-    """The function that computes the same without overwriting its input (`torch.relu_` -> `torch.relu`).
-
-    >>> out_of_place(torch.Tensor.add_) is torch.Tensor.add, out_of_place(operator.iadd) is operator.add
-    (True, True)
-    """
-    if function in IN_PLACE_OPERATORS:
-        return IN_PLACE_OPERATORS[function]
-    name = name_of(function)
-    if not name.endswith("_") or name.endswith("__"):
-        return function
-    for owner in (Tensor, torch, F):
-        if getattr(owner, name, None) is function or vars(owner).get(name) is function:
-            return getattr(owner, name[:-1], function)
-    return function
-
-
-IN_PLACE_OPERATORS = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ipow: operator.pow,
-    operator.imatmul: operator.matmul,
-}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.numeric import linear, sum_of_squares, wide
 from bpk.jacobians.core.room import require_room
 from bpk.jacobians.families.linear_in_each import LinearInEach
 
@@ -102,7 +103,7 @@ class Affine(LinearInEach):
             patches = partial(self.patches, call)
             squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
             return self.as_weight(call, squares)
-        squares = gemm.sum_of_squares(self._bias_rows(call, mat), weights)
+        squares = sum_of_squares(self._bias_rows(call, mat), weights)
         return (squares if per_sample else squares.sum(0)).to(mat.dtype)
 
     def squared_sum_of_blocks(
@@ -124,7 +125,7 @@ class Affine(LinearInEach):
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         if param != "weight":
-            return gemm.wide(self._bias_rows(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
+            return wide(self._bias_rows(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
         return gemm.norm_squared(partial(self.patches, call), columns, width)
 
@@ -155,8 +156,8 @@ class Affine(LinearInEach):
         return self._bias_rows(call, mat)
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
-        rows = gemm.wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
-        return gemm.linear(rows.T, rows.T).to(mat.dtype)
+        rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
+        return linear(rows.T, rows.T).to(mat.dtype)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order.factoring import factor
 
 
 class AlongAxis(Rule):
@@ -55,15 +58,15 @@ class BlockResidual(AlongAxis):
     def residual_columns(
         self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
     ) -> tuple[dict[Wrt, Tensor], Tensor]:
-        """The columns of all blocks: `{0: [C*P, N, *in]}`, for `C` entries along the axis and `P` positions."""
+        """The columns of all blocks: `{0: [K P, N, *in]}`, for `P` positions along the other axes."""
         dim = self._dim(call)
-        vectors, signs = signed_roots(self._block_residual(call, grad_out, dim))
-        count, positions, size = signs.shape
-        spread = torch.diag_embed(vectors.permute(3, 0, 2, 1))  # [C (column), N, C (entry), P, P (column)]
-        columns = spread.permute(0, 4, 1, 3, 2).reshape(size * positions, count, positions, size)
+        blocks = self._block_residual(call, grad_out, dim)
+        n, positions, size = blocks.shape[:3]
+        vectors, signs = (x.unflatten(1, (n, positions)) for x in factor(blocks.double().flatten(0, 1)))
+        spread = torch.diag_embed(vectors.transpose(2, 3))  # [K, N, C, P, P (column)]
         others = call.inputs[0].movedim(dim, -1).shape[1:-1]
-        columns = columns.reshape(-1, count, *others, size).movedim(-1, dim + 1)
-        return {0: columns}, signs.permute(2, 1, 0).reshape(-1, count)
+        columns = spread.permute(0, 4, 1, 3, 2).reshape(-1, n, *others, size).movedim(-1, dim + 1)
+        return {0: columns.to(grad_out.dtype)}, signs.transpose(1, 2).flatten(0, 1).to(grad_out.dtype)
 
     @abstractmethod
     def _block_residual(self, call: Call, grad_out: Tensor, dim: int) -> Tensor:
@@ -74,23 +77,3 @@ def as_blocks(x: Tensor, dim: int) -> Tensor:
     """`[N, ..., C (at dim), ...]` as `[N, P, C]`."""
     moved = x.movedim(dim, -1)
     return moved.reshape(moved.shape[0], -1, moved.shape[-1])
-
-
-def signed_roots(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvectors `[..., C, C]` scaled by `sqrt|eigenvalue|`, and signs `[..., C]`, of symmetric matrices.
-
-    Blocks that are not finite give NaN, and eigenvalues that are zero up to rounding give zero columns;
-    both without a trace in the gradient of other blocks.
-    """
-    wide = matrices.double()
-    finite = wide.isfinite().all(-1).all(-1)[..., None, None]
-    regular = finite & (wide != 0).any(-1).any(-1)[..., None, None]
-    size = wide.shape[-1]
-    distinct = torch.diag(torch.arange(1, size + 1, dtype=wide.dtype, device=wide.device))
-    values, vectors = torch.linalg.eigh(torch.where(regular, wide, distinct))
-    tiny = torch.finfo(torch.float64).eps * size * values.abs().amax(-1, keepdim=True)
-    kept = regular[..., 0] & (values.abs() > tiny)
-    roots = torch.where(kept, torch.where(kept, values, torch.ones_like(values)).abs().sqrt(), torch.zeros_like(values))
-    columns = torch.where(finite, vectors * roots[..., None, :], torch.full_like(wide, torch.nan))
-    signs = torch.where(kept, values.sign(), (~finite[..., 0]).to(values))
-    return columns.to(matrices.dtype), signs.to(matrices.dtype)

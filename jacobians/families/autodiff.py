@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp, vmap
+from torch.func import jvp, vmap
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Residual, Rule
-from bpk.jacobians.families.autodiff_graph import Graph, by_sample, is_differentiated
-from bpk.jacobians.second_order import factoring, probing
+from bpk.jacobians.core.numeric import is_differentiated
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order import structure
 from bpk.jacobians.second_order.bordered import corner
+from bpk.jacobians.second_order.factoring import residual_columns
+from bpk.jacobians.second_order.graph import as_function, by_transforms, graph_of, residual_product
 
 BLOCK = 1 << 22
 """How many numbers a block of columns holds at most."""
-
-
-def as_function(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """The layer as a function of `wrts` alone, and the point at which it was called."""
-
-    def function(*args: Tensor) -> Tensor:
-        inputs, params = list(call.inputs), dict(call.params)
-        for wrt, arg in zip(wrts, args, strict=True):
-            if isinstance(wrt, int):
-                inputs[wrt] = arg
-            else:
-                params[wrt] = arg
-        return rule.evaluate(call, inputs, params)
-
-    point = tuple(call.inputs[w] if isinstance(w, int) else call.params[w] for w in wrts)
-    return function, point
-
-
-def residual_mat_prod(rule: Rule, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-    """Differentiate the transposed-Jacobian product once more, along each column of `mats`."""
-    if not is_differentiated():
-        with suppress(RuntimeError):  # not every backward pass can be differentiated
-            return graph_of(rule, call).bend(grad_out, mats)
-    wrts = tuple(mats)
-    function, point = as_function(rule, call, wrts)
-
-    def gradient(*args: Tensor) -> tuple[Tensor, ...]:
-        return vjp(function, *args)[1](grad_out)
-
-    def along(*tangents: Tensor) -> tuple[Tensor, ...]:
-        return jvp(gradient, point, tangents)[1]
-
-    return dict(zip(wrts, vmap(along)(*mats.values()), strict=True))
-
-
-def graph_of(rule: Rule, call: Call, apart: bool = False) -> Graph:
-    """The layer as autograd has recorded it, kept for further columns."""
-    graph: Graph = call.memo(("graph", apart), lambda: Graph(rule, call, apart))
-    return graph
-
-
-def by_transforms(rule: Rule, call: Call, mat: Tensor, wrt: Wrt, apart: bool) -> Tensor:
-    """`J^T M` as a function that can be differentiated itself."""
-    if isinstance(wrt, str) and apart:
-        copies = {name: p.expand(call.batch_size, *p.shape) for name, p in call.params.items()}
-        pull = vjp(lambda own: by_sample(rule, call, {**copies, wrt: own}), copies[wrt])[1]
-    else:
-        function, point = as_function(rule, call, (wrt,))
-        pull = vjp(function, *point)[1]
-    return vmap(lambda column: pull(column)[0])(mat)
 
 
 class Autodiff(Rule):
@@ -90,13 +43,13 @@ class Autodiff(Rule):
             with suppress(RuntimeError):
                 return graph_of(self, call).push(mat, wrt)
         function, point = as_function(self, call, (wrt,))
-        return vmap(lambda tangent: jvp(function, point, (tangent,))[1])(mat)
+        return vmap(lambda tangent: jvp(function, tuple(point), (tangent,))[1])(mat)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        apart = isinstance(wrt, str) and not sum_batch
+        per_sample = isinstance(wrt, str) and not sum_batch
         if is_differentiated():
-            return by_transforms(self, call, mat, wrt, apart)
-        return graph_of(self, call, apart).pull(mat, wrt)
+            return by_transforms(self, call, mat, wrt, per_sample)
+        return graph_of(self, call, per_sample).pull(mat, wrt)
 
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
@@ -122,12 +75,11 @@ class Autodiff(Rule):
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         if is_differentiated():
             return Residual.GENERAL
-        kind: Residual = call.memo(("residual", *wrts), lambda: probing.residual(self, call, wrts))
-        return kind
+        return call.memo(("residual", *wrts), lambda: structure.residual(self, call, wrts))
 
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         ones = torch.ones_like(call.inputs[0])[None]
-        return residual_mat_prod(self, call, grad_out, {0: ones})[0][0]
+        return residual_product(self, call, grad_out, (0,))({0: ones})[0][0]
 
     def signed_columns(
         self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
@@ -136,16 +88,16 @@ class Autodiff(Rule):
         closed = any(isinstance(wrt, str) for wrt in wrts) and corner(self, call, wrts)
         if closed or self.residual(call, wrts) is not Residual.GENERAL:
             return super().signed_columns(call, grad_out, wrts)
-        return factoring.residual_columns(self, call, grad_out, wrts, balanced=True)
+        return residual_columns(self, call, grad_out, wrts, balanced=True)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n`: by entries where `J_n` is diagonal, once where it is the same for all samples."""
         if is_differentiated():
             return super().congruence(call, matrix, wrt)
-        slopes = probing.slopes(self, call) if wrt == 0 else None
+        slopes = structure.slopes(self, call) if wrt == 0 else None
         if slopes is not None:
             return matrix * (slopes.T @ slopes / len(slopes))
-        if probing.same_for_all(self, call, wrt):
+        if structure.same_for_all(self, call, wrt):
             return self._congruence_of_sample(call.subset([0]), matrix, wrt)
         size = max(len(matrix), call.sample_shape(wrt).numel())
         step = max(1, BLOCK // size**2)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, add_up
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.families.parts import Composite, Part, join_columns
+from bpk.jacobians.rule import Rule
 
 
 class CurvedBranch(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Residual, add_up
+from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.families.elementwise import Pointwise
 from bpk.jacobians.families.linear_map import LinearMap
 from bpk.jacobians.families.parts import Composite, join_columns

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import name_of
 from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
+from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.core.rule import Example, Residual, Rule
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.symbolic import Derivation, derive, hyperparameters
+from bpk.jacobians.rule import Rule
 
 
 class Pointwise(Rule):

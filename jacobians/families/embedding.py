@@ -9,7 +9,7 @@ rows are asked for, because that is their shape.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.gemm import chunks, wide
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.numeric import chunks, wide
+from bpk.jacobians.families.linear_in_each import LinearInEach
 
 DENSE = 16_384
 """Up to this vocabulary the factor `A` is a dense matrix; a larger one would take more than a GiB."""
@@ -54,7 +54,7 @@ def refusal(options: Options) -> tuple[str, str] | None:
     return None
 
 
-class TableLookup(Rule):
+class TableLookup(LinearInEach):
     """The family "rows of a table, selected by integers, scaled and added"."""
 
     def transposes(self, param: str) -> bool:
@@ -107,9 +107,6 @@ class TableLookup(Rule):
         shape = (len(rows), n, vocab, rows.shape[-1])
         into = None if torch.is_grad_enabled() else call.empty(shape, flat)
         return add_rows(flat, place.flatten(), n * vocab, into).view(shape).to(rows.dtype)
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def has_cheap_squares(self, call: Call, param: str) -> bool:
         """Most entries of individual rows are zero, and need not be read."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.bordered import Bordered, corner
 
 AT_ONCE = 1 << 22

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Example, Residual, Rule
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Pointwise
+from bpk.jacobians.rule import Rule
 
 BLOCK = 2**18
 """Entries that the adjoint handles at a time on CPU: they stay in cache (measured: half the time of all at once)."""
@@ -37,7 +39,14 @@ def minus_constant(options: Options, x: Tensor) -> Tensor:
     return layer_itself(options, x) - layer_itself(options, torch.zeros_like(x[:1]))
 
 
-class LinearMap(Rule):
+class ZeroResidual(Rule):
+    """A layer whose second derivative is zero."""
+
+    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
+        return Residual.ZERO
+
+
+class LinearMap(ZeroResidual):
     """A linear or affine layer whose Jacobian is the same for all samples.
 
     `linear(options, x)` is the map without its constant; left out, it is the layer itself. `axes` is the
@@ -70,9 +79,6 @@ class LinearMap(Rule):
         if call.inputs[0].dim() <= self.axes or call.output.shape[0] != call.batch_size:
             return "it acts on the batch axis, so that rows of its output are not samples"
         return None
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return self.linear(call.options, mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
@@ -123,7 +129,7 @@ class Reshaping(LinearMap):
         return matrix
 
 
-class Selection(Rule):
+class Selection(ZeroResidual):
     """`out[..., k] = x[..., indices[..., k]]`: entries copied from places that depend on the data.
 
     `indices(call)` gives `[N, *out]`, flat over the last `axes` axes of the input. The Jacobian gathers,
@@ -147,9 +153,6 @@ class Selection(Rule):
 
     def obstacle(self, call: Call) -> str | None:
         return None if call.inputs[0].dim() > self.axes else "its input has no batch axis"
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def capture(self, call: Call) -> None:
         """Take the indices that autograd kept, instead of looking for the maxima again."""
@@ -185,7 +188,7 @@ class Selection(Rule):
         return total / call.batch_size
 
 
-class RandomScale(Pointwise):
+class RandomScale(ZeroResidual, Pointwise):
     """`y = s * x + const` elementwise, with `s` drawn in the forward pass and the identity in evaluation mode.
 
     What was drawn is read off autograd's own graph during the backward pass: `s = J^T 1`.
@@ -220,9 +223,6 @@ class RandomScale(Pointwise):
             return call.pull(torch.ones_like(call.output)).detach()
 
         return call.memo("slope", drawn)
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return mat * self.slope(call) if self.is_random(call.options) else mat

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError, explain
-from bpk.jacobians.core.rule import Example
+from bpk.jacobians.core.example import Example
 from bpk.jacobians.families.linear_in_each import LinearInEach
 
 

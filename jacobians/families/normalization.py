@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, case
-from bpk.jacobians.families.standardize import BLOCK, FixedStatistics, GroupStatistics, Standardized, eager
+from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.core.numeric import is_differentiated
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.families.standardize import BLOCK, FixedStatistics, GroupStatistics, Standardized
+from bpk.jacobians.rule import Rule
 
 
 class Normalization(Rule):
@@ -54,13 +57,14 @@ class Normalization(Rule):
     # ---- the products ----------------------------------------------------------------------------
     def standardized(self, call: Call) -> Standardized:
         """`statistics`, computed once per call."""
-        key = ("statistics", torch.is_grad_enabled(), eager())
-        found: Standardized = call.memo(key, lambda: self.statistics(call))
-        return found
+        key = ("statistics", torch.is_grad_enabled(), is_differentiated())
+        return call.memo(key, lambda: self.statistics(call))
 
     def unit(self, call: Call) -> Tensor:
         """`x̂` `[N, *in]`."""
-        found: Tensor = call.memo(("unit", torch.is_grad_enabled(), eager()), lambda: self.standardized(call).values)
+        found: Tensor = call.memo(
+            ("unit", torch.is_grad_enabled(), is_differentiated()), lambda: self.standardized(call).values
+        )
         return found
 
     def spread(self, call: Call, params: Tensor) -> Tensor:
@@ -88,7 +92,7 @@ class Normalization(Rule):
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         if isinstance(wrt, int):
             known, weight = self.standardized(call), self.weight(call)
-            return known.pull(mat, weight, call.empty(mat.shape, mat) if eager() else None)
+            return known.pull(mat, weight, call.empty(mat.shape, mat) if not is_differentiated() else None)
         rows = self.weight_rows(call, mat) if wrt == "weight" else self.gather(call, mat, wrt)
         return rows.sum(1) if sum_batch else rows
 
@@ -101,7 +105,7 @@ class Normalization(Rule):
         if axes and axes[-1] == unit.dim() - 1:  # positions come last
             at = axes[0]
             return torch.linalg.vecdot(mat.flatten(at + 1), unit.flatten(at))
-        if not eager() or mat.device.type != "cpu":
+        if is_differentiated() or mat.device.type != "cpu":
             return self.gather(call, mat * unit, "weight")
         step = max(1, BLOCK // max(1, unit.numel()))
         parts = [self.gather(call, part * unit, "weight") for part in mat.split(step)]

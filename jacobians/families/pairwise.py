@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Residual, Rule, add_up
-from bpk.jacobians.families.along_axis import signed_roots
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual, add_up
+from bpk.jacobians.core.side_by_side import as_rows
+from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order.factoring import factor
 
 ZERO: float = 0.0
 
@@ -104,15 +107,10 @@ class Pairwise(Rule):
             return super().residual_columns(call, grad_out, wrts)
         at, out = self._at(call), call.output.shape[1:]
         rows = [torch.stack([as_rows(grad_out * at.second(a, b)) for b in wrts], -1) for a in wrts]
-        vectors, signs = signed_roots(torch.stack(rows, -2))  # [N, D, K, K], [N, D, K]
-        columns: dict[Wrt, Tensor] = {}
+        vectors, signs = factor(torch.stack(rows, -2).double().flatten(0, 1))  # [K, N D, wrts], [K, N D]
+        n, columns = len(grad_out), dict[Wrt, Tensor]()
         for k, wrt in enumerate(wrts):
-            placed = torch.diag_embed(vectors[:, :, k].permute(2, 0, 1))  # [K, N, D, D (column)]
-            wide = placed.permute(0, 3, 1, 2).reshape(-1, len(grad_out), *out)
+            placed = torch.diag_embed(vectors[:, :, k].unflatten(1, (n, -1)))  # [K, N, D, D (column)]
+            wide = placed.permute(0, 3, 1, 2).reshape(-1, n, *out).to(grad_out.dtype)
             columns[wrt] = collect(wide, self._shape(call, wrt), 2)
-        return columns, signs.permute(2, 1, 0).reshape(-1, len(grad_out))
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """`[N, *out]` as `[N, D]`."""
-    return x.reshape(x.shape[0], -1)
+        return columns, signs.unflatten(1, (n, -1)).transpose(1, 2).flatten(0, 1).to(grad_out.dtype)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.rule import Example, Rule
+from bpk.jacobians.core.example import Example
 from bpk.jacobians.families.linear_map import RandomScale
+from bpk.jacobians.rule import Rule
 
 Part = tuple[Rule, Callable[[Options], Options]]
 """A rule, and how its hyperparameters are found in those of the whole layer."""

@@ -14,20 +14,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.gemm import wide
+from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 
 BLOCK = 1 << 17
 """How many numbers are multiplied at once on a processor, so that they stay in cache."""
-
-
-def eager() -> bool:
-    """Whether buffers may be written to: no graph is built, and no `torch.func` transform runs."""
-    return not torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None
 
 
 class Standardized(ABC):
@@ -55,7 +50,7 @@ class FixedStatistics(Standardized):
         self.mean = wide(mean)
         self.rstd = (wide(var) + eps).rsqrt()
 
-    @property
+    @cached_property
     def values(self) -> Tensor:  # type: ignore[override]  # computed where it is asked for
         return torch.addcmul(-self.mean * self.rstd, wide(self.x), self.rstd).to(self.x.dtype)  # in one pass
 
@@ -88,7 +83,7 @@ class GroupStatistics(Standardized):
         self.centred = centred
         self.source = wide(self.fold(x[None])[0])  # [B, D]
         self.size = self.source.shape[1]
-        if centred and eager():
+        if centred and not is_differentiated():
             self.unit, self.mean, self.rstd = torch.native_layer_norm(self.source, [self.size], None, None, eps)
         else:
             moved = self.project(self.source)
@@ -119,7 +114,7 @@ class GroupStatistics(Standardized):
         return self.unfold(torch.addcmul(centred, self.unit, share, value=-1 / self.size) * self.rstd).to(mat.dtype)
 
     def pull(self, mat: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        if not eager() or mat.dtype != self.unit.dtype or not len(mat):
+        if is_differentiated() or mat.dtype != self.unit.dtype or not len(mat):
             return self.multiply(mat, weight)
         result = torch.empty(mat.shape, dtype=mat.dtype, device=mat.device) if out is None else out
         limit = BLOCK if mat.device.type == "cpu" else result.numel()
@@ -137,7 +132,7 @@ class GroupStatistics(Standardized):
         pushed = self.pull(mat)
         if weight is None:
             return pushed
-        return pushed * weight if not eager() else pushed.mul_(weight)
+        return pushed * weight if is_differentiated() else pushed.mul_(weight)
 
     # ---- the second derivative -------------------------------------------------------------------
     def residual(self, grad: Tensor, mat: Tensor) -> Tensor:
@@ -173,9 +168,9 @@ class GroupStatistics(Standardized):
         outside = self.project(basis) - first[:, :, None] * first[:, None, :] - second[:, :, None] * second[:, None, :]
         vectors = torch.cat(  # [B, K, D]
             [
-                outside * root(flat)[:, :, None],
-                ((first * cos + second * sin) * root(upper))[:, None],
-                ((second * cos - first * sin) * root(lower))[:, None],
+                outside * safe_sqrt(flat.abs())[:, :, None],
+                ((first * cos + second * sin) * safe_sqrt(upper.abs()))[:, None],
+                ((second * cos - first * sin) * safe_sqrt(lower.abs()))[:, None],
             ],
             1,
         )
@@ -207,15 +202,9 @@ class BatchStatistics(GroupStatistics):
         return rows.reshape(rows.shape[0], channels, n, *positions).transpose(1, 2)
 
 
-def root(x: Tensor) -> Tensor:
-    """`sqrt|x|`, with derivative zero at zero."""
-    zero = x == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).abs().sqrt())
-
-
 def direction(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors `[B, D]` divided by their lengths (zero stays zero), and the lengths `[B, 1]`."""
-    length = root(rows.square().sum(1, keepdim=True))
+    length = safe_sqrt(rows.square().sum(1, keepdim=True))
     return rows / torch.where(length == 0, 1.0, length), length
 
 
@@ -224,5 +213,5 @@ def plane(top: Tensor, side: Tensor, bottom: Tensor) -> tuple[tuple[Tensor, Tens
     mean, half = (top + bottom) / 2, (top - bottom) / 2
     round_ = (half == 0) & (side == 0)
     angle = torch.atan2(torch.where(round_, 0.0, side), torch.where(round_, 1.0, half)) / 2
-    spread = root(half.square() + side.square())
+    spread = safe_sqrt(half.square() + side.square())
     return (mean + spread, mean - spread), (angle.cos(), angle.sin())

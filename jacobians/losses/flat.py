@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Example, Residual
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.losses.curvature import Curvature
 from bpk.jacobians.losses.loss import Loss
 
 
@@ -31,7 +33,7 @@ class ZeroCurvature(Loss):
         self.least_axes = least_axes
         self.predictions = predictions
 
-    def together(self, wrts: tuple[int, ...]) -> Loss:
+    def together(self, wrts: tuple[int, ...]) -> Curvature:
         return self if set(wrts) <= set(self.predictions) else super().together(wrts)
 
     def sqrt_hessian(self, call: Call) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.gemm import wide
-from bpk.jacobians.core.rule import Rule
-from bpk.jacobians.families.autodiff_graph import products
+from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order.graph import products
 from bpk.jacobians.second_order.probing import draw, precision
 
 
@@ -29,14 +29,14 @@ class Linearised:
     """Whether products are functions of the inputs of the call for autograd."""
 
     @classmethod
-    def of(cls, rule: Rule, call: Call) -> Linearised:
-        """Evaluate a loss, and its derivative by the first input, at a call."""
+    def of(cls, rule: Rule, call: Call, wrt: int = 0) -> Linearised:
+        """Evaluate a loss, and its derivative by one of its inputs, at a call."""
         live = torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs)
         inputs = [wide(x) if live else wide(x.detach()) for x in call.inputs]
         with torch.enable_grad():
-            x = inputs[0]
+            x = inputs[wrt]
             point = x.view_as(x) if live and x.requires_grad else x.detach().requires_grad_()
-            value = rule.forward(call.options, (point, *inputs[1:]), call.params)
+            value = rule.forward(call.options, (*inputs[:wrt], point, *inputs[wrt + 1 :]), call.params)
             if not value.requires_grad:
                 return cls(point, value, torch.zeros_like(point), live)
             (found,) = torch.autograd.grad(value, point, create_graph=True, allow_unused=True)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.losses.loss import Loss
-from bpk.jacobians.losses.loss_call import SideBySide, split
+from bpk.jacobians.core.side_by_side import beside, taken_apart
+from bpk.jacobians.losses.curvature import Curvature
+from bpk.jacobians.losses.loss_call import SideBySide
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Joint:
 
     >>> from torch import nn
     >>> loss, x, y = nn.CosineEmbeddingLoss(), torch.ones(2, 3), torch.ones(2)
-    >>> from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
+    >>> from bpk.jacobians.losses.loss import AutodiffLoss
     >>> joint = AutodiffLoss().joint(Call(loss, (x, 2 * x, y), {}, loss(x, 2 * x, y)), (0, 1))
     >>> joint.call.inputs[0].shape
     torch.Size([2, 6])
@@ -29,26 +30,21 @@ class Joint:
     [(0, torch.Size([5, 2, 3])), (1, torch.Size([5, 2, 3]))]
     """
 
-    rule: Loss
+    rule: Curvature
     call: Call
     shapes: Mapping[int, torch.Size]
 
     def split(self, mat: Tensor) -> dict[int, Tensor]:
         """Columns `[V, N, *prediction]` as columns `[V, N, *in]` by input."""
-        return split(mat, self.shapes, 2)
+        return taken_apart(mat, self.shapes, 2)
 
     def merge(self, parts: Mapping[int, Tensor]) -> Tensor:
         """The inverse of `split`; inputs that are missing count as zero, at least one must be there."""
         if len(self.shapes) == 1:
             return parts[next(iter(self.shapes))]
         like = next(iter(parts.values()))
-        flat = [
-            parts[i].reshape(*like.shape[:2], shape.numel())
-            if i in parts
-            else like.new_zeros(*like.shape[:2], shape.numel())
-            for i, shape in self.shapes.items()
-        ]
-        return torch.cat(flat, 2)
+        every = [parts[i] if i in parts else like.new_zeros(*like.shape[:2], *s) for i, s in self.shapes.items()]
+        return beside(every, 2)
 
     def blocks(self, matrix: Tensor) -> dict[tuple[int, int], Tensor]:
         """A matrix `[D, D]` over the entries of one joint prediction, in blocks `[D_i, D_j]` by pair of inputs."""
@@ -57,13 +53,12 @@ class Joint:
         return {(i, j): b for i, row in rows for j, b in zip(self.shapes, row.split(sizes, 1), strict=True)}
 
 
-def joined(loss: Loss, call: Call, wrts: tuple[int, ...]) -> Joint:
-    """The loss as a function of the inputs `wrts` (see `Loss.joint`)."""
+def joined(rule: Curvature, call: Call, wrts: tuple[int, ...]) -> Joint:
+    """A `rule` for the inputs `wrts` of a call, side by side."""
     shapes = {i: call.inputs[i].shape[1:] for i in wrts}
     if wrts == (0,):
-        return Joint(loss, call, shapes)
+        return Joint(rule, call, shapes)
     first = [call.inputs[i] for i in wrts]
-    prediction = first[0] if len(wrts) == 1 else torch.cat([x.reshape(len(x), x.shape[1:].numel()) for x in first], 1)
+    prediction = first[0] if len(wrts) == 1 else beside(first, 1)
     others = [x for i, x in enumerate(call.inputs) if i not in wrts]
-    options = SideBySide(call.options, shapes)
-    return Joint(loss.together(wrts), Call(options, (prediction, *others), call.params, call.output), shapes)
+    return Joint(rule, Call(SideBySide(call.options, shapes), (prediction, *others), call.params, call.output), shapes)

@@ -1,55 +1,40 @@
-"""Losses: the Hessian of a scalar with respect to the prediction, factored, sampled, multiplied, summed.
-
-A loss that treats its samples separately has the block-diagonal Hessian `H = diag(H_1, ..., H_N)`. Here `H_n`
-includes the reduction's divisor and leaves out the gradient that arrives at the loss. `call` is always the call on
-the whole batch, because divisors are the whole batch's: pick samples from the results, not from the call.
+"""Losses of one or several predictions; and the loss with nothing declared, whose Hessian comes from autograd.
 
 Products are those of one prediction, `call.inputs[0]`. Where several inputs depend on parameters (two outputs of one
 encoder; a variance), `Loss.joint` gives a rule and a call in which these inputs lie side by side as one prediction.
-
-Shapes: prediction `[N, *pred]` with `D` entries per sample; `K` columns of a factor, `M` draws, `V` free columns.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.gemm import wide
-from bpk.jacobians.core.rule import Example, Residual
-from bpk.jacobians.families.autodiff import Autodiff
-from bpk.jacobians.families.symbolic import Derivation, derive
-from bpk.jacobians.losses.loss_call import SideBySide, evaluate, filled
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.losses import by_autograd
+from bpk.jacobians.losses.curvature import Curvature
+from bpk.jacobians.losses.joint import Joint, joined
+from bpk.jacobians.losses.loss_call import SideBySide, bind_any, filled
 
-if TYPE_CHECKING:
-    from bpk.jacobians.losses.joint import Joint
-
-
-def safe_sqrt(x: Tensor) -> Tensor:
-    """The square root with derivative 0, not infinity, at 0; NaN stays NaN, negative numbers become NaN."""
-    zero = x == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """`[N, *pred]` as a matrix `[N, D]`, also where a prediction is one number or the batch is empty."""
-    return x.reshape(x.shape[0], x.shape[1:].numel())
+NOT_CONVEX = "the loss is not convex in its prediction, so the GGN is not positive semi-definite"
+HAS_PARAMETERS = (
+    "a loss comes behind all parameters, its value is one number and not one for each sample, but it has parameters of "
+    "its own that require grad"
+)
+MAKE_LAYER = "move them to a layer (an nn.Module that returns predictions [N, ...]) before the loss, or freeze them."
 
 
-class Loss(Autodiff):
+class Loss(Curvature):
     """A scalar loss `loss(prediction, target, ...)` that treats its samples separately and has no parameters.
 
-    A family gives `sqrt_hessian` and `hessian_mat_prod`; the rest follows. Where the Hessian is not positive
-    semi-definite it has no square root: a family then also gives `hessian_columns`.
+    A family gives `sqrt_hessian` and `hessian_mat_prod` (and `hessian_columns`, where there is no square root).
     """
-
-    flat: str | None = None
-    """Where the Hessian is zero everywhere: why all quantities built from it are zero, and what to use instead."""
 
     least_axes = 1
     """How many axes a batch of predictions has at least."""
@@ -57,48 +42,20 @@ class Loss(Autodiff):
     predictions: tuple[int, ...] = (0,)
     """Which inputs are predictions, where a call does not tell (it does if some of its inputs require grad)."""
 
-    # ---- what a family gives ----------------------------------------------------------------------
-    @abstractmethod
-    def sqrt_hessian(self, call: Call) -> Tensor:
-        """Columns `s_k`, `[K, N, *pred]`, with `H_n = sum_k s_kn s_kn^T`."""
+    def live(self, call: Call) -> tuple[int, ...]:
+        """The inputs that may depend on parameters: those that require grad."""
+        if isinstance(call.options, SideBySide):
+            return (0,)
+        return tuple(i for i, x in enumerate(call.inputs) if x.requires_grad) or self.predictions
 
-    def sqrt_hessian_parts(self, call: Call, columns: int) -> Iterator[Tensor]:
-        """`sqrt_hessian`, so many columns at a time."""
-        yield from self.sqrt_hessian(call).split(columns)
+    def joint(self, call: Call, wrts: Sequence[int]) -> Joint:
+        """The loss as a function of some of its inputs, side by side as one prediction."""
+        wrts = tuple(wrts)  # the result is not kept on the call: it may refer to a live graph
+        return joined(self if wrts == (0,) else self.together(wrts), call, wrts)
 
-    def sqrt_hessian_by_position(self, call: Call) -> tuple[Tensor, tuple[int, ...]] | None:
-        """`sqrt_hessian` where the loss adds up positions: columns `[V, N, *pred]` of all positions side by side.
-
-        Also returns the axes of the prediction `[N, *pred]` that tell positions apart: column `v` stands for one column
-        per position, zero at all others. `()` where a row is one position. Default: `None`, there is no such form.
-        """
-        return None
-
-    @abstractmethod
-    def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
-        """`H_n m_vn` for every column and sample: `[V, N, *pred] -> [V, N, *pred]`."""
-
-    # ---- what follows -----------------------------------------------------------------------------
-    def hessian_columns(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Columns `[K, N, *pred]` and signs `[K, N]` with `H_n = sum_k sign_kn u_kn u_kn^T`."""
-        columns = self.sqrt_hessian(call)
-        return columns, columns.new_ones(columns.shape[:2])
-
-    def sqrt_hessian_sampled(self, call: Call, mc_samples: int) -> Tensor:
-        """Random columns `[M, N, *pred]`, scaled by `1/sqrt(M)`, whose outer products sum to `H_n` in expectation.
-
-        Default: normally distributed with covariance `H_n`. Families draw the gradient at targets from the
-        loss's predictive distribution instead, where its covariance (the Fisher) is the Hessian.
-        """
-        root = self.sqrt_hessian(call)
-        normal = torch.randn(mc_samples, *root.shape[:2], dtype=root.dtype, device=root.device)
-        return torch.einsum("mkn,kn...->mn...", normal, root) / mc_samples**0.5
-
-    def sum_hessian(self, call: Call) -> Tensor:
-        """`sum_n H_n` as a matrix `[D, D]` over the flattened entries of one prediction."""
-        columns, signs = self.hessian_columns(call)
-        flat = columns.flatten(2) if columns.dim() > 2 else columns[..., None]
-        return torch.einsum("kni,knj->ij", flat * signs[..., None], flat)
+    def together(self, wrts: tuple[int, ...]) -> Curvature:
+        """The rule of the joint prediction. Default: the family that needs nothing declared."""
+        return AutodiffLoss()
 
     def no_root(self, call: Call) -> str | None:
         """Why this Hessian has no square root, so that there are no quantities of the GGN, or `None`."""
@@ -124,156 +81,132 @@ class Loss(Autodiff):
         joint = self.joint(call, live)
         return joint.rule.obstacle(joint.call)
 
-    # ---- losses of several predictions ------------------------------------------------------------
-    def live(self, call: Call) -> tuple[int, ...]:
-        """The inputs that may depend on parameters: those that require grad."""
-        if isinstance(call.options, SideBySide):
-            return (0,)
-        return tuple(i for i, x in enumerate(call.inputs) if x.requires_grad) or self.predictions
 
-    def joint(self, call: Call, wrts: Sequence[int]) -> Joint:
-        """The loss as a function of some of its inputs, side by side as one prediction."""
-        from bpk.jacobians.losses.joint import joined
+class AutodiffLoss(Loss):
+    """A loss with nothing declared: its Hessian by autograd, factors by eigendecomposition.
 
-        return joined(self, call, tuple(wrts))  # not kept on the call: it may refer to a live graph
+    It takes any arguments; the tensors that require grad are its predictions. The loss must treat its samples
+    separately (checked) and, for what needs a square root, be convex in its predictions (checked). Where the Hessian
+    does not couple positions of a prediction either (checked, axis by axis), there is one small eigenproblem for each
+    position: a pixel loss costs as many products as a pixel has entries.
 
-    def together(self, wrts: tuple[int, ...]) -> Loss:
-        """The rule of the joint prediction. Default: the family that needs nothing declared."""
-        from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
-
-        return AutodiffLoss()
-
-    # ---- divisors ---------------------------------------------------------------------------------
-    def n_samples(self, call: Call) -> int:
-        """`N`, the number of samples of the batch."""
-        return call.batch_size
-
-    def divisor(self, call: Call, count: int) -> int:
-        """By what the loss divides the sum of its `count` terms."""
-        return {"mean": count, "sum": 1, "batchmean": call.batch_size}[call.options.reduction]
-
-    # ---- a loss as a layer ------------------------------------------------------------------------
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        return evaluate(filled(options, inputs), inputs[0].dtype)
-
-    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
-        gradient = self.jac_t_mat_prod(call, mat.new_ones(1), wrt)[0]
-        return (mat * gradient).flatten(1).sum(1)
-
-    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        from bpk.jacobians.losses.gradient import Linearised
-
-        assert isinstance(wrt, int)
-        joint = self.joint(call, (wrt,))
-        linear = Linearised.of(joint.rule, joint.call)
-        gradient = (linear.gradient if linear.differentiable else linear.gradient.detach()).to(call.inputs[wrt].dtype)
-        return mat.reshape(-1, *[1] * gradient.dim()) * gradient
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.GENERAL
-
-    def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        return {wrt: grad_out * self.hessian_mat_prod(call, mat) for wrt, mat in mats.items()}
-
-    def residual_columns(
-        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
-    ) -> tuple[dict[Wrt, Tensor], Tensor]:
-        columns, signs = self.hessian_columns(call)
-        return {0: columns * safe_sqrt(grad_out.abs())}, signs * grad_out.sign()
-
-
-def standard_normal(call: Call, mc_samples: int) -> Tensor:
-    """Independent draws of mean 0 and variance 1 for every entry of the prediction: `[M, N, *pred]`."""
-    x = wide(call.inputs[0])
-    return torch.randn(mc_samples, *x.shape, dtype=x.dtype, device=x.device)
-
-
-def unit_weight(call: Call) -> float:
-    """All entries count alike."""
-    return 1.0
-
-
-class PointwiseLoss(Loss):
-    """A sum over all entries of one expression in prediction `x` and target `t`: the Hessian is diagonal.
-
-    The diagonal is `weight * d2 expression / dx2 / divisor`, derived on first use. Tensors broadcast against each
-    other as they do in the loss; an entry that broadcasting repeats collects the terms of all its copies.
-    Factors have `D` columns, each non-zero in one entry. Where the second derivative is negative there is no square
-    root (NaN); `hessian_columns` has its sign.
+    Factors have `D` columns, each non-zero at one position. Their derivatives are those of an eigendecomposition,
+    undefined where eigenvalues coincide; those of `hessian_mat_prod` and `sum_hessian` always exist.
 
     Args:
-        expression: Such as `"(x - t)**2"`, in the language of `families.symbolic`, up to terms without `x`.
-            Other names are options of the loss, read from the attribute of the same name (`None` counts as 1). A
-            mapping from the values of an option to expressions where that option, `choose`, selects among them.
-        modules: The `torch.nn` classes it serves.
-        choose: The name of the option that selects from a mapping of expressions.
-        weight: Gives the factor of every term, from the call.
-        draw: `draw(call, M)` gives standardised scores `[M, N, *pred]` (mean 0, variance 1) of the loss's
-            predictive distribution, for the sampled factor.
+        modules: The classes that it serves.
+        formula: Evaluated in place of the module where autograd cannot differentiate that twice:
+            `formula(module, *inputs)`, with the batch axis in front.
+        predictions: Which inputs are predictions, where a call does not tell.
+        not_convex: Why the loss has no GGN, where that is known.
+        least_axes: How many axes a batch of predictions has at least.
         examples: Cases for tests and documentation.
 
-    >>> rule = PointwiseLoss("cosh(x - t)")
-    >>> call = Call.of(nn.MSELoss(), torch.zeros(2, 2), torch.zeros(2, 2))  # for its reduction alone
-    >>> rule.sum_hessian(call)
-    tensor([[0.5000, 0.0000],
-            [0.0000, 0.5000]])
+    >>> class LogCosh(nn.Module):
+    ...     def forward(self, prediction, target):
+    ...         return (prediction - target).cosh().log().sum()
+    >>> call = Call.of(LogCosh(), torch.zeros(1, 2), torch.zeros(1, 2))
+    >>> AutodiffLoss(LogCosh).sum_hessian(call)
+    tensor([[1., 0.],
+            [0., 1.]])
     """
 
     def __init__(
         self,
-        expression: str | Mapping[Any, str],
         *modules: type[nn.Module],
-        choose: str = "",
-        weight: Callable[[Call], Tensor | float | None] = unit_weight,
-        draw: Callable[[Call, int], Tensor] = standard_normal,
+        formula: Callable[..., Tensor] | None = None,
+        predictions: tuple[int, ...] = (0,),
+        not_convex: str | None = None,
+        least_axes: int = 1,
         examples: Sequence[Example] = (),
     ) -> None:
         super().__init__(*modules, examples=examples)
-        self.expressions = {"": expression} if isinstance(expression, str) else dict(expression)
-        self.choose = choose
-        self.weight = weight
-        self.draw = draw
+        self.formula = formula
+        self.predictions = predictions
+        self.not_convex = not_convex
+        self.least_axes = least_axes
 
-    def derivation(self, options: Options) -> Derivation:
-        """The expression and its derivatives that these options select."""
-        return derive(self.expressions[getattr(options, self.choose) if self.choose else ""])
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        binding = super().bind(module, args, kwargs) if self.formula else bind_any(module, args, kwargs)
+        names = self.params_of(module)
+        if not names:
+            return binding
+        return dataclasses.replace(binding, problem=f"{HAS_PARAMETERS} ({', '.join(names)}).", do=MAKE_LAYER)
 
-    def hessian_diag(self, call: Call) -> Tensor:
-        """The Hessian's diagonal `[N, *pred]`, in float32 or wider."""
-        return call.memo(("hessian_diag", torch.is_grad_enabled()), lambda: self._hessian_diag(call))
+    def params_of(self, module: nn.Module) -> Sequence[str]:
+        """Those that are trained: they stand in the way."""
+        return tuple(name for name, p in module.named_parameters() if p.requires_grad)
 
-    def _hessian_diag(self, call: Call) -> Tensor:
-        x = wide(call.inputs[0])
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        if self.formula is None:
+            return super().forward(options, inputs, params)
+        module, args, kwargs = filled(options, inputs)
+        return self.formula(module, *args, **kwargs)
 
-        def tensor(value: Tensor | float | None) -> Tensor:
-            return torch.as_tensor(1.0 if value is None else value, dtype=x.dtype, device=x.device)
+    def together(self, wrts: tuple[int, ...]) -> Curvature:
+        same = wrts == self.predictions or self.not_convex is None
+        return self if same else AutodiffLoss(formula=self.formula)
 
-        derived = self.derivation(call.options)
-        given = {"t": call.inputs[1]}
-        symbols = [tensor(given[s] if s in given else getattr(call.options, s)) for s in derived.hyper]
-        weight = tensor(self.weight(call))
-        shape = torch.broadcast_shapes(x.shape, call.inputs[1].shape, weight.shape, *[s.shape for s in symbols])
-        terms = (derived.compiled[2](x, *symbols) * weight).expand(shape)
-        return terms.sum_to_size(x.shape) / self.divisor(call, shape.numel())
-
+    # ---- the Hessian ------------------------------------------------------------------------------
     def sqrt_hessian(self, call: Call) -> Tensor:
-        return self._one_hot(call, safe_sqrt(self.hessian_diag(call)))
+        return next(self.sqrt_hessian_parts(call, call.inputs[0].shape[1:].numel()), call.inputs[0][None][:0])
 
-    def hessian_columns(self, call: Call) -> tuple[Tensor, Tensor]:
-        diag = self.hessian_diag(call)
-        return self._one_hot(call, safe_sqrt(diag.abs())), as_rows(diag).sign().T.to(call.inputs[0].dtype)
+    def sqrt_hessian_parts(self, call: Call, columns: int) -> Iterator[Tensor]:
+        self._require_root(call)
+        factors, x = by_autograd.factors(self, call), call.inputs[0]
+        for numbers in torch.arange(factors.count, device=x.device).split(max(1, columns)):
+            yield factors.columns(numbers).reshape(-1, *x.shape).to(x.dtype)
 
     def sqrt_hessian_sampled(self, call: Call, mc_samples: int) -> Tensor:
-        score = self.draw(call, mc_samples)
-        return (score * (safe_sqrt(self.hessian_diag(call)) / mc_samples**0.5)).to(call.inputs[0].dtype)
+        self._require_root(call)
+        factors, x = by_autograd.factors(self, call), call.inputs[0]
+        shape = (mc_samples, *factors.signs.shape)
+        normal = torch.randn(shape, dtype=factors.roots.dtype, device=x.device) / mc_samples**0.5
+        return factors.mix(normal).reshape(mc_samples, *x.shape).to(x.dtype)
+
+    def hessian_columns(self, call: Call) -> tuple[Tensor, Tensor]:
+        factors, x = by_autograd.factors(self, call), call.inputs[0]
+        columns = factors.columns(torch.arange(factors.count, device=x.device))
+        return columns.reshape(-1, *x.shape).to(x.dtype), factors.column_signs().to(x.dtype)
 
     def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
-        return self.hessian_diag(call).to(mat.dtype) * mat
+        return by_autograd.linearised(self, call).product(mat)
 
     def sum_hessian(self, call: Call) -> Tensor:
-        return self.hessian_diag(call).sum(0).flatten().diag().to(call.inputs[0].dtype)
+        blocks, dense = by_autograd.blocks(self, call)
+        size = blocks.numel()
+        total = dense.new_zeros(size, size).index_put((blocks[:, :, None], blocks[:, None, :]), dense.sum(0))
+        return total.to(call.inputs[0].dtype)
 
-    def _one_hot(self, call: Call, root: Tensor) -> Tensor:
-        """`[N, *pred]` spread over one column per entry: `[D, N, *pred]`."""
-        spread = as_rows(root).diag_embed().transpose(0, 1)
-        return spread.reshape(spread.shape[0], *root.shape).to(call.inputs[0].dtype)
+    # ---- what it cannot do --------------------------------------------------------------------------
+    def obstacle(self, call: Call) -> str | None:
+        found = super().obstacle(call)
+        if found is not None or self.live(call) != (0,):
+            return found
+        names = self.params_of(filled(call.options, call.inputs)[0])
+        return f"{HAS_PARAMETERS} ({', '.join(names)})" if names else by_autograd.problem(self, call)
+
+    def no_root(self, call: Call) -> str | None:
+        if self.live(call) != (0,):
+            return super().no_root(call)
+        return self.not_convex or (NOT_CONVEX if by_autograd.factors(self, call).negative else None)
+
+    def _require_root(self, call: Call) -> None:
+        reason = self.not_convex or (NOT_CONVEX if by_autograd.factors(self, call).negative else None)
+        if reason is not None:
+            raise UnsupportedLayer(
+                explain(
+                    f"The Hessian of {by_autograd.name_of(call)} has no square root.",
+                    f"{reason}.",
+                    "use the quantities of the exact Hessian, such as DiagHessian or HMP.",
+                )
+            )
+
+
+GENERIC_LOSS = AutodiffLoss()
+"""Serves losses without a rule (see `is_loss`)."""
+
+
+def is_loss(module: nn.Module, output: Any) -> bool:
+    """Whether a module without a rule may be taken for a loss: it has no parameters, and returned one number."""
+    return isinstance(output, Tensor) and output.dim() == 0 and next(module.parameters(), None) is None

@@ -13,6 +13,7 @@ from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Options
 from bpk.jacobians.core.function_module import Slot, fill
+from bpk.jacobians.core.side_by_side import taken_apart
 
 Filled = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 """A module, and the positional and named arguments of a call."""
@@ -47,7 +48,7 @@ class SideBySide:
 
     def fill(self, inputs: Sequence[Tensor]) -> Filled:
         """Module and arguments, for tensors that start with the joint prediction."""
-        parts, others = split(inputs[0], self.shapes, 1), iter(inputs[1:])
+        parts, others = taken_apart(inputs[0], self.shapes, 1), iter(inputs[1:])
         count = len(inputs) - 1 + len(self.shapes)
         return filled(self.options, [parts[i] if i in parts else next(others) for i in range(count)])
 
@@ -103,12 +104,3 @@ def with_slots(value: Any, numbers: Iterator[int]) -> Any:
         parts = [with_slots(part, numbers) for part in value]
         return type(value)(parts) if type(value) in (tuple, list) else type(value)(*parts)  # a named tuple
     return value
-
-
-def split(joint: Tensor, shapes: Mapping[int, torch.Size], lead: int) -> dict[int, Tensor]:
-    """What lies side by side behind `lead` axes, by input."""
-    if len(shapes) == 1:
-        return {next(iter(shapes)): joint}
-    parts = joint.split([shape.numel() for shape in shapes.values()], lead)
-    pairs = zip(shapes.items(), parts, strict=True)
-    return {i: part.reshape(*joint.shape[:lead], *shape) for (i, shape), part in pairs}

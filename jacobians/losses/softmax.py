@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.gemm import wide
-from bpk.jacobians.losses.loss import Loss, safe_sqrt
+from bpk.jacobians.core.numeric import safe_sqrt, wide
+from bpk.jacobians.losses.loss import Loss
 
 
 def _grid(rows: Tensor) -> tuple[Tensor, Tensor]:

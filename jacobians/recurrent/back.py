@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import gemm
+from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.recurrent.scan import Trace
 
 
@@ -103,7 +103,7 @@ def _pull_into_buffers(trace: Trace, dy: Sequence[Tensor] | None, dh: Tensor, dc
             states.append(dh)
         dm = dh @ trace.params["weight_hr"] if trace.projects else dh
         cell.pull_into(slope[t], None if via is None else via[t], dm, dc, into[t])
-        dh = gemm.linear(rows[t], back).view(dh.shape)
+        dh = linear(rows[t], back).view(dh.shape)
         if carry is not None:
             dc, dh = (carry[t], dh) if cell.memory else (None, dh + carry[t])
     return _adjoint(trace, dq, states, dh, dc)

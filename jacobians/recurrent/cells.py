@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp
 
+from bpk.jacobians.core.side_by_side import pick
+
 Parts = Sequence[Tensor]
 
 
 @dataclass
 class Slopes:
-    """Local derivatives over time.
+    """Local derivatives over time: `slope` `[T, N, K, H]` is `d m / d q`.
 
-    `slope` `[T, N, K, H]` is `d m / d q`; in an LSTM it is `d c / d q` for the first four local variables, which act
-    through the cell state, and `via` `[T, N, 1, H]` is `d m / d c`.
+    In an LSTM it is `d c / d q` for the first four local variables; `via` `[T, N, 1, H]` is `d m / d c`.
     """
 
     slope: Tensor
@@ -113,14 +114,6 @@ class Cell(ABC):
         return jvp(gradient, (q,), (tangent,))[1]
 
 
-def pick(x: Tensor, places: Sequence[int], dim: int) -> Tensor:
-    """Entries along an axis; a view where they follow each other."""
-    first = places[0]
-    if tuple(places) == tuple(range(first, first + len(places))):
-        return x.narrow(dim, first, len(places))
-    return torch.cat([x.narrow(dim, k, 1) for k in places], dim)
-
-
 class Elman(Cell):
     """`m = phi(z)` with `z = a + b` and `phi` tanh or ReLU. `q = (z)`."""
 
@@ -186,11 +179,11 @@ class Lstm(Cell):
         squashed = squash(cells[1:])
         slope = f.new_empty(*f.shape[:2], 5, f.shape[2])
         slope[:, :, 0] = f
-        bent = torch.addcmul(gates, gates, gates, value=-1)  # s (1 - s)
-        torch.mul(g, bent[:, :, 0], out=slope[:, :, 1])
-        torch.mul(cells[:-1], bent[:, :, 1], out=slope[:, :, 2])
+        of_gates = torch.addcmul(gates, gates, gates, value=-1)  # s (1 - s)
+        torch.mul(g, of_gates[:, :, 0], out=slope[:, :, 1])
+        torch.mul(cells[:-1], of_gates[:, :, 1], out=slope[:, :, 2])
         torch.addcmul(i, new, g, value=-1, out=slope[:, :, 3])
-        torch.mul(squashed, bent[:, :, 3], out=slope[:, :, 4])
+        torch.mul(squashed, of_gates[:, :, 3], out=slope[:, :, 4])
         m = o * squashed
         return Slopes(slope, torch.addcmul(o, m, squashed, value=-1)[:, :, None]), m
 
@@ -245,13 +238,13 @@ class Gru(Cell):
         new = b[:, :, 2]
         n = squash(torch.addcmul(a[:, :, 2], r, new))
         slope = a.new_empty(*r.shape[:2], 5, r.shape[2])
-        bent = torch.addcmul(gates, gates, gates, value=-1)  # s (1 - s)
+        of_gates = torch.addcmul(gates, gates, gates, value=-1)  # s (1 - s)
         keep = torch.sub(1, u)
         inner = torch.addcmul(keep, keep * n, n, value=-1)
         slope[:, :, 0] = inner
-        torch.mul(inner * new, bent[:, :, 0], out=slope[:, :, 1])
-        apart = before - n
-        torch.mul(apart, bent[:, :, 1], out=slope[:, :, 2])
+        torch.mul(inner * new, of_gates[:, :, 0], out=slope[:, :, 1])
+        change = before - n
+        torch.mul(change, of_gates[:, :, 1], out=slope[:, :, 2])
         torch.mul(inner, r, out=slope[:, :, 3])
         slope[:, :, 4] = u
-        return Slopes(slope), torch.addcmul(n, u, apart)
+        return Slopes(slope), torch.addcmul(n, u, change)

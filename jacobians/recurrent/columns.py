@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.families.latest import Latest
 from bpk.jacobians.recurrent.layer import ADD_AXIS, UNBATCHED, RecurrentForward
 from bpk.jacobians.recurrent.stack import Pulled, Stack
 
@@ -19,25 +19,6 @@ KEEP = 1 << 22
 
 COLUMNS = 1 << 22
 """How many numbers a backward recurrence finds at a time (on a processor): memory of this size is used again."""
-
-
-class Latest:
-    """What was computed from the columns that came last, for those who ask with the same columns again."""
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, tuple[Tensor, Pulled]] = {}
-
-    def find(self, mat: Tensor, compute: Callable[[], Pulled]) -> Pulled:
-        """`compute()`, evaluated once for these columns (they are held, so that their memory stays theirs)."""
-        if mat.requires_grad or torch._C._functorch.maybe_current_level() is not None:
-            return compute()
-        key = (mat.data_ptr(), mat._version, mat.shape, mat.stride(), torch.is_grad_enabled())
-        if key not in self.kept:
-            found = compute()
-            while self.kept and sum(pulled.size for _, pulled in self.kept.values()) + found.size > KEEP:
-                del self.kept[next(iter(self.kept))]
-            self.kept[key] = (mat, found)
-        return self.kept[key][1]
 
 
 class RecurrentColumns(RecurrentForward):
@@ -55,8 +36,11 @@ class RecurrentColumns(RecurrentForward):
 
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
         """The backward recurrence for columns `[V, N, *out]`, shared by all who ask with the same columns."""
-        stack, latest = self.at(call), call.memo((self, "latest"), Latest)
-        return latest.find(mat, lambda: stack.pull(self.seeds(self.split(call, gemm.wide(mat)))))
+        stack = self.at(call)
+        latest: Latest[Pulled] = call.memo((self, "latest"), Latest)
+        return latest.find(
+            mat, lambda: stack.pull(self.seeds(self.split(call, wide(mat)))), lambda pulled: pulled.size, KEEP
+        )
 
     def pieces(self, call: Call, mat: Tensor) -> Iterator[tuple[Tensor | None, Pulled]]:
         """Backward recurrences of some columns at a time, and which these are (`None`: all of them).
@@ -76,7 +60,7 @@ class RecurrentColumns(RecurrentForward):
                 ends = (alive * torch.arange(1, len(y) + 1, device=mat.device)[:, None]).amax(0).clamp(min=1)
                 order = ends.argsort()
         for part in order.split(step):
-            seeds = self.seeds(self.split(call, gemm.wide(mat[part])))
+            seeds = self.seeds(self.split(call, wide(mat[part])))
             if ends is not None and seeds.y is not None:
                 seeds.y = seeds.y[: int(ends[part].max())]
             yield part, stack.pull(seeds)
@@ -99,9 +83,10 @@ class RecurrentColumns(RecurrentForward):
         return out
 
     def affine(self, call: Call, pulled: Pulled, param: str) -> tuple[Tensor, Tensor | None]:
-        """The affine map of a parameter: gradients `[T, V, N, O]` of its output, and a weight's input `[T, N, I]`."""
+        """The affine map of a parameter: gradients `[V, N, T, O]` of its output, and a weight's input `[N, T, I]`."""
         stack = self.at(call)
         layer, place, role = stack.find(param)
         trace, adjoint = stack.traces[layer][place], pulled.adjoints[layer][place]
         columns, values = adjoint.of(trace, role), trace.value(role)
-        return columns, None if values is None else values[: len(columns)]
+        inputs = None if values is None else values[: len(columns)].transpose(0, 1)
+        return columns.movedim(0, 2), inputs

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.recurrent.cells import pick
+from bpk.jacobians.core.side_by_side import pick
 from bpk.jacobians.recurrent.stack import Pulled, Stack
 
 LIMIT = 1 << 24

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.attention.dropout import agrees
 from bpk.jacobians.core.binding import Binding, tensors_in
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Example
-from bpk.jacobians.core.several import SeveralOutputs
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.families.redrawn import agrees
+from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.recurrent.cells import Cell
 from bpk.jacobians.recurrent.masks import draw_again, draws_elsewhere
 from bpk.jacobians.recurrent.residual import Bent

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Residual
-from bpk.jacobians.families import sequence_gemm
+from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.families import sequences
 from bpk.jacobians.recurrent import residual as recurrent_residual
 from bpk.jacobians.recurrent.columns import RecurrentColumns
 from bpk.jacobians.recurrent.grams import TimeGrams, pays
@@ -30,7 +30,7 @@ class Recurrent(RecurrentColumns):
 
     # ---- products --------------------------------------------------------------------------------
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
-        found = self.pushed(call, {wrt: gemm.wide(mat)})
+        found = self.pushed(call, {wrt: wide(mat)})
         parts = {k: x for k, x in enumerate(found) if x is not None and k in call.used}
         return self.merge(call, parts).to(mat.dtype)
 
@@ -57,12 +57,10 @@ class Recurrent(RecurrentColumns):
         """The gradients of a parameter: `[V, *p]`, or `[V, N, *p]`."""
         columns, values = self.affine(call, pulled, param)
         if values is None:
-            return columns.sum((0, 2) if sum_batch else 0)
-        return (
-            sequence_gemm.summed(columns, values)
-            if sum_batch
-            else sequence_gemm.per_sample(columns, values, call.empty)
-        )
+            return columns.sum((1, 2) if sum_batch else 2)
+        if sum_batch:
+            return sequences.summed(columns, values)
+        return sequences.per_sample(columns, values, call.empty)
 
     def has_cheap_squares(self, call: Call, param: str) -> bool:
         """A bias has few entries."""
@@ -85,11 +83,11 @@ class Recurrent(RecurrentColumns):
         for scale, pulled in self.all_pieces(call, mats, weights):
             columns, values = self.affine(call, pulled, param)
             if values is None:
-                squares = columns.sum(0).square()
+                squares = columns.sum(2).square()
                 squares = squares if scale is None else squares * scale[..., None]
                 part = squares.sum(0) if per_sample else squares.sum((0, 1))
             else:
-                part = sequence_gemm.squared_sum(columns, values, scale, per_sample, call.empty)
+                part = sequences.squared_sum(columns, values, scale, per_sample, call.empty)
             total = part if total is None else total.add_(part)
         assert total is not None
         return total.to(mats[0].dtype)
@@ -134,16 +132,16 @@ class Recurrent(RecurrentColumns):
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         columns, values = self.affine(call, self.pulled(call, grad_out[None]), param)
         if values is None:
-            return columns[:, 0].sum(0).square().sum(1).to(grad_out.dtype)
-        return sequence_gemm.norm_squared(columns[:, 0], values).to(grad_out.dtype)
+            return columns[0].sum(1).square().sum(1).to(grad_out.dtype)
+        return sequences.norm_squared(columns[0], values).to(grad_out.dtype)
 
     # ---- the second derivative -------------------------------------------------------------------
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.GENERAL
 
     def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        grad = self.seeds(self.split(call, gemm.wide(grad_out)[None]))
-        given = {wrt: gemm.wide(mat) for wrt, mat in mats.items()}
+        grad = self.seeds(self.split(call, wide(grad_out)[None]))
+        given = {wrt: wide(mat) for wrt, mat in mats.items()}
         x, h, c = self.seen([given.get(k) for k in range(3)], 1)
         params = {name: mat for name, mat in given.items() if isinstance(name, str)}
         lead = len(next(iter(mats.values())))
@@ -168,7 +166,7 @@ class Recurrent(RecurrentColumns):
 
         def found(pulled: Pulled) -> Tensor:
             columns, _ = self.affine(call, pulled, param)
-            return columns.movedim(0, 2) if expand else columns.sum(0)
+            return columns if expand else columns.sum(2)
 
         steps = [call.inputs[0].shape[1]] if expand and self.axes == 3 else []
         width = call.params[param].shape[0]

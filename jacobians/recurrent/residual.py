@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from bpk.jacobians.families import sequence_gemm
+from bpk.jacobians.families import sequences
 from bpk.jacobians.recurrent.back import Adjoint, gradients_of_states, pull
 from bpk.jacobians.recurrent.forth import Tangent
 from bpk.jacobians.recurrent.scan import Trace
@@ -115,7 +115,7 @@ def of_params(
         if values is None:
             found[role] = columns.sum((0, 2))
             continue
-        found[role] = sequence_gemm.summed(columns, values)
+        found[role] = sequences.summed(columns.movedim(0, 2), values.transpose(0, 1))
         if (u := moved[role]) is not None:
             found[role] = found[role] + torch.einsum("tno,tvni->voi", adjoint.of(trace, role)[:, 0], u)
     return found

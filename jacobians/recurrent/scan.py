@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bpk.jacobians.core import gemm
+from bpk.jacobians.core.numeric import linear, wide
 from bpk.jacobians.recurrent.cells import Cell, Slopes
 
 ROLES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
@@ -51,7 +51,7 @@ class Trace:
         self._q: Tensor | None = None
         self._m: Tensor | None = None
         self.tolerance = 0.0 if y is None else torch.finfo(y.dtype).eps ** 0.5
-        self._hidden = None if y is None else scan.turned(gemm.wide(y))
+        self._hidden = None if y is None else scan.turned(wide(y))
         self._before: Tensor | None = None
         self._c_n: Tensor | None = None
 
@@ -120,8 +120,8 @@ class Trace:
         if self._slopes is None and self._q is not None:
             self._slopes = self.cell.slopes(self._q)
         if self._slopes is None:
-            a = gemm.linear(self.x, self.params["weight_ih"])
-            b = gemm.linear(self.before, self.params["weight_hh"])
+            a = linear(self.x, self.params["weight_ih"])
+            b = linear(self.before, self.params["weight_hh"])
             for part, name in ((a, "bias_ih"), (b, "bias_hh")):
                 if name in self.params:
                     part += self.params[name]

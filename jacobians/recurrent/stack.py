@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.gemm import linear, wide
+from bpk.jacobians.core.numeric import linear, wide
 from bpk.jacobians.recurrent import back as recurrent_back
 from bpk.jacobians.recurrent import forth as recurrent_forth
 from bpk.jacobians.recurrent.back import Adjoint

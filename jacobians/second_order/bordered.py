@@ -5,18 +5,18 @@ Of the entries of both sides, those of one (`corner`) are enumerated: their rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.gemm import wide
-from bpk.jacobians.core.rule import Residual, Rule
-from bpk.jacobians.families.autodiff_graph import is_differentiated
+from bpk.jacobians.core.numeric import is_differentiated, wide
+from bpk.jacobians.core.products import Differentiable, Residual
+from bpk.jacobians.core.side_by_side import beside, taken_apart
 
 
-def corner(rule: Rule, call: Call, wrts: Sequence[Wrt]) -> tuple[Wrt, ...]:
+def corner(rule: Differentiable, call: Call, wrts: Sequence[Wrt]) -> tuple[Wrt, ...]:
     """The smallest part of `wrts` without which the residual is zero; nothing, where there is none.
 
     Tried are the inputs, and each of `wrts` alone.
@@ -36,7 +36,7 @@ def entries(call: Call, wrts: Sequence[Wrt]) -> int:
 
 
 def rows_by_sample(
-    rule: Rule, call: Call, grad_out: Tensor, part: Sequence[Wrt], wrts: Sequence[Wrt]
+    rule: Differentiable, call: Call, grad_out: Tensor, part: Sequence[Wrt], wrts: Sequence[Wrt]
 ) -> dict[Wrt, Tensor]:
     """The residual times the unit vectors of `part`, for one sample after the other: `{b: [D, N, *b]}` for `wrts`."""
     sizes = [call.sample_shape(a).numel() for a in part]
@@ -52,18 +52,6 @@ def rows_by_sample(
         for b in wrts:
             rows[b].append(product[b][:, 0] if isinstance(b, int) else product[b])
     return {b: torch.stack(parts, 1) for b, parts in rows.items()}
-
-
-def flattened(columns: Mapping[Wrt, Tensor]) -> Tensor:
-    """Columns `{wrt: [K, N, *wrt]}` side by side: `[K, N, D]`."""
-    return torch.cat([x.reshape(*x.shape[:2], -1) for x in columns.values()], 2)
-
-
-def unflattened(columns: Tensor, shapes: Mapping[Wrt, torch.Size]) -> dict[Wrt, Tensor]:
-    """The way back, given the shape of each `wrt`."""
-    parts = columns.split([shape.numel() for shape in shapes.values()], 2)
-    pairs = zip(shapes.items(), parts, strict=True)
-    return {w: part.reshape(*part.shape[:2], *shape) for (w, shape), part in pairs}
 
 
 def with_border(side: Tensor, border: Tensor) -> Tensor:
@@ -84,7 +72,9 @@ def compressed(side: Tensor, border: Tensor) -> tuple[Tensor, Tensor]:
 class Bordered:
     """The rows of the residual that belong to `part`, one of its corners: `{wrt: [D, N, *wrt]}`."""
 
-    def __init__(self, rule: Rule, call: Call, grad_out: Tensor, wrts: Sequence[Wrt], part: Sequence[Wrt]) -> None:
+    def __init__(
+        self, rule: Differentiable, call: Call, grad_out: Tensor, wrts: Sequence[Wrt], part: Sequence[Wrt]
+    ) -> None:
         found = [rule.residual_rows(call, grad_out, a, wrts) for a in part]
         self.part, self.wrts = tuple(part), tuple(wrts)
         self.shapes = {w: call.sample_shape(w) for w in (*part, *(w for w in wrts if w not in part))}
@@ -131,7 +121,7 @@ class Bordered:
 
         Where that does not make it smaller, or where it is to be differentiated, it is the residual itself.
         """
-        whole = flattened(self.rows).transpose(0, 1)  # [N, D, D + P]
+        whole = beside(self.rows.values(), 2).transpose(0, 1)  # [N, D, D + P]
         side, border = whole.split([self.length, whole.shape[2] - self.length], 2)
         if border.shape[2] > self.length and not is_differentiated():
             return compressed(side, border)
@@ -142,7 +132,7 @@ class Bordered:
         if basis is not None:
             own, rest = columns.split([self.length, columns.shape[2] - self.length], 2)
             columns = torch.cat([own, torch.einsum("npr,knr->knp", basis, rest)], 2)
-        found = unflattened(columns, self.shapes)
+        found = taken_apart(columns, self.shapes, 2)
         return {w: found[w] for w in self.wrts}
 
 

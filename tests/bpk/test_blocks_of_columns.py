@@ -14,16 +14,17 @@ from bpk.jacobians.attention import layer as attention_layer
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.convolution import moments
-from bpk.jacobians.core import gemm
+from bpk.jacobians.core import gemm, numeric
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
-from bpk.jacobians.core.rule import Example, Rule, case
-from bpk.jacobians.families import autodiff, linear_in_each, linear_map, sequence_gemm, standardize
+from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.families import autodiff, linear_in_each, linear_map, standardize
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
-from bpk.jacobians.recurrent import Recurrent
 from bpk.jacobians.recurrent import columns as recurrent_columns
-from bpk.jacobians.second_order import block_diagonal
+from bpk.jacobians.recurrent.recurrent import Recurrent
+from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order import structure
 from bpk.rules import REGISTRY
 from tests.models.networks import Network, all_networks
 from tests.rules.test_rules import readable
@@ -32,15 +33,15 @@ LIMITS = (
     (attention_layer, "PIECE"),
     (attention_layer, "KEPT"),
     (autodiff, "BLOCK"),
-    (block_diagonal, "AT_ONCE"),
     (gemm, "CACHE"),
     (linear_in_each, "AT_ONCE"),
     (linear_map, "BLOCK"),
     (moments, "LARGEST"),
+    (numeric, "CACHE"),
     (recurrent_columns, "COLUMNS"),
     (recurrent_columns, "KEEP"),
-    (sequence_gemm, "CACHE"),
     (standardize, "BLOCK"),
+    (structure, "AT_ONCE"),
 )
 """How many numbers families of rules hold at a time."""
 

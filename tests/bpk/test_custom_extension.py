@@ -15,7 +15,7 @@ from bpk.extensions.firstorder.base import FirstOrderModuleExtension
 from bpk.extensions.module_extension import ModuleExtension
 from bpk.extensions.secondorder.diag_ggn import DiagGGNExact
 from bpk.jacobians.core.errors import RuleError
-from bpk.jacobians.core.rule import case
+from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
 from tests.helpers import FIELDS, backward, data, saved
 from tests.references.reference import Reference

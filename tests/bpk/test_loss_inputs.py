@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.losses.autodiff_loss import GENERIC_LOSS, AutodiffLoss, is_loss
 from bpk.jacobians.losses.joint import Joint
-from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.losses.loss import GENERIC_LOSS, AutodiffLoss, Loss, is_loss
 from bpk.rules import REGISTRY
 
 

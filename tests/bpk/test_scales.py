@@ -6,7 +6,7 @@ tried, with channels, samples and positions of sizes from 1e-6 to 1e6, in single
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.autodiff import Autodiff
-from bpk.jacobians.losses.blocks import separable
 from bpk.jacobians.second_order.factoring import factor
-from bpk.jacobians.second_order.probing import marks, same_for_all, slopes
+from bpk.jacobians.second_order.probing import ROUNDINGS, marks
+from bpk.jacobians.second_order.structure import Couplings, same_for_all, slopes
 from bpk.sweeps.blocks import blocks_of
 
 N, T, C = 2, 3, 4
@@ -71,15 +71,14 @@ def test_blocks(dtype: torch.dtype, size: float, where: str, coupled: tuple[str,
 @pytest.mark.parametrize("coupled", [(), ("positions",), ("channels",)], ids=str)
 def test_losses(dtype: torch.dtype, size: float, where: str, coupled: tuple[str, ...]) -> None:
     dense = matrix(size, where, coupled).to(dtype)
-    times = torch.arange(T)[:, None].expand(T, C).reshape(1, -1).repeat(N, 1)
-    channels = torch.arange(C).expand(T, C).reshape(1, -1).repeat(N, 1)
-    samples = torch.arange(N)[:, None].expand(N, T * C)
 
-    def product(mat: Tensor) -> Tensor:
-        return torch.einsum("nij,vnj->vni", dense, mat)
+    def product(mats: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.einsum("nij,vnj->vni", dense, mats[0].flatten(2)).reshape(mats[0].shape)]
 
-    found = separable(product, [samples, times, channels], torch.zeros(N, T * C, dtype=dtype), torch.finfo(dtype).eps)
-    assert found == [True, "positions" not in coupled, "channels" not in coupled]
+    most = ROUNDINGS * torch.finfo(dtype).eps
+    found = Couplings(product, [torch.Size((N, T, C))], torch.zeros(N, dtype=dtype), most)
+    assert found.none_between([torch.arange(N)[:, None, None]], N)
+    assert found.blocks().axes == tuple(k for k, name in ((1, "positions"), (2, "channels")) if name not in coupled)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

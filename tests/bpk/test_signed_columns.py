@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import bpk
 from bpk.extensions import DiagHessian
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.families.multilinear import Multilinear
+from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.bordered import corner, rows_by_sample
 from bpk.rules import REGISTRY
 from tests.helpers import values

@@ -164,7 +164,7 @@ def test_products_outside_of_contexts_stay_in_their_thread(monkeypatch: pytest.M
 
 def test_first_use_in_many_threads() -> None:
     """Rules are collected at the first look-up: nobody sees half of them."""
-    from bpk.jacobians.core.registry import Registry
+    from bpk.jacobians.registry import Registry
     from bpk.rules import REGISTRY
 
     rules = list(REGISTRY)

@@ -13,7 +13,7 @@ import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians import Elementwise
-from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.normalization import Normalization
 from bpk.rules import REGISTRY
 from bpk.verification import Row, Verdict, Verification

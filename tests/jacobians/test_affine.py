@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.multilinear import Multilinear
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 
 PARAMS = ("weight", "bias")

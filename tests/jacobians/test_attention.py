@@ -17,7 +17,7 @@ from bpk.jacobians.attention.function import ScaledDotProductAttention
 from bpk.jacobians.attention.layer import AttentionLayer
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 from tests.references.attention import causal
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.jacobians.attention.dropout import agrees, probed, redrawn
+from bpk.jacobians.attention.dropout import probed, redrawn
 from bpk.jacobians.attention.layer import AttentionLayer
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.random_state import RandomState
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.families.redrawn import agrees
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 from tests.references.attention import causal
 from tests.references.compare import check, rand

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +13,12 @@ import bpk
 from bpk import extensions as E
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Residual, case
+from bpk.jacobians.core.example import case
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.autodiff import Autodiff
-from bpk.jacobians.families.autodiff_graph import vector_jacobian_products
-from bpk.jacobians.second_order.block_diagonal import along_axes, connected, dense_blocks
 from bpk.jacobians.second_order.factoring import factor, residual_columns
-from bpk.jacobians.second_order.probing import same_for_all, slopes
+from bpk.jacobians.second_order.graph import vector_jacobian_products
+from bpk.jacobians.second_order.structure import Blocks, connected, dense_blocks, same_for_all, slopes
 from tests.references.compare import rand
 
 N, D = 3, 4
@@ -131,15 +131,15 @@ def test_blocks() -> None:
 
 @pytest.mark.parametrize("width", [1, 1 << 22], ids=["at once", "one by one"])
 def test_what_lies_in_blocks(width: int) -> None:
-    at = along_axes((2, 3), [False, True], 2)
+    at = Blocks((torch.Size((N, 2, 3)),) * 2, (1,)).indices
     assert at.tolist() == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
     matrices = rand(N, 12, 12)  # no symmetry: rows and columns must not be mixed up
 
-    def product(columns: Tensor) -> Tensor:
+    def product(mats: Sequence[Tensor]) -> list[Tensor]:
         own = torch.zeros_like(matrices)
         for block in at:
             own[:, block[:, None], block] = matrices[:, block[:, None], block]
-        return torch.einsum("nij,vnj->vni", own, columns)
+        return [torch.einsum("nij,vnj->vni", own, mats[0])]
 
     expected = torch.stack([matrices[:, block[:, None], block] for block in at], 1)
     torch.testing.assert_close(dense_blocks(product, at, matrices, width), expected)

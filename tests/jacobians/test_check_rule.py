@@ -15,8 +15,10 @@ import bpk
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError
-from bpk.jacobians.core.rule import Residual, Rule, case
+from bpk.jacobians.core.example import case
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.rule import Rule
 from bpk.rules.losses import RULES as LOSSES
 
 TANH = case(nn.Tanh, shape=(3, 2))

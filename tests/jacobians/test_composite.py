@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from bpk.jacobians import check_rule
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.rule import Residual, Rule, case
+from bpk.jacobians.core.example import case
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.branches import Concat, Sum
 from bpk.jacobians.families.composite import Chain
 from bpk.jacobians.families.linear_map import LinearMap, minus_constant
 from bpk.jacobians.families.parts import Part, same, submodule
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 
 

@@ -15,7 +15,8 @@ from bpk.extensions import DiagGGNExact
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError, UnsupportedLayer
-from bpk.jacobians.core.rule import Example, Residual
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Elementwise, PositiveExample
 from bpk.jacobians.families.symbolic import derive
 from bpk.rules import REGISTRY

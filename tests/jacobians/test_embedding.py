@@ -17,7 +17,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.rule import case
+from bpk.jacobians.core.example import case
 from bpk.jacobians.families import embedding
 from bpk.rules import REGISTRY
 from tests.helpers import FIRST_ORDER, backward, extended

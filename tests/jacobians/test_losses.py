@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.rule import Example
-from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
+from bpk.jacobians.core.example import Example
 from bpk.jacobians.losses.flat import ZeroCurvature
-from bpk.jacobians.losses.loss import Loss, PointwiseLoss
+from bpk.jacobians.losses.loss import AutodiffLoss, Loss
+from bpk.jacobians.losses.pointwise import PointwiseLoss
 from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
 from bpk.rules.losses import RULES
 

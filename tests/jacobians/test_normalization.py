@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.checks.check import check_rule
-from bpk.jacobians.checks.crosscheck import crosscheck
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.rule import Example, Rule, case
+from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.families.normalization import trained
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
+from tests.references.crosscheck import crosscheck
 
 Array = Any
 

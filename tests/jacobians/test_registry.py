@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import bpk.rules
 from bpk.jacobians.core.errors import RuleError
-from bpk.jacobians.core.registry import Registry
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.registry import Registry
+from bpk.jacobians.rule import Rule
 
 
 class Swish(nn.Module):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from bpk.jacobians.checks.crosscheck import Forward, crosscheck
 from bpk.jacobians.core.errors import RuleError
-from bpk.jacobians.core.rule import Example, case
+from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.rules import REGISTRY
 from tests.references import symbolic_forwards as forwards
+from tests.references.crosscheck import Forward, crosscheck
 
 
 def targets(shape: tuple[int, ...]) -> torch.Tensor:

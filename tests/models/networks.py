@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bpk.jacobians.core.rule import Example, Rule
+from bpk.jacobians.core.example import Example
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 from bpk.rules.metric_losses import frozen_linear_loss
 from tests.references import attention, recurrence

@@ -76,7 +76,7 @@ class Cells(HTMLParser):
 CUBE = '''"""Layers of mine."""
 
 from bpk.jacobians import Elementwise
-from bpk.jacobians.core.rule import case
+from bpk.jacobians.core.example import case
 from torch import nn
 
 

@@ -20,7 +20,7 @@ from bpk import extensions as E
 from bpk.custom_module.graph_utils import ConversionError
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 from tests.random_networks.losses import REGISTERED
 from tests.random_networks.problem import Network, Problem
 from tests.random_networks.program import Unfit

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.losses.autodiff_loss import AutodiffLoss
+from bpk.jacobians.losses.loss import AutodiffLoss
 from tests.random_networks.modules import Coupled, LogCosh
 from tests.random_networks.program import EXAMPLES, LOSSES, Writer
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from bpk.jacobians.core.rule import Example, Rule
+from bpk.jacobians.core.example import Example
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 from tests.random_networks.modules import MODULES
 

@@ -19,11 +19,11 @@ from bpk.jacobians.core.conversion import (
     convert,
     is_batch_size,
     name_of,
-    out_of_place,
     signature_of,
 )
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.core.in_place import out_of_place
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 
 T = torch.Tensor

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bpk.jacobians.checks.check import check_rule
-from bpk.jacobians.core.rule import Example, Rule
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

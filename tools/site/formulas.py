@@ -10,11 +10,12 @@ from typing import Any
 
 import sympy
 
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.families.contraction import Contraction
 from bpk.jacobians.families.elementwise import Elementwise
 from bpk.jacobians.families.multilinear import Multilinear
 from bpk.jacobians.families.symbolic import Derivation, derive
-from bpk.jacobians.losses.loss import PointwiseLoss
+from bpk.jacobians.losses.pointwise import PointwiseLoss
+from bpk.jacobians.rule import Rule
 from tools.site.docstrings import to_markdown
 from tools.site.markdown import math
 
@@ -38,6 +39,8 @@ def formulas(rule: Rule) -> str:
     if isinstance(rule, Multilinear):
         operands = ", ".join(("inputs", *rule.factors))
         return f"`out = einsum({rule.pattern!r}, {operands})`."
+    if isinstance(rule, Contraction):
+        return f"`out = einsum({rule.pattern!r}, inputs, weight) + bias`."
     return "\n".join(to_markdown(family_text(rule)))
 
 

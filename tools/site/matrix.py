@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import bpk
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 from bpk.support.decide import Kind
 from bpk.support.table import WORDS, Cell, SupportTable

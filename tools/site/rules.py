@@ -15,8 +15,9 @@ from torch import Tensor
 
 import bpk.rules
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Example, Rule
+from bpk.jacobians.core.example import Example
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 from bpk.support.of_model import calls_of
 from tools.site.formulas import formulas, hyperparameters

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from bpk.core.derivatives.state import State, state_of
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
 
 Grads = Sequence[Tensor | None] | None
 """Gradients as hooks of modules get them. Only the second derivative needs them (`g_out`)."""

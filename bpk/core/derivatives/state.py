@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 from bpk.recording.activations import INPUT_NAMES
 from bpk.recording.ports import Port
 from bpk.recording.record import parameters_of

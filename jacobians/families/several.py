@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Options
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.core.side_by_side import beside, taken_apart
+from bpk.jacobians.rule import Rule
 
 
 class SeveralOutputs(Rule):
@@ -32,14 +32,10 @@ class SeveralOutputs(Rule):
 
     def split(self, call: Call, mat: Tensor, lead: int = 2) -> dict[int, Tensor]:
         """Columns `[V, N, *out]` by the number of the result; `lead` axes come before `*out`."""
-        if len(call.used) == 1:
-            return {next(iter(call.used)): mat}
-        parts = mat.split([shape.numel() for shape in call.used.values()], dim=lead)
-        pairs = zip(call.used.items(), parts, strict=True)
-        return {k: part.reshape(*mat.shape[:lead], *shape) for (k, shape), part in pairs}
+        return taken_apart(mat, call.used, lead)
 
     def merge(self, call: Call, parts: Mapping[int, Tensor], lead: int = 2) -> Tensor:
         """The inverse of `split`."""
         if len(call.used) == 1:
             return parts[next(iter(call.used))]
-        return torch.cat([parts[k].reshape(*parts[k].shape[:lead], -1) for k in call.used], lead)
+        return beside([parts[k] for k in call.used], lead)

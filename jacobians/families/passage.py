@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Residual, Rule
+from bpk.jacobians.families.linear_map import ZeroResidual
 
 
-class Passage(Rule):
+class Passage(ZeroResidual):
     """The output is the input."""
 
     reads_values = False
@@ -23,9 +21,6 @@ class Passage(Rule):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         return mat
-
-    def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
-        return Residual.ZERO
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         return matrix

@@ -1,8 +1,8 @@
 """A second, independent check: a layer's forward written with sympy symbols, differentiated by sympy.
 
 Where `check_rule` trusts autograd, this trusts sympy: the forward is evaluated on arrays of symbols, its first and
-second derivatives are taken symbolically, compiled, and compared with the rule's products entry by entry. Meant
-for tiny cases; needs numpy (object arrays), and is imported by tests only.
+second derivatives are taken symbolically, compiled, and compared with the rule's products entry by entry,
+for tiny cases.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from bpk.jacobians.checks.case import wrt_name
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError, explain
-from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 
 Array = Any
 """A numpy array whose entries are sympy expressions."""

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from bpk.jacobians.core.errors import RuleError, explain, warn
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.rule import Rule
 
 
 class Registry:

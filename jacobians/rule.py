@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,104 +20,13 @@ from torch import Tensor, nn
 from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding, in_front
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.conversion import Conversion, Reader, convert
-from bpk.jacobians.core.errors import RuleError, explain
-
-
-def add_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of at least one tensor."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-class Residual(Enum):
-    """Structure of a layer's second derivative, contracted with the gradient of its output."""
-
-    ZERO = "zero"
-    DIAGONAL = "diagonal"
-    GENERAL = "general"
-
-
-@dataclass(frozen=True)
-class Example:
-    """A small concrete layer with input shapes, from which tests and documentation are generated."""
-
-    layer: Callable[..., nn.Module]
-    shapes: tuple[tuple[int, ...], ...]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    train: bool = False
-    target: Callable[..., Tensor | tuple[Tensor, ...]] | None = None
-    domain: Callable[[Tensor], Tensor] | None = None
-
-    def build(self) -> nn.Module:
-        """The layer, in the mode that the example asks for."""
-        return self.layer(*self.args, **self.kwargs).train(self.train)
-
-    def inputs(self, dtype: torch.dtype = torch.float64, batch: int | None = None) -> tuple[Tensor, ...]:
-        """Random inputs of the example's shapes (with another batch size if asked).
-
-        `domain` maps normal numbers to where the layer is defined; `target(shape)` gives further inputs.
-        """
-        shapes = [s if batch is None else (batch, *s[1:]) for s in self.shapes]
-        drawn = [torch.randn(s, dtype=torch.float64) for s in shapes]
-        if self.domain is not None:
-            drawn = [self.domain(x) for x in drawn]
-        if self.target is not None:
-            further = self.target(shapes[0])
-            drawn.extend(further if isinstance(further, tuple) else (further,))
-        return tuple(x.to(dtype) if x.is_floating_point() else x for x in drawn)
-
-    def __str__(self) -> str:
-        shown = [_spell(a) for a in self.args] + [f"{k}={_spell(v)}" for k, v in self.kwargs.items()]
-        name = getattr(self.layer, "__name__", str(self.layer))
-        return f"{name}({', '.join(shown)}){'.train' if self.train else ''} on {'x'.join(map(str, self.shapes[0]))}"
-
-
-def _spell(value: Any) -> str:
-    """`repr`, but functions by name: the names of tests hold no addresses."""
-    return value.__name__ if inspect.isroutine(value) else repr(value)
-
-
-def case(
-    layer: Callable[..., nn.Module],
-    *args: Any,
-    shape: Sequence[int] | None = None,
-    shapes: Sequence[Sequence[int]] = (),
-    train: bool = False,
-    target: Callable[..., Tensor | tuple[Tensor, ...]] | None = None,
-    domain: Callable[[Tensor], Tensor] | None = None,
-    **kwargs: Any,
-) -> Example:
-    """Write an `Example` the way the layer itself is written.
-
-    Args:
-        layer: The layer's class, or a function that builds it.
-        args, kwargs: What it is built with.
-        shape: The shape of its input, batch axis first.
-        shapes: In place of `shape`, the shapes of several inputs, in the order in which the layer takes them.
-        train: Whether the layer is in training mode.
-        target: From the first shape to further inputs, such as the target of a loss.
-        domain: From normal numbers to inputs for which the layer is defined.
-
-    >>> str(case(nn.Linear, 2, 3, bias=False, shape=(4, 2)))
-    'Linear(2, 3, bias=False) on 4x2'
-    >>> [list(x.shape) for x in case(nn.Bilinear, 2, 3, 1, shapes=((4, 2), (4, 3))).inputs()]
-    [[4, 2], [4, 3]]
-    """
-    if (shape is None) == (not shapes):
-        name = getattr(layer, "__name__", str(layer))
-        raise RuleError(
-            explain(
-                f"The example of {name} has {'no shape' if shape is None else 'shape= and shapes='}.",
-                "inputs are drawn in the shapes that it gives.",
-                f"write case({name}, ..., shape=(4, 3)), or shapes=((4, 3), (4, 2)) for two inputs.",
-            )
-        )
-    given = (tuple(shape),) if shape is not None else tuple(tuple(s) for s in shapes)
-    return Example(layer, given, args, kwargs, train, target, domain)
+from bpk.jacobians.core.conversion import Reader
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.products import Residual, add_up
+from bpk.jacobians.core.side_by_side import beside
+from bpk.jacobians.second_order import factoring
+from bpk.jacobians.second_order.bordered import Bordered, corner, rows_by_sample
+from bpk.jacobians.second_order.graph import residual_product
 
 
 class Rule(ABC):
@@ -167,21 +74,13 @@ class Rule(ABC):
             args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
         return Binding(module, tuple(x for x in args if isinstance(x, Tensor)))
 
-    def to_module(
-        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_tensor: Callable[[Any], bool]
-    ) -> Conversion:
-        """The module that stands for a call of one of `functions`, or `CannotConvert` (see `conversion.convert`)."""
-        return convert(self, function, args, kwargs, is_tensor)
-
     def join(
         self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]
     ) -> tuple[Tensor, dict[int, torch.Size]]:
         """The results that matter as one output, batch axis in front, and their shapes `[*out]` by number."""
         seen = {k: in_front(results[k], binding.out_axis(k), 1) if results[k].dim() else results[k] for k in used}
-        shapes = {k: x.shape[1:] for k, x in seen.items()}
-        if len(seen) == 1:
-            return next(iter(seen.values())), shapes
-        return torch.cat([x.reshape(len(x), -1) for x in seen.values()], 1), shapes
+        output = beside(seen.values(), 1) if len(seen) > 1 else seen[used[0]]
+        return output, {k: x.shape[1:] for k, x in seen.items()}
 
     def draws(self, module: nn.Module) -> bool:
         """Whether a forward call, in the module's present mode, draws random numbers that the rule needs once more.
@@ -244,14 +143,12 @@ class Rule(ABC):
 
         Inputs travel as `[V, N, *in]`, parameters as `[V, *p]` (summed over samples in the result).
         """
-        from bpk.jacobians.families import autodiff
-
         kind = self.residual(call, tuple(mats))
         if kind is Residual.ZERO:
             return {wrt: torch.zeros_like(mat) for wrt, mat in mats.items()}
         if kind is Residual.DIAGONAL and tuple(mats) == (0,):
             return {0: self.residual_diag(call, grad_out) * mats[0]}
-        return autodiff.residual_mat_prod(self, call, grad_out, mats)
+        return residual_product(self, call, grad_out, tuple(mats))(mats)
 
     def residual_columns(
         self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
@@ -260,15 +157,9 @@ class Rule(ABC):
 
         Returns `{wrt: [K, N, *wrt]}` and signs `[K, N]` in {-1, 0, 1}.
         """
-        from bpk.jacobians.second_order import factoring
-
         if self.residual(call, wrts) is Residual.DIAGONAL and tuple(wrts) == (0,):
-            diag = self.residual_diag(call, grad_out)
-            flat = diag.reshape(len(diag), -1)  # a sample may be one number
-            zero = flat == 0  # the square root has no derivative there
-            root = torch.where(zero, 0.0, torch.where(zero, 1.0, flat).abs().sqrt())
-            columns = torch.diag_embed(root).transpose(0, 1)
-            return {0: columns.reshape(-1, *diag.shape)}, flat.sign().transpose(0, 1)
+            columns, signs = factoring.of_diagonal(self.residual_diag(call, grad_out))
+            return {0: columns}, signs
         return factoring.residual_columns(self, call, grad_out, wrts)
 
     def signed_columns(
@@ -279,8 +170,6 @@ class Rule(ABC):
         Default: `residual_columns`; jointly over inputs and parameters in closed form where the layer is linear in
         either of them.
         """
-        from bpk.jacobians.second_order.bordered import Bordered, corner
-
         part = corner(self, call, wrts) if any(isinstance(wrt, str) for wrt in wrts) else ()
         if part:
             return Bordered(self, call, grad_out, wrts, part).signed_columns()
@@ -288,8 +177,6 @@ class Rule(ABC):
 
     def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
         """The rows of every sample's residual that belong to the `D` entries of `wrt`: `{b: [D, N, *b]}` for `wrts`."""
-        from bpk.jacobians.second_order.bordered import rows_by_sample
-
         return rows_by_sample(self, call, grad_out, (wrt,), wrts)
 
     # ---- shortcuts: correct defaults in terms of the products ------------------------------------
@@ -349,13 +236,8 @@ class Rule(ABC):
         For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, so
         that memory stays at `D` times the size of one sample.
         """
-        total: Tensor | None = None
-        for n in range(call.batch_size):
-            one = call.subset([n])
-            total_n = self._congruence_of_sample(one, matrix, wrt)
-            total = total_n if total is None else total + total_n
-        assert total is not None
-        return total / call.batch_size
+        each = (self._congruence_of_sample(call.subset([n]), matrix, wrt) for n in range(call.batch_size))
+        return add_up(each) / call.batch_size
 
     def _congruence_of_sample(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
         """`J^T M J` for a call with one sample, by multiplying from both sides."""

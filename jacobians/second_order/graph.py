@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.func import vmap
+from torch.func import jvp, vjp, vmap
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.rule import Rule
+from bpk.jacobians.core.numeric import is_differentiated
+from bpk.jacobians.core.products import Differentiable
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
 """Where products start, or arrive."""
@@ -20,12 +21,7 @@ FEW = 2
 """Up to how many columns autograd is asked one after the other, which saves the costs of batching."""
 
 
-def is_differentiated() -> bool:
-    """Whether results have to be differentiable themselves: nothing may be kept for later then."""
-    return torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None
-
-
-def by_sample(rule: Rule, call: Call, copies: Mapping[str, Tensor]) -> Tensor:
+def by_sample(rule: Differentiable, call: Call, copies: Mapping[str, Tensor]) -> Tensor:
     """The output at a copy of each parameter for every sample, `[N, *p]`: their derivatives keep samples apart."""
 
     def of_sample(params: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
@@ -102,18 +98,18 @@ def products(
 class Graph:
     """One evaluation of a layer, as a function of its inputs and parameters.
 
-    With `apart`, every sample has copies of the parameters of its own, and products with these are rows `[N, *p]`.
+    With `per_sample`, every sample has its own copies of the parameters, and products with these are rows `[N, *p]`.
     """
 
-    def __init__(self, rule: Rule, call: Call, apart: bool) -> None:
+    def __init__(self, rule: Differentiable, call: Call, per_sample: bool) -> None:
         self.leaves: dict[Wrt, Tensor] = {}
         self._pushed: dict[Wrt, tuple[Tensor, Tensor | None]] = {}
         with torch.enable_grad():
             for name, p in call.params.items():
-                copies = p.detach().expand(call.batch_size, *p.shape) if apart else p.detach()
+                copies = p.detach().expand(call.batch_size, *p.shape) if per_sample else p.detach()
                 self.leaves[name] = copies.requires_grad_()
             params = {name: self.leaves[name] for name in call.params}
-            if apart:
+            if per_sample:
                 self.output = by_sample(rule, call.detached(), params)
                 return
             for index, x in enumerate(call.inputs):
@@ -136,14 +132,71 @@ class Graph:
         found = None if pulled is None or not len(mat) else products([pulled], [at], [mat[:, None]])[0]
         return mat.new_zeros(len(mat), *self.output.shape) if found is None else found
 
-    def bend(self, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        """The residual `sum_k grad_out_k d2 out_k`, which is symmetric, times columns: the gradient differentiated."""
-        leaves = [self.leaves[wrt] for wrt in mats]
+    def gradient(self, grad_out: Tensor, wrts: Sequence[Wrt]) -> list[Tensor | None]:
+        """The gradient at `wrts`, to be differentiated once more."""
         with torch.enable_grad():
-            found = products([self.output], leaves, [grad_out.detach()[None]], further=True)
-        known = [(g, mat[:, None]) for g, mat in zip(found, mats.values(), strict=True) if g is not None]
-        bent: Sequence[Tensor | None] = [None] * len(leaves)
+            leaves = [self.leaves[wrt] for wrt in wrts]
+            return products([self.output], leaves, [grad_out.detach()[None]], further=True)
+
+    def residual(self, gradient: Sequence[Tensor | None], mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """The derivative of a `gradient`, which is symmetric, times columns."""
+        leaves = [self.leaves[wrt] for wrt in mats]
+        known = [(g, mat[:, None]) for g, mat in zip(gradient, mats.values(), strict=True) if g is not None]
+        found: Sequence[Tensor | None] = [None] * len(leaves)
         if known and len(known[0][1]):
-            bent = products([g for g, _ in known], leaves, [mat for _, mat in known])
-        pairs = zip(mats.items(), bent, strict=True)
+            found = products([g for g, _ in known], leaves, [mat for _, mat in known])
+        pairs = zip(mats.items(), found, strict=True)
         return {wrt: torch.zeros_like(mat) if part is None else part for (wrt, mat), part in pairs}
+
+
+def graph_of(rule: Differentiable, call: Call, per_sample: bool = False) -> Graph:
+    """The layer as autograd has recorded it, kept for further columns."""
+    return call.memo(("graph", per_sample), lambda: Graph(rule, call, per_sample))
+
+
+# ---- without a graph that is kept: as functions, which can be differentiated themselves -----------------
+def as_function(rule: Differentiable, call: Call, wrts: Sequence[Wrt]) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The layer as a function of `wrts` alone, and the point at which it was called."""
+
+    def function(*args: Tensor) -> Tensor:
+        given = dict(zip(wrts, args, strict=True))
+        inputs = [given.get(k, x) for k, x in enumerate(call.inputs)]
+        return rule.evaluate(call, inputs, {name: given.get(name, p) for name, p in call.params.items()})
+
+    return function, [call.inputs[w] if isinstance(w, int) else call.params[w] for w in wrts]
+
+
+def by_transforms(rule: Differentiable, call: Call, mat: Tensor, wrt: Wrt, per_sample: bool) -> Tensor:
+    """`J^T M` as a function that can be differentiated itself."""
+    if isinstance(wrt, str) and per_sample:
+        copies = {name: p.expand(call.batch_size, *p.shape) for name, p in call.params.items()}
+        pull = vjp(lambda own: by_sample(rule, call, {**copies, wrt: own}), copies[wrt])[1]
+    else:
+        function, point = as_function(rule, call, (wrt,))
+        pull = vjp(function, *point)[1]
+    return vmap(lambda column: pull(column)[0])(mat)
+
+
+Multiply = Callable[[Mapping[Wrt, Tensor]], dict[Wrt, Tensor]]
+"""Multiplies columns by what they belong to."""
+
+
+def residual_product(rule: Differentiable, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]) -> Multiply:
+    """Multiplication with the residual: the transposed-Jacobian product, differentiated once more along each column."""
+    graph, gradient = None, None
+    if not is_differentiated():
+        with suppress(RuntimeError):  # not every backward pass can be differentiated
+            graph = graph_of(rule, call)
+            gradient = graph.gradient(grad_out, wrts)
+    function, point = as_function(rule, call, wrts)
+
+    def along(*tangents: Tensor) -> tuple[Tensor, ...]:
+        return jvp(lambda *args: vjp(function, *args)[1](grad_out), tuple(point), tangents)[1]
+
+    def multiply(mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        if graph is not None and gradient is not None:
+            with suppress(RuntimeError):
+                return graph.residual(gradient, mats)
+        return dict(zip(wrts, vmap(along)(*mats.values()), strict=True))
+
+    return multiply

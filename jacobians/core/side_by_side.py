@@ -1,0 +1,36 @@
+"""Tensors flattened behind their leading axes, and several of them side by side as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Key = TypeVar("Key")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[N, *x]` as a matrix `[N, D]`, also where a row is one number or there is none."""
+    return x.reshape(x.shape[0], x.shape[1:].numel())
+
+
+def beside(parts: Iterable[Tensor], lead: int) -> Tensor:
+    """`[*lead, *x]` of each part as one `[*lead, D]`."""
+    return torch.cat([x.reshape(*x.shape[:lead], x.shape[lead:].numel()) for x in parts], lead)
+
+
+def taken_apart(joint: Tensor, shapes: Mapping[Key, torch.Size], lead: int) -> dict[Key, Tensor]:
+    """The way back, given the shape `*x` of each part; the only part may have its shape already."""
+    parts = joint.split([shape.numel() for shape in shapes.values()], lead) if len(shapes) > 1 else [joint]
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {key: part.reshape(*joint.shape[:lead], *shape) for (key, shape), part in pairs}
+
+
+def pick(x: Tensor, places: Sequence[int], dim: int) -> Tensor:
+    """Entries along an axis; a view where they follow each other."""
+    first = places[0]
+    if tuple(places) == tuple(range(first, first + len(places))):
+        return x.narrow(dim, first, len(places))
+    return torch.cat([x.narrow(dim, k, 1) for k in places], dim)

@@ -1,0 +1,145 @@
+"""Linear layers of any form, declared by the einsum pattern of their weight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
+from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.numeric import linear
+from bpk.jacobians.families.affine import Affine
+
+NO_BATCH = "its input has no batch axis"
+
+
+class Contraction(Affine):
+    """A weight times the features of one or several inputs, plus a bias: a linear layer on products of features.
+
+        "... i, o i -> ... o"               out = x W^T + b         nn.Linear
+        "... i, ... j, o i j -> ... o"      out_o = x^T W_o y + b_o nn.Bilinear
+
+    `...` are the batch axis and positions. The axes of `weight` are the output's features and those of all inputs, in
+    any order; `bias` may be missing. Squares, norms and Kronecker factors are those of the family of linear layers.
+
+    >>> rule = Contraction("... i, i o -> ... o")
+    >>> x, weight = torch.ones(4, 5, 2), torch.ones(2, 3)
+    >>> call = Call(None, [x], {"weight": weight}, x @ weight)
+    >>> rule.kron_input(call, "weight").shape, rule.norm_squared(call, torch.ones(4, 5, 3), "weight").shape
+    (torch.Size([2, 2]), torch.Size([4]))
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        *modules: type[nn.Module],
+        functions: Collection[Any] = (),
+        examples: Sequence[Example] = (),
+    ) -> None:
+        super().__init__(*modules, functions=functions, params=("weight", "bias"), examples=examples)
+        left, _, right = pattern.partition("->")
+        *inputs, weight = (part.split() for part in left.split(","))
+        axes = [*right.split()[1:], *(name for part in inputs for name in part[1:])]  # of the output, then of inputs
+        fits = all(len(part) == 2 and part[0] == "..." for part in (*inputs, right.split()))
+        if not fits or sorted(axes) != sorted(weight) or len(set(axes)) < len(axes):
+            raise RuleError(
+                explain(
+                    f"'{pattern}' is not the pattern of a linear layer.",
+                    "each input and the output have one axis behind '...', and the weight has all of these.",
+                    "write, e.g., '... i, o i -> ... o'; for other patterns, a Multilinear.",
+                )
+            )
+        self.pattern = pattern
+        self.order = [weight.index(name) for name in axes]
+        self.letters = dict(zip(axes, ascii_lowercase, strict=False))
+
+    def acts_on(self, call: Call) -> int | None:
+        return 1
+
+    def obstacle(self, call: Call) -> str | None:
+        return NO_BATCH if call.output.dim() < 2 else super().obstacle(call)
+
+    def transposes(self, param: str) -> bool:
+        return param == "weight" and self.order == [1, 0]
+
+    def input_first(self, param: str) -> bool:
+        return self.transposes(param)
+
+    def features(self, inputs: Sequence[Tensor]) -> Tensor:
+        """What the weight multiplies: products of the inputs' features `[N, *t, I]`."""
+        product = inputs[0]
+        for other in inputs[1:]:
+            product = (product[..., :, None] * other[..., None, :]).flatten(-2)
+        return product
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """Weights `[..., *p]` as `[..., O, I]`."""
+        lead = weight.dim() - len(self.order)
+        if self.order != sorted(self.order):
+            weight = weight.permute(*range(lead), *(lead + axis for axis in self.order))
+        return weight.flatten(lead + 1) if len(self.order) > 2 else weight
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return F.linear(self.features(inputs), self.matrix(params["weight"]), params.get("bias"))
+
+    # ---- as "weight times patches" ---------------------------------------------------------------
+    def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
+        x = self.features([x[samples] for x in call.inputs])
+        return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1]).transpose(1, 2)[:, None]
+
+    def as_columns(self, call: Call, mat: Tensor) -> Tensor:
+        if call.output.dim() < 2:
+            what = f"{self.name} has no individual gradients."
+            raise UnsupportedLayer(explain(what, NO_BATCH + ".", "add one: x.unsqueeze(0)."))
+        positions = mat.shape[2:-1].numel()
+        return mat.reshape(*mat.shape[:2], positions, mat.shape[-1]).transpose(2, 3)[:, :, None]
+
+    def as_output(self, call: Call, columns: Tensor) -> Tensor:
+        v, n, _, o, _ = columns.shape
+        out = call.output.shape
+        return columns[:, :, 0].transpose(2, 3).expand(v, n, out[1:-1].numel(), o).reshape(v, n, *out[1:])
+
+    def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
+        return self.matrix(weight).unsqueeze(-3)
+
+    def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
+        shape, lead = call.params["weight"].shape, matrix.dim() - 3
+        ordered = matrix.reshape(*matrix.shape[:-3], *(shape[axis] for axis in self.order))
+        if self.order == sorted(self.order):
+            return ordered
+        return ordered.permute(*range(lead), *(lead + self.order.index(axis) for axis in range(len(shape))))
+
+    # ---- products --------------------------------------------------------------------------------
+    def weight_product(self, call: Call, mat: Tensor) -> Tensor:
+        x = self.features(call.inputs).flatten(0, -2)
+        return torch.matmul(x, self.matrix(mat).mT).reshape(mat.shape[0], *call.output.shape)
+
+    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        x = self.features(call.inputs).flatten(0, -2)
+        rows = torch.matmul(mat.reshape(mat.shape[0], x.shape[0], mat.shape[-1]).transpose(1, 2), x)
+        return self.as_weight(call, rows[:, None])
+
+    def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return self._times(call, mat, wrt, forward=True)
+
+    def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
+        return self._times(call, mat, wrt, forward=False)
+
+    def _times(self, call: Call, mat: Tensor, wrt: int, forward: bool) -> Tensor:
+        """Columns times the weight contracted with all other inputs, or its transpose."""
+        if len(call.inputs) == 1:
+            weight = self.matrix(call.params["weight"])
+            return linear(mat, weight if forward else weight.T)
+        out, *features = self.letters.values()
+        others = [k for k in range(len(features)) if k != wrt]
+        terms = ",".join([out + "".join(features), *(f"...{features[k]}" for k in others)])
+        weight = call.params["weight"].permute(self.order)
+        partial = torch.einsum(f"{terms}->...{out}{features[wrt]}", weight, *(call.inputs[k] for k in others))
+        here, there = (features[wrt], out) if forward else (out, features[wrt])
+        return torch.einsum(f"...{out}{features[wrt]},V...{here}->V...{there}", partial, mat)
