@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import count, islice
 
 from torch import fx, nn
 
@@ -21,7 +22,7 @@ class Tree:
         self.read = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
         self.report = ConversionReport()
         self.root = self.holder(model, "")
-        self.counts: Counter[str] = Counter()
+        self.counts: defaultdict[str, count[int]] = defaultdict(count)
 
     # ---- the original's modules ----------------------------------------------------------------------
     def holder(self, module: nn.Module, path: str) -> Holder:
@@ -51,19 +52,18 @@ class Tree:
     # ---- new modules -----------------------------------------------------------------------------------
     def add(self, module: nn.Module, name: str | None = None) -> str:
         """Add a module to the root under a numbered name; returns the name."""
-        base = name or snake(type(module).__name__)
-        taken = self.root._modules
-        while f"{base}{self.counts[base]}" in taken or f"{base}{self.counts[base]}" in self.root._parameters:
-            self.counts[base] += 1
-        found = f"{base}{self.counts[base]}"
-        self.counts[base] += 1
+        base = (
+            name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(module).__name__).lower()
+        )  # ReduceTuple: reduce_tuple
+        taken = {*self.root._modules, *self.root._parameters}
+        found = next(free for k in self.counts[base] if (free := f"{base}{k}") not in taken)
         self.root.add_module(found, module)
         return found
 
     def replace(self, path: str, new: dict[str, nn.Module]) -> None:
         """Put modules (by their name in the parent) in the place of one."""
-        parent = self.root.get_submodule(path.rpartition(".")[0])
-        name = path.rpartition(".")[2]
+        above, _, name = path.rpartition(".")
+        parent = self.root.get_submodule(above)
         children = dict(parent._modules)
         parent._modules.clear()
         for key, child in children.items():
@@ -91,16 +91,10 @@ class Tree:
             if len(nodes) > 1:
                 self.report.reused[path] = [str(n.target) for n in nodes]
 
-    def numbered(self, parent: str, name: str, count: int) -> list[str]:
-        """`count` free names in a container: `relu0`, `relu1`, …"""
-        taken = set(self.root.get_submodule(parent)._modules)
-        free: list[str] = []
-        k = 0
-        while len(free) < count:
-            if f"{name}{k}" not in taken:
-                free.append(f"{name}{k}")
-            k += 1
-        return free
+    def numbered(self, parent: str, name: str, number: int) -> list[str]:
+        """So many free names in a container: `relu0`, `relu1`, …"""
+        taken = self.root.get_submodule(parent)._modules
+        return list(islice((free for k in count() if (free := f"{name}{k}") not in taken), number))
 
 
 def without_in_place(module: nn.Module) -> nn.Module:
@@ -108,8 +102,3 @@ def without_in_place(module: nn.Module) -> nn.Module:
     twin = copy.deepcopy(module)
     twin.__dict__["inplace"] = False
     return twin
-
-
-def snake(name: str) -> str:
-    """`ReduceTuple` -> `reduce_tuple`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -109,8 +109,8 @@ class LayerDerivatives:
     def residual_mat_prod(self, module: nn.Module, g_inp: Grads = None, g_out: Grads = None, mat: Mat = None) -> Tensor:
         """`R m` with `R = sum_k g_out_k d2 output_k / d input0^2`: `[V, *input] -> [V, *input]`."""
         call, entrance, leave = last_call(self.rule, module)
-        columns = {0: entrance.to_rule(given(mat))}
-        return entrance.to_graph(self.rule.residual_mat_prod(call, leave.one_to_rule(gradient(g_out)), columns)[0])
+        grad, columns = leave.one_to_rule(gradient(g_out)), entrance.to_rule(given(mat))
+        return entrance.to_graph(self.rule.residual_mat_prod(call, grad, {0: columns})[0])
 
 
 # ---- the last forward pass --------------------------------------------------------------------------
