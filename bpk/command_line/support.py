@@ -10,8 +10,7 @@ from typing import Any
 
 import bpk
 from bpk.command_line.errors import UserError, close_to, described
-from bpk.command_line.problem import add_arguments, given
-from bpk.command_line.quantities import add_quantities, named
+from bpk.command_line.problem import add_arguments, given, named
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.rules import REGISTRY
 from bpk.support.table import SupportTable
@@ -56,7 +55,6 @@ def add_support_parser(commands: Any) -> argparse.ArgumentParser:
         epilog=SUPPORT_EXAMPLES,
     )
     add_arguments(parser)
-    add_quantities(parser)
     parser.add_argument("--format", choices=FORMATS, default="table", help="default: table")
     parser.set_defaults(run=support)
     return parser

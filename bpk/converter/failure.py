@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-import sysconfig
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import PACKAGES, explain, users_frames
 
 
 class ConversionError(NotImplementedError):
@@ -61,30 +59,15 @@ def uses_transform(error: BaseException) -> bool:
     """Whether an error comes from `torch.func`: `vmap`, `grad`, `jvp`, `functional_call`, ..."""
     if isinstance(error, Transformed):
         return True
-    files = [frame.filename.replace(os.sep, "/") for frame in frames_of(error)]
+    files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)]
     return any("torch/_functorch/" in name or name.endswith("torch/nn/utils/stateless.py") for name in files)
-
-
-def frames_of(error: BaseException) -> list[inspect.FrameInfo]:
-    """The frames that an error went through."""
-    return inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
 
 
 def user_line(error: BaseException) -> str:
     """`file:line, in function: code` of the innermost frame of the user's own code, or of a package that it calls."""
-    packages = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    ours = tuple(os.path.realpath(p) + os.sep for p in packages)
-    installed = tuple(os.path.realpath(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "purelib", "platlib"))
-    found = users = ""
-    for frame in frames_of(error):
-        path = os.path.realpath(frame.filename)
-        if path.startswith(ours) or not os.path.exists(path):
-            continue
-        code = (frame.code_context or [""])[0].strip()
-        found = f"{frame.filename}:{frame.lineno}, in {frame.function} (`{code}`),"
-        if not path.startswith(installed):
-            users = found
-    return users or found
+    frames = users_frames(error)
+    own = [frame for frame in frames if PACKAGES not in frame.filename] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name} (`{own[-1].line}`)," if own else ""
 
 
 def line_of(function: Callable[..., Any]) -> str:
