@@ -136,7 +136,7 @@ def autograd_diag_hessian(
     >>> autograd_diag_hessian(X, torch.zeros(2, 1), layer, torch.nn.MSELoss(reduction="sum"))
     tensor([20., 40.,  4.])
     """
-    params = [p for p in model.parameters() if p.requires_grad]
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     loss = loss_function(model(X), y)
     gradients = dict(zip(params, torch.autograd.grad(loss, params, create_graph=True, allow_unused=True), strict=True))
 

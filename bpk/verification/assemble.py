@@ -69,7 +69,7 @@ def rows(
             measurement = measured.run(extension, check, here, extent)
         found.append(measurement)
     del measured
-    definition = reference_of(problem, places, extensions, effort, bar)
+    definition = Reference(problem, places, effort.passes, any(isinstance(e, HBP) for e in extensions), bar.detail)
     tolerance = Tolerance.of(next(iter(trained.values())).dtype, effort.relative, effort.absolute)
     table: list[Row] = []
     for extension, check, here, measurement in zip(extensions, checks, at, found, strict=True):
@@ -83,16 +83,15 @@ def rows(
             continue
         with reference.sampled(draws.at(columns_of(extension, 1), seed_of(problem, 0))):
             right = rows_of(name, check, here, measurement, reference, tolerance, REPEATED)
-        table += judged(right, draws, reference, effort, seed)
+        if any(row.verdict is Verdict.OK for row in right):
+            mistake, count = draws.judged(reference.split, effort.entries, seed)
+            for k, row in enumerate(right):  # all wrong if the draws do not have the Hessian as their expectation
+                if mistake and row.verdict is Verdict.OK:
+                    right[k] = replace(row, verdict=Verdict.WRONG, note=mistake)
+                else:
+                    right[k] = replace(row, note=row.note.replace(REPEATED, REPEATED.format(count)))
+        table += right
     return table
-
-
-def reference_of(
-    problem: Problem, places: dict[str, Place], extensions: Sequence[BackpropExtension], effort: Effort, bar: Progress
-) -> Reference:
-    """The reference."""
-    factors = any(isinstance(extension, HBP) for extension in extensions)
-    return Reference(problem, places, effort.passes, factors, bar.detail)
 
 
 def of_batch(
@@ -102,20 +101,6 @@ def of_batch(
     if not extension.sums_samples or extension.subsampling is not None:
         return places, f"{reference.whole.mixing}{mixing(reference.problem.model)}"
     return {name: replace(place, n=1, chosen=(0,), looked=(0,)) for name, place in places.items()}, reference
-
-
-def judged(rows: list[Row], draws: Draws, reference: Reference, effort: Effort, seed: int) -> list[Row]:
-    """The same rows, all wrong if the draws do not have the Hessian of the loss as their expectation."""
-    if not any(row.verdict is Verdict.OK for row in rows):
-        return rows
-    mistake, count = draws.judged(reference.split, effort.entries, seed)
-    wrong = {Verdict.OK} if mistake else set()
-    return [
-        replace(row, verdict=Verdict.WRONG, note=mistake)
-        if row.verdict in wrong
-        else replace(row, note=row.note.replace(REPEATED, REPEATED.format(count)))
-        for row in rows
-    ]
 
 
 def check_for(extension: BackpropExtension) -> Check | None:
@@ -150,8 +135,8 @@ def rows_of(
                 ended = Verdict.UNCHECKED, str(error)
         done[name] = Row(name, quantity, ended[0], note=ended[1])
     if check is not None:
-        note = sampled if check.sampled else check.note
-        done.update({row.parameter: row for row in judge(quantity, check, pairs, tolerance, note)})
+        rows = judge(quantity, check, pairs, tolerance, sampled if check.sampled else check.note)
+        done |= {row.parameter: row for row in rows}
     return [done[name] for name in places]
 
 

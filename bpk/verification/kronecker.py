@@ -85,7 +85,7 @@ class Factors(Check):
             raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")
         if len(sides) > 1:
             return self.nearest(ref, place, sides)
-        if sides[0].input_first and self.sampled and not ref.repeats:
+        if sides[0].input_first and self.sampled and ref.drawn is None:
             raise NoReference(f"of a matrix that functions multiply with, compare KFLR; {PROPERTIES}")
         moment = ref.layers.input_entries(sides[0], place.side(sides[0].sizes[1]), ref.n, place.chosen)
         expected = [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
@@ -97,7 +97,7 @@ class Factors(Check):
 
     def nearest(self, ref: Reference, place: Place, sides: list[Side]) -> Read:
         """Of a table tied to a linear layer: the nearest Kronecker product, from the whole factors of both uses."""
-        if self.sampled and not ref.repeats:
+        if self.sampled and ref.drawn is None:
             raise NoReference(f"of a table tied to a linear layer, compare KFLR; {PROPERTIES}")
         size = sum(sides[0].sizes)
         if size > ref.passes:

@@ -157,5 +157,5 @@ def is_refusal(error: Exception) -> bool:
 
 def one_line(error: object) -> str:
     """A message without its line breaks, and without the file of the rule."""
-    lines = [line.strip() for line in str(error).splitlines() if not line.strip().startswith("Rule:")]
+    lines = [line for line in str(error).splitlines() if not line.strip().startswith("Rule:")]
     return " ".join(" ".join(lines).split())
