@@ -127,9 +127,9 @@ class Rewriting:
         direct = any(self.kinds[n] is Kind.PARAMETER for n in node.all_input_nodes)
         layer = as_layer(node, self.parameters)
         if layer is not None:
-            module, x, held = layer
+            module, x, names = layer
             new = self.put(node, module.train(self.training), (x,), self.report.replaced)
-            self.report.shared |= {f"{new.target}.{own}": original for own, original in held.items()}
+            self.report.shared |= {f"{new.target}.{name}": original for name, original in names.items()}
             return
         if direct and is_random(node, self.modules):
             self.report.fixed.append(f"{node.name} draws random numbers from parameters, which get no field there")
@@ -229,6 +229,6 @@ class Rewriting:
         if generic:
             module.train(self.training)
         if isinstance(module, ParametricFunction):
-            self.report.shared |= {f"{path}.{own}": self.names[id(p)] for own, p in module.named_parameters()}
+            self.report.shared |= {f"{path}.{name}": self.names[id(p)] for name, p in module.named_parameters()}
         with self.graph.inserting_before(user):
             return self.graph.call_module(path, inputs)

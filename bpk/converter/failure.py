@@ -66,8 +66,8 @@ def uses_transform(error: BaseException) -> bool:
 def user_line(error: BaseException) -> str:
     """`file:line, in function: code` of the innermost frame of the user's own code, or of a package that it calls."""
     frames = users_frames(error)
-    own = [frame for frame in frames if PACKAGES not in frame.filename] or frames
-    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name} (`{own[-1].line}`)," if own else ""
+    users = [frame for frame in frames if PACKAGES not in frame.filename] or frames
+    return f"{users[-1].filename}:{users[-1].lineno}, in {users[-1].name} (`{users[-1].line}`)," if users else ""
 
 
 def line_of(function: Callable[..., Any]) -> str:

@@ -47,17 +47,17 @@ def as_layer(node: fx.Node, parameters: dict[str, nn.Parameter]) -> tuple[nn.Mod
         return None
     options = signature_of(node.target).bind(*node.args, **node.kwargs).arguments
     x = options.pop("input")
-    held: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in ("weight", "bias"):
         value = options.pop(name, None)
         if isinstance(value, fx.Node) and value.op == "get_attr" and value.target in parameters:
-            held[name] = str(value.target)
+            names[name] = str(value.target)
         elif value is not None:
             return None
-    if "weight" not in held or not isinstance(x, fx.Node) or nodes_in(tuple(options.values())):
+    if "weight" not in names or not isinstance(x, fx.Node) or nodes_in(tuple(options.values())):
         return None
     with torch.random.fork_rng(devices=[]):
-        module = LAYERS[node.target](parameters[held["weight"]], **options)
+        module = LAYERS[node.target](parameters[names["weight"]], **options)
     for name in [n for n, _ in module.named_parameters()]:
-        module.register_parameter(name, parameters[held[name]] if name in held else None)
-    return module, x, held
+        module.register_parameter(name, parameters[names[name]] if name in names else None)
+    return module, x, names

@@ -94,13 +94,13 @@ def build(
     else:
         module = PlainFunction((), len(called), training)
     slots: dict[fx.Node, Slot] = {node: Slot(k) for k, node in enumerate(called)}
-    held: dict[int, Slot] = {}
+    places: dict[int, Slot] = {}
     for node in part.params:
         target = str(node.target)
         param = tree.model.get_parameter(target)
-        if id(param) not in held:
-            held[id(param)] = Slot(module.hold(target.rpartition(".")[2], param))
-        slots[node] = held[id(param)]
+        if id(param) not in places:
+            places[id(param)] = Slot(module.hold(target.rpartition(".")[2], param))
+        slots[node] = places[id(param)]
     first = len(called) + len(module.names)
     slots |= {node: Slot(first + k) for k, node in enumerate(part.steps)}
     module.steps = tuple(step_of(node, slots, module, tree) for node in part.steps)

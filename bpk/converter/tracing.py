@@ -53,7 +53,7 @@ class BackpackTracer(fx.Tracer):
         self.fixed: list[str] = []
         self.visited: set[str] = set()
         self.surroundings = surroundings()
-        self.own: dict[nn.Module, dict[str, Any]] = {}
+        self.parameters: dict[nn.Module, dict[str, Any]] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         node.meta[TYPE] = self.type_of(node)
@@ -97,7 +97,11 @@ class BackpackTracer(fx.Tracer):
         self.visited.add(self.path_of_module(m))
         parts = m.modules() if self.is_leaf_module(m, self.path_of_module(m)) else (m,)
         for part in parts:
-            if any(p is not self.own[part].get(name) for name, p in part._parameters.items() if part in self.own):
+            if any(
+                p is not self.parameters[part].get(name)
+                for name, p in part._parameters.items()
+                if part in self.parameters
+            ):
                 raise Transformed("a module is called with other parameters than its own")
         return super().call_module(m, forward, args, kwargs)
 
@@ -133,7 +137,7 @@ class BackpackTracer(fx.Tracer):
         modules = list(root.modules()) if isinstance(root, nn.Module) else []
         state, generator = State(modules), torch.get_rng_state()
         self.surroundings = surroundings()
-        self.own = {m: dict(m._parameters) for m in modules}
+        self.parameters = {m: dict(m._parameters) for m in modules}
         try:
             with known_instances(modules), without_changes():
                 graph = super().trace(root, concrete_args)

@@ -83,9 +83,9 @@ class Tree:
             if len(nodes) == 1 and not out_of_place.intersection(nodes):
                 continue
             parent, _, name = path.rpartition(".")
-            own = [without_in_place(module) if n in out_of_place else copy.deepcopy(module) for n in nodes]
+            copies = [without_in_place(module) if n in out_of_place else copy.deepcopy(module) for n in nodes]
             names = [name] if len(nodes) == 1 else self.numbered(parent, name, len(nodes))
-            self.replace(path, dict(zip(names, own, strict=True)))
+            self.replace(path, dict(zip(names, copies, strict=True)))
             for node, new in zip(nodes, names, strict=True):
                 node.target = f"{parent}.{new}" if parent else new
             if len(nodes) > 1:

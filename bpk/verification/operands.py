@@ -100,28 +100,28 @@ def one_way(module: Any, layer: int, way: int, steps: Tensor, state: Any) -> tup
     """One layer in one direction: its output `[T, N, H]`, and the state before each step, in the order it runs."""
     options = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
     options |= {"proj_size": module.proj_size} if module.proj_size else {}
-    alone = type(module)(steps.shape[2], module.hidden_size, bias=module.bias, **options).to(steps)
+    single = type(module)(steps.shape[2], module.hidden_size, bias=module.bias, **options).to(steps)
     suffix = f"_l{layer}" + ("_reverse" if way else "")
-    weights = {name: module.get_parameter(name.removesuffix("_l0") + suffix) for name, _ in alone.named_parameters()}
+    weights = {name: module.get_parameter(name.removesuffix("_l0") + suffix) for name, _ in single.named_parameters()}
     first = steps.new_zeros(1, steps.shape[1], module.proj_size or module.hidden_size)
     if state is not None:
         at = layer * (2 if module.bidirectional else 1) + way
         state = with_tensors(state, lambda s: s[at : at + 1].contiguous())
         first = state[0] if isinstance(state, tuple) else state
     with torch.no_grad():
-        out, _ = functional_call(alone, weights, (steps.flip(0) if way else steps, state))
+        out, _ = functional_call(single, weights, (steps.flip(0) if way else steps, state))
     return (out.flip(0) if way else out), torch.cat([first, out[:-1]])
 
 
 # ---- attention -----------------------------------------------------------------------------------------
 def attention_rows(module: nn.MultiheadAttention, name: str, given: Given, entries: Tensor) -> list[Tensor]:
     """Entries of what the weight `name` multiplies, `[E, N, T]`; of the joint projection for query, key and value."""
-    bound = inspect.signature(module.forward).bind(*given[0], **given[1]).arguments
-    if bound["query"].dim() != 3:
+    named = inspect.signature(module.forward).bind(*given[0], **given[1]).arguments
+    if named["query"].dim() != 3:
         raise NoReference("its input has no batch axis")
     kinds = {"q_proj_weight": ["query"], "k_proj_weight": ["key"], "v_proj_weight": ["value"]}
     kinds["in_proj_weight"] = ["query", "key", "value"]
-    found = [bound[kind] for kind in kinds.get(name, [])]
+    found = [named[kind] for kind in kinds.get(name, [])]
     if name == "out_proj.weight":
         if module.training and module.dropout > 0:
             raise NoReference("what attention sees under dropout is not known here")

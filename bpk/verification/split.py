@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bpk.verification.objective import Points
+from bpk.verification.objective import Points, gradients_of
 from bpk.verification.problem import Problem
 from bpk.verification.samples import SamplesMix, owners
 
@@ -70,8 +70,6 @@ class Split:
 def grads(
     output: Tensor, wrt: Sequence[Tensor], vector: Tensor | None = None, create_graph: bool = False
 ) -> list[Tensor]:
-    """`torch.autograd.grad` with zeros where nothing depends."""
-    if not output.requires_grad:
-        return [torch.zeros_like(w) for w in wrt]
-    found = torch.autograd.grad(output, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    """The same as `gradients_of`, with zeros where nothing depends."""
+    found = gradients_of(output, wrt, vector, create_graph)
     return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
