@@ -26,7 +26,12 @@ def find(target: str) -> Any:
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise UserError(f"'{target}' names no factory: write module:factory or path/to/file.py:factory")
-    found: Any = module_at(where)
+    found: Any
+    if where.endswith(".py") or os.sep in where:
+        found = from_file(where)
+    else:
+        sys.path[:] = [os.getcwd(), *(p for p in sys.path if p != os.getcwd())]
+        found = loaded(where)
     for part in name.split("."):
         members = vars(found)
         if part not in members:
@@ -34,14 +39,6 @@ def find(target: str) -> Any:
             raise UserError(f"{where} has no '{part}'{close_to(part, public)}")
         found = members[part]
     return found
-
-
-def module_at(where: str) -> ModuleType:
-    """A module by its name or by its file."""
-    if where.endswith(".py") or os.sep in where:
-        return from_file(where)
-    sys.path[:] = [os.getcwd(), *(p for p in sys.path if p != os.getcwd())]
-    return loaded(where)
 
 
 def from_file(where: str) -> ModuleType:

@@ -11,7 +11,6 @@ from typing import Any
 import bpk
 from bpk.command_line.errors import UserError, close_to, described
 from bpk.command_line.problem import add_arguments, given, named
-from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.rules import REGISTRY
 from bpk.support.table import SupportTable
 from bpk.verification.run import every_extension
@@ -62,7 +61,8 @@ def add_support_parser(commands: Any) -> argparse.ArgumentParser:
 
 def matrix(options: argparse.Namespace) -> bool:
     """Print the matrix."""
-    chosen = matching_extensions(options.extensions)
+    known = {type(extension).__name__: extension for extension in every_extension()}
+    chosen = [known[name] for name in matching(options.extensions, list(known), "extension")]
     names = [module.__name__ for rule in REGISTRY for module in rule.modules]
     wanted = set(matching(options.layers, names, "layer or loss with a rule"))
     cells = bpk.support_matrix(*chosen).cells
@@ -79,12 +79,6 @@ def support(options: argparse.Namespace) -> bool:
         raise UserError(f"the forward pass of {options.factory} fails: {described(error)}") from error
     write(table, options.format)
     return True
-
-
-def matching_extensions(patterns: str) -> Sequence[BackpropExtension]:
-    """The extensions whose names match."""
-    known = {type(extension).__name__: extension for extension in every_extension()}
-    return [known[name] for name in matching(patterns, list(known), "extension")]
 
 
 def matching(patterns: str, names: Sequence[str], what: str) -> list[str]:

@@ -177,18 +177,19 @@ class Rewriting:
         A number picks from the first axis of a tensor, which need not be the batch axis.
         """
         source, index = node.args
-        return not isinstance(index, int) or (isinstance(source, fx.Node) and self.is_tuple(source))
-
-    def is_tuple(self, node: fx.Node) -> bool:
-        """Whether a node is known to yield a tuple."""
-        if node.op != "call_module":
-            return False
-        module = self.tree.root.get_submodule(str(node.target))
+        if not isinstance(index, int):
+            return True
+        module = self.module_of(source)
         if type(module).__name__ == "ReduceTuple":  # (output, (hidden, cell))
-            (source,) = node.all_input_nodes
-            inner = self.tree.root.get_submodule(str(source.target)) if source.op == "call_module" else None
-            return isinstance(inner, nn.LSTM) and vars(module)["index"] == 1
-        return isinstance(module, TUPLES) or isinstance(REGISTRY.find(module), SeveralOutputs)
+            assert isinstance(source, fx.Node)
+            return isinstance(self.module_of(*source.all_input_nodes), nn.LSTM) and vars(module)["index"] == 1
+        several = module is not None and isinstance(REGISTRY.find(module), SeveralOutputs)
+        return several or isinstance(module, TUPLES)
+
+    def module_of(self, node: Any) -> nn.Module | None:
+        """The module that a node calls, if any."""
+        is_call = isinstance(node, fx.Node) and node.op == "call_module"
+        return self.tree.root.get_submodule(str(node.target)) if is_call else None
 
     def is_tensor(self, value: Any) -> bool:
         """Whether a value is a tensor that the model computes."""

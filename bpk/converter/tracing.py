@@ -97,11 +97,8 @@ class BackpackTracer(fx.Tracer):
         self.visited.add(self.path_of_module(m))
         parts = m.modules() if self.is_leaf_module(m, self.path_of_module(m)) else (m,)
         for part in parts:
-            if any(
-                p is not self.parameters[part].get(name)
-                for name, p in part._parameters.items()
-                if part in self.parameters
-            ):
+            known = self.parameters.get(part, part._parameters)
+            if any(p is not known.get(name) for name, p in part._parameters.items()):
                 raise Transformed("a module is called with other parameters than its own")
         return super().call_module(m, forward, args, kwargs)
 

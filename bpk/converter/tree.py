@@ -37,17 +37,14 @@ class Tree:
             below = f"{path}.{name}" if path else name
             if child is None:
                 continue
-            if below not in self.called and self.is_inside(below):
+            inside = below in self.visited or any(called.startswith(f"{below}.") for called in self.called)
+            if below not in self.called and inside:  # a container that the forward pass went through
                 holder.add_module(name, self.holder(child, below))
                 continue
             holder.add_module(name, child)
             if below not in self.called and not any(path.startswith(f"{below}.") for path in self.read):
                 self.report.unused.append(f"{below} ({type(child).__name__})")
         return holder
-
-    def is_inside(self, path: str) -> bool:
-        """Whether the forward pass went through this container, or something inside."""
-        return path in self.visited or any(called.startswith(f"{path}.") for called in self.called)
 
     # ---- new modules -----------------------------------------------------------------------------------
     def add(self, module: nn.Module, name: str | None = None) -> str:
@@ -83,7 +80,10 @@ class Tree:
             if len(nodes) == 1 and not out_of_place.intersection(nodes):
                 continue
             parent, _, name = path.rpartition(".")
-            copies = [without_in_place(module) if n in out_of_place else copy.deepcopy(module) for n in nodes]
+            copies = [copy.deepcopy(module) for _ in nodes]
+            for twin, node in zip(copies, nodes, strict=True):
+                if node in out_of_place:
+                    vars(twin)["inplace"] = False
             names = [name] if len(nodes) == 1 else self.numbered(parent, name, len(nodes))
             self.replace(path, dict(zip(names, copies, strict=True)))
             for node, new in zip(nodes, names, strict=True):
@@ -95,10 +95,3 @@ class Tree:
         """So many free names in a container: `relu0`, `relu1`, …"""
         taken = self.root.get_submodule(parent)._modules
         return list(islice((free for k in count() if (free := f"{name}{k}") not in taken), number))
-
-
-def without_in_place(module: nn.Module) -> nn.Module:
-    """A copy that overwrites nothing."""
-    twin = copy.deepcopy(module)
-    twin.__dict__["inplace"] = False
-    return twin
