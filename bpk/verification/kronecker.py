@@ -108,9 +108,8 @@ class Factors(Check):
             inputs.append(ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen))
         left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])
         rows, columns = place.side(len(left)), place.side(len(right))
-        if sides[0].input_first:
-            return [right[columns][:, columns], left[rows][:, rows]]
-        return [left[rows][:, rows], right[columns][:, columns]]
+        expected = [left[rows][:, rows], right[columns][:, columns]]
+        return expected[::-1] if sides[0].input_first else expected
 
     def is_drawn(self, factor: int) -> bool:
         return self.sampled and factor == 0
