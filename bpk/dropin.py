@@ -68,7 +68,7 @@ class Alias(MetaPathFinder, Loader):
     """Finds `backpack[.x.y]`, and loads it by importing `bpk[.x.y]`."""
 
     def __init__(self) -> None:
-        self.own: dict[str, ModuleSpec | None] = {}
+        self.specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -84,11 +84,11 @@ class Alias(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(original(spec.name))
-        self.own[spec.name] = module.__spec__
+        self.specs[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the spec back that the import system has replaced by the alias; nothing is left to execute."""
         alias = module.__spec__
         assert alias is not None
-        module.__spec__ = self.own.pop(alias.name)
+        module.__spec__ = self.specs.pop(alias.name)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import bpk
-from bpk.command_line.errors import UserError, described, one_line, shown
-from bpk.command_line.locate import from_file
-from bpk.command_line.source import line_of_method, lines_of_rules
+from bpk.command_line.errors import UserError, described, shown
+from bpk.command_line.locate import from_file, line_of_method, lines_of_rules
 from bpk.jacobians.checks.report import Report
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.rule import Rule
@@ -28,16 +26,6 @@ my_rules.py:
           return x * torch.sigmoid(x)
 
   RULES = (Elementwise("x*sigmoid(x)", Swish),)"""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What came out for one rule: a report, or what is wrong."""
-
-    where: str
-    rule: Rule
-    report: Report | None = None
-    wrong: str = ""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -59,17 +47,20 @@ def run(options: argparse.Namespace) -> bool:
     """Print a report for each rule; whether all are right."""
     module = from_file(options.file)
     rules = rules_of(module, options.file)
-    lines = lines_of_rules(options.file, len(rules))
-    places = [f"{shown(options.file)}:{line}" for line in lines]
+    places = [f"{shown(options.file)}:{line}" for line in lines_of_rules(options.file, len(rules))]
     require_no_duplicate(rules, places)
     right = 0
     for rule, place in zip(rules, places, strict=True):
-        finding = checked(rule, place, module, options.seed)
-        right += not finding.wrong
-        print(as_text(finding, options.verbose))
-    wrong = len(rules) - right
-    print(f"{count(len(rules), 'rule')}: {right} ok" + (f", {wrong} WRONG" if wrong else ""))
-    return not wrong
+        head, found = f"{place}  {rule.name}", checked(rule, module, options.seed)
+        if isinstance(found, str):
+            print(f"WRONG  {head}", *(f"  {line}".rstrip() for line in found.splitlines()), "", sep="\n")
+            continue
+        right += 1
+        skipped = [f"         not checked: {reason}" for reason in Counter(found.skipped)]
+        more = [f"  {line}" for line in str(found).splitlines()[1:]] if options.verbose else skipped
+        print(f"ok     {head}: {count(found.checks, 'check')}", *more, sep="\n")
+    print(f"{count(len(rules), 'rule')}: {right} ok" + (f", {len(rules) - right} WRONG" if right < len(rules) else ""))
+    return right == len(rules)
 
 
 def rules_of(module: ModuleType, file: str) -> tuple[Rule, ...]:
@@ -100,20 +91,20 @@ def require_no_duplicate(rules: Sequence[Rule], places: Sequence[str]) -> None:
             try:
                 added.append(bpk.register(rule))
             except RuleError as error:
-                raise UserError(f"{place}: {one_line(error)}") from error
+                raise UserError(f"{place}: {' '.join(str(error).split())}") from error
     finally:
         for rule in added:
             bpk.unregister(rule)
 
 
-def checked(rule: Rule, place: str, module: ModuleType, seed: int) -> Finding:
-    """One rule against plain autograd."""
+def checked(rule: Rule, module: ModuleType, seed: int) -> Report | str:
+    """The report of one rule, or what is wrong with it."""
     try:
-        return Finding(place, rule, bpk.check_rule(rule, seed=seed))
+        return bpk.check_rule(rule, seed=seed)
     except RuleError as error:
-        return Finding(place, rule, wrong=shortened(str(error), rule, module))
+        return shortened(str(error), rule, module)
     except Exception as error:  # an example that cannot be built, say
-        return Finding(place, rule, wrong=f"it cannot be checked: {described(error)}")
+        return f"it cannot be checked: {described(error)}"
 
 
 def shortened(message: str, rule: Rule, module: ModuleType) -> str:
@@ -126,19 +117,6 @@ def shortened(message: str, rule: Rule, module: ModuleType) -> str:
             line = line_of_method(rule, product.removeprefix("gradient of ").split()[0], module)
             first[product] = finding + (f"\n  Line: {shown(str(module.__file__))}:{line}" if line else "")
     return "\n\n".join([head, *(first.values() or findings)])
-
-
-def as_text(finding: Finding, verbose: bool) -> str:
-    """The report of one rule."""
-    head = f"{finding.where}  {finding.rule.name}"
-    if finding.wrong:
-        return "\n".join([f"WRONG  {head}", *(f"  {line}".rstrip() for line in finding.wrong.splitlines()), ""])
-    report = finding.report
-    assert report is not None
-    text = f"ok     {head}: {count(report.checks, 'check')}"
-    if verbose:
-        return "\n".join([text, *(f"  {line}" for line in str(report).splitlines()[1:])])
-    return "\n".join([text, *(f"         not checked: {reason}" for reason in Counter(report.skipped))])
 
 
 def count(number: int, what: str) -> str:

@@ -4,55 +4,31 @@ from __future__ import annotations
 
 import difflib
 import os
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
 
-import torch
-
-import bpk
-import bpk.jacobians
-import bpk.rules
-
-OURS = tuple(str(Path(folder).resolve()) for package in (bpk, bpk.jacobians, bpk.rules) for folder in package.__path__)
-FOREIGN = (str(Path(torch.__file__).resolve().parent), str(Path(os.__file__).resolve().parent))
+from bpk.jacobians.core.errors import users_frames
 
 
 class UserError(Exception):
     """Something that was asked for cannot be done; the message says why in one line."""
 
 
-def one_line(error: BaseException) -> str:
-    """A message without its line breaks; `(Do: ...)` where it says what to do."""
-    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines) or "no message"
-
-
 def described(error: BaseException, told: bool = False) -> str:
     """`file:line: Class: message`; without the class where the message was written for users (`told`)."""
-    place = origin(error)
-    what = one_line(error) if told else f"{type(error).__name__}: {one_line(error)}"
+    place, name = origin(error), type(error).__name__
+    what = " ".join(str(error).split()) or "no message"
     if isinstance(error, SyntaxError) and error.filename is not None:
-        place, what = f"{shown(error.filename)}:{error.lineno}", f"{type(error).__name__}: {error.msg}"
-    return f"{place}: {what}" if place else what
+        place, what = f"{shown(error.filename)}:{error.lineno}", error.msg
+    return (f"{place}: " if place else "") + ("" if told else f"{name}: ") + what
 
 
 def origin(error: BaseException | None) -> str:
     """`file:line` of the innermost frame that belongs to a user, of an error or of its cause; or nothing."""
     while error is not None:
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if is_users(frame.filename):
-                return f"{shown(frame.filename)}:{frame.lineno}"
+        if frames := users_frames(error):
+            return f"{shown(frames[-1].filename)}:{frames[-1].lineno}"
         error = error.__cause__
     return ""
-
-
-def is_users(file: str) -> bool:
-    """Whether a source file is neither ours, nor torch's, nor Python's."""
-    if not os.path.isfile(file):
-        return False
-    resolved = str(Path(file).resolve())
-    return not resolved.startswith((*OURS, *FOREIGN))
 
 
 def shown(file: str) -> str:
@@ -62,7 +38,7 @@ def shown(file: str) -> str:
 
 
 def close_to(name: str, known: Iterable[str]) -> str:
-    """`, did you mean A or B?`, or nothing."""
+    """`; did you mean A or B?`, or nothing."""
     lower = {k.lower(): k for k in known}
     found = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, 3, 0.6)]
     return f"; did you mean {' or '.join(found)}?" if found else ""

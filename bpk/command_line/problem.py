@@ -1,4 +1,4 @@
-"""What a user's factory gives: a model, and what it takes to evaluate a loss."""
+"""What a user asks about: a model, what it takes to evaluate a loss, and extensions by their names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpk.command_line.errors import UserError, described
+from bpk import extensions
+from bpk.command_line.errors import UserError, close_to, described
 from bpk.command_line.locate import find
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.verification.run import every_extension
 
 KEYS = ("model", "loss", "inputs", "targets")
 CONVENTION = "a factory returns (model, loss, inputs, targets), a dict with these keys, or a model"
@@ -29,7 +32,7 @@ class Given:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to name a factory, and data for one that returns only a model."""
+    """How to name a factory, data for one that returns only a model, and extensions."""
     parser.add_argument("factory", help="module:factory or path/to/file.py:factory; " + CONVENTION)
     parser.add_argument(
         "--input-shape", type=numbers, metavar="3,64,64", help="of one sample, if there is only a model"
@@ -38,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=2, help="number of samples, if there is only a model (default: 2)")
     parser.add_argument("--eval", action="store_true", help="put the model into evaluation mode")
     parser.add_argument("--seed", type=int, default=0, help="for the factory, data, and the choice of entries")
+    parser.add_argument("--quantities", metavar="BatchGrad,KFAC,...", help="names of extensions (default: all)")
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -46,15 +50,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def given(options: argparse.Namespace) -> Given:
-    """What the factory returns, in evaluation mode if asked."""
-    found = unpacked(options)
-    if options.eval:
-        found.model.eval()
-    return found
-
-
-def unpacked(options: argparse.Namespace) -> Given:
-    """Call the factory.
+    """What the factory returns, in evaluation mode if asked.
 
     Raises:
         UserError: If there is none, it raises, or returns something else.
@@ -64,21 +60,19 @@ def unpacked(options: argparse.Namespace) -> Given:
     if callable(made) and not isinstance(made, nn.Module):
         made = called(name, made)
     if isinstance(made, nn.Module):
-        return Given(made)
-    if isinstance(made, Mapping):
-        unknown = [str(key) for key in made if key not in KEYS]
-        if unknown:
-            raise UserError(f"{name} returned a dict with the key '{unknown[0]}': {CONVENTION}")
-        parts = dict(made)
-    elif isinstance(made, (tuple, list)) and 1 <= len(made) <= len(KEYS):
-        parts = dict(zip(KEYS, made, strict=False))
-    else:
+        made = (made,)
+    if not isinstance(made, Mapping) and not (isinstance(made, (tuple, list)) and 1 <= len(made) <= len(KEYS)):
         raise UserError(f"{name} returned {described_value(made)}: {CONVENTION}")
-    for key in ("model", "loss"):
-        if key in parts and not isinstance(parts[key], nn.Module):
+    parts = dict(made) if isinstance(made, Mapping) else dict(zip(KEYS, made, strict=False))
+    for key in parts:
+        if key not in KEYS:
+            raise UserError(f"{name} returned a dict with the key '{key}': {CONVENTION}")
+        if key in ("model", "loss") and not isinstance(parts[key], nn.Module):
             raise UserError(f"{name} returned {described_value(parts[key])} as {key}, which is no module (nn.Module)")
     if "model" not in parts:
         raise UserError(f"{name} returned no model: {CONVENTION}")
+    if options.eval:
+        parts["model"].eval()
     return Given(**parts)
 
 
@@ -109,9 +103,8 @@ def completed(options: argparse.Namespace) -> Given:
         if found.inputs is None:
             raise UserError(f"{options.factory} returned no inputs: {CONVENTION}")
         return found
-    missing = [
-        flag for flag, value in (("--input-shape", options.input_shape), ("--classes", options.classes)) if not value
-    ]
+    wanted = {"--input-shape": options.input_shape, "--classes": options.classes}
+    missing = [flag for flag, value in wanted.items() if not value]
     if missing:
         raise UserError(
             f"{options.factory} returned a model without loss and data: give {' and '.join(missing)} "
@@ -121,3 +114,17 @@ def completed(options: argparse.Namespace) -> Given:
     inputs = torch.randn(options.batch, *options.input_shape)
     targets = torch.randint(options.classes, (options.batch,))
     return Given(found.model, nn.CrossEntropyLoss(), inputs, targets)
+
+
+def named(names: str | None) -> tuple[BackpropExtension, ...]:
+    """`BatchGrad,KFAC` as extensions; all of them where nothing is asked for."""
+    if not names:
+        return every_extension()
+    found = []
+    for name in dict.fromkeys(part.strip() for part in names.split(",")):
+        if name not in extensions.__all__:
+            known = [type(extension).__name__ for extension in every_extension()]
+            hint = close_to(name, known) or f"; there are {', '.join(known)}"
+            raise UserError(f"there is no quantity '{name}'{hint}")
+        found.append(vars(extensions)[name]())
+    return tuple(found)

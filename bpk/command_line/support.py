@@ -10,9 +10,7 @@ from typing import Any
 
 import bpk
 from bpk.command_line.errors import UserError, close_to, described
-from bpk.command_line.problem import add_arguments, given
-from bpk.command_line.quantities import add_quantities, named
-from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.command_line.problem import add_arguments, given, named
 from bpk.rules import REGISTRY
 from bpk.support.table import SupportTable
 from bpk.verification.run import every_extension
@@ -56,7 +54,6 @@ def add_support_parser(commands: Any) -> argparse.ArgumentParser:
         epilog=SUPPORT_EXAMPLES,
     )
     add_arguments(parser)
-    add_quantities(parser)
     parser.add_argument("--format", choices=FORMATS, default="table", help="default: table")
     parser.set_defaults(run=support)
     return parser
@@ -64,7 +61,8 @@ def add_support_parser(commands: Any) -> argparse.ArgumentParser:
 
 def matrix(options: argparse.Namespace) -> bool:
     """Print the matrix."""
-    chosen = matching_extensions(options.extensions)
+    known = {type(extension).__name__: extension for extension in every_extension()}
+    chosen = [known[name] for name in matching(options.extensions, list(known), "extension")]
     names = [module.__name__ for rule in REGISTRY for module in rule.modules]
     wanted = set(matching(options.layers, names, "layer or loss with a rule"))
     cells = bpk.support_matrix(*chosen).cells
@@ -81,12 +79,6 @@ def support(options: argparse.Namespace) -> bool:
         raise UserError(f"the forward pass of {options.factory} fails: {described(error)}") from error
     write(table, options.format)
     return True
-
-
-def matching_extensions(patterns: str) -> Sequence[BackpropExtension]:
-    """The extensions whose names match."""
-    known = {type(extension).__name__: extension for extension in every_extension()}
-    return [known[name] for name in matching(patterns, list(known), "extension")]
 
 
 def matching(patterns: str, names: Sequence[str], what: str) -> list[str]:

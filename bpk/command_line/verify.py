@@ -10,8 +10,7 @@ import torch
 
 import bpk
 from bpk.command_line.errors import UserError, described
-from bpk.command_line.problem import add_arguments, completed
-from bpk.command_line.quantities import add_quantities, named
+from bpk.command_line.problem import add_arguments, completed, named
 from bpk.verification import Verification
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "own": None}
@@ -37,7 +36,6 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         epilog=EXAMPLES,
     )
     add_arguments(parser)
-    add_quantities(parser)
     parser.add_argument("--entries", type=int, default=10, help="compared of each parameter (default: 10)")
     parser.add_argument("--samples", type=int, default=2, help="compared of quantities per sample (default: 2)")
     parser.add_argument(

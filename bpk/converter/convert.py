@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from typing import Any
 
 from torch import fx, nn
 
 from bpk.converter.converted import Converted
+from bpk.converter.failure import ConversionError
 from bpk.converter.inplace import remove_in_place
 from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of, is_random, kinds, name_of
 from bpk.converter.layers import as_layer
-from bpk.converter.programs import Part, build, collect, only_sizes
+from bpk.converter.programs import build, collect, only_sizes
 from bpk.converter.recurrent import split_recurrent
 from bpk.converter.rows import Rows
 from bpk.converter.tracing import TUPLES, numbered, trace
 from bpk.converter.tree import Tree
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, convert
-from bpk.jacobians.core.function_module import ParametricFunction
+from bpk.jacobians.core.errors import explain, warn
+from bpk.jacobians.core.function_module import FunctionModule, ParametricFunction
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.rules import REGISTRY
 
@@ -70,13 +73,32 @@ def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> Conver
     return converted
 
 
+def convert_if_possible(module: nn.Module, debug: bool = False) -> nn.Module:
+    """The model as a graph of modules; where that cannot be, the model itself, with a warning that names the line."""
+    if isinstance(module, Converted):
+        return module
+    try:
+        return convert_module_to_backpack(module, debug)
+    except ConversionError as error:
+        message = explain(
+            f"{type(module).__name__} is extended without the converter: {error.where or 'its forward pass'} "
+            f"{error.reason}.",
+            error.why,
+            "nothing, unless you need the graph: quantities are computed all the same, and what lies between layers "
+            "goes through autograd. Write bpk.extend(model) to silence this warning.",
+        )
+        warn(message)
+        return module
+
+
 class Rewriting:
     """Replaces functions by modules, from the input to the output."""
 
     def __init__(self, graph: fx.Graph, tree: Tree, found: dict[fx.Node, Kind], training: bool) -> None:
         self.graph = graph
         self.tree = tree
-        self.kinds = found
+        self.report = tree.report
+        self.kinds = defaultdict(lambda: Kind.TENSOR, found)
         self.training = training
         self.modules = dict(tree.model.named_modules(remove_duplicate=False))
         self.parameters = dict(tree.model.named_parameters(remove_duplicate=False))
@@ -87,15 +109,16 @@ class Rewriting:
     def run(self) -> None:
         """Visit all nodes, then drop what nobody reads any more."""
         for node in list(self.graph.nodes):
-            kind = self.kinds.setdefault(node, Kind.TENSOR)
-            if node.op in ("call_function", "call_method") and kind is Kind.TENSOR:
+            if self.kinds[node] is not Kind.TENSOR:
+                continue
+            if node.op in ("call_function", "call_method"):
                 self.function(node)
-            elif node.op == "call_module" and kind is Kind.TENSOR:
-                self.feed(node)
+            elif node.op == "call_module":
+                for source in node.all_input_nodes:  # functions of parameters and sizes become modules
+                    node.replace_input_with(source, self.as_tensor(source, node))
                 self.rows.follow(node)
         for node in reversed(list(self.graph.nodes)):
-            light = self.kinds.get(node, Kind.TENSOR) is not Kind.TENSOR
-            if light and not node.users and node.op not in ("placeholder", "output"):
+            if self.kinds[node] is not Kind.TENSOR and not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
 
     # ---- one function --------------------------------------------------------------------------------
@@ -104,42 +127,39 @@ class Rewriting:
         direct = any(self.kinds[n] is Kind.PARAMETER for n in node.all_input_nodes)
         layer = as_layer(node, self.parameters)
         if layer is not None:
-            module, x, held = layer
-            module.train(self.training)
-            self.put(node, module, (x,), share=held)
+            module, x, names = layer
+            new = self.put(node, module.train(self.training), (x,), self.report.replaced)
+            self.report.shared |= {f"{new.target}.{name}": original for name, original in names.items()}
             return
-        if direct and self.random(node):
-            self.tree.report.fixed.append(f"{node.name} draws random numbers from parameters, which get no field there")
+        if direct and is_random(node, self.modules):
+            self.report.fixed.append(f"{node.name} draws random numbers from parameters, which get no field there")
             return
         conversion = None if direct or node.meta.get(VERBATIM) else self.by_rule(node)
         if conversion is not None:
             inputs = tuple(self.as_tensor(x, node) for x in conversion.inputs)
-            self.put(node, conversion.module, inputs, what="replaced")
+            self.put(node, conversion.module, inputs, self.report.replaced)
             return
-        part = collect(node, self.kinds)
-        module, called = build(part, self.kinds, self.tree, self.training)
-        self.put(node, module, called, name=self.plain_name(node), what="direct" if direct else "generic")
+        module, called = build(collect(node, self.kinds), self.kinds, self.tree, self.training)
+        self.put(node, module, called, self.report.direct if direct else self.report.generic)
 
     def by_rule(self, node: fx.Node) -> Conversion | None:
         """The layer that the function's rule names, or `None`."""
-        function = function_of(node)
+        function, follows_mode = function_of(node), OTHER in node.meta
         try:
             rule = REGISTRY.find_function(function)
         except TypeError:  # not hashable
             return None
         if rule is None or (function is operator.getitem and not self.is_entry(node)):
             return None
-        args, kwargs, follows_mode = node.args, dict(node.kwargs), False
-        if OTHER in node.meta:
-            if not self.only_training_differs(node):
-                return None
-            follows_mode = True
+        stays = not self.only_training_differs(node) if follows_mode else "dropout" in name_of(node)
+        if stays:  # so does dropout that is on in both modes
+            return None
         try:
-            found = convert(rule, function, args, kwargs, self.is_tensor, lambda n: self.rows.is_size_of(n, node))
+            found = convert(
+                rule, function, node.args, node.kwargs, self.is_tensor, lambda n: self.rows.is_size_of(n, node)
+            )
         except CannotConvert:
             return None
-        if not follows_mode and "dropout" in name_of(node):
-            return None  # it is on in both modes: stays a function
         if not follows_mode:
             found.module.train(self.training)
         return found
@@ -149,8 +169,7 @@ class Rewriting:
         args, kwargs = node.meta[OTHER]
         here_args, here_kwargs = numbered((node.args, node.kwargs))
         pairs = [*zip(here_args, args, strict=True), *((here_kwargs[k], kwargs[k]) for k in kwargs)]
-        changed = [(a, b) for a, b in pairs if repr(a) != repr(b)]
-        return changed == [(self.training, not self.training)]
+        return [(a, b) for a, b in pairs if repr(a) != repr(b)] == [(self.training, not self.training)]
 
     def is_entry(self, node: fx.Node) -> bool:
         """Whether `x[index]` is an index of a tensor that a rule can read, or an entry of what is known to be a tuple.
@@ -158,96 +177,59 @@ class Rewriting:
         A number picks from the first axis of a tensor, which need not be the batch axis.
         """
         source, index = node.args
-        return not isinstance(index, int) or (isinstance(source, fx.Node) and self.is_tuple(source))
-
-    def is_tuple(self, node: fx.Node) -> bool:
-        """Whether a node is known to yield a tuple."""
-        if node.op != "call_module":
-            return False
-        module = self.tree.root.get_submodule(str(node.target))
-        if type(module).__name__ == "ReduceTuple":  # (output, (hidden, cell))
-            (source,) = node.all_input_nodes
-            inner = self.tree.root.get_submodule(str(source.target)) if source.op == "call_module" else None
-            return isinstance(inner, nn.LSTM) and vars(module)["index"] == 1
-        if isinstance(module, TUPLES):
+        if not isinstance(index, int):
             return True
-        return isinstance(REGISTRY.find(module), SeveralOutputs)
+        module = self.module_of(source)
+        if type(module).__name__ == "ReduceTuple":  # (output, (hidden, cell))
+            assert isinstance(source, fx.Node)
+            return isinstance(self.module_of(*source.all_input_nodes), nn.LSTM) and vars(module)["index"] == 1
+        several = module is not None and isinstance(REGISTRY.find(module), SeveralOutputs)
+        return several or isinstance(module, TUPLES)
+
+    def module_of(self, node: Any) -> nn.Module | None:
+        """The module that a node calls, if any."""
+        is_call = isinstance(node, fx.Node) and node.op == "call_module"
+        return self.tree.root.get_submodule(str(node.target)) if is_call else None
 
     def is_tensor(self, value: Any) -> bool:
         """Whether a value is a tensor that the model computes."""
-        return isinstance(value, fx.Node) and self.kinds.get(value, Kind.TENSOR) is not Kind.SIZE
-
-    # ---- what modules are called with ------------------------------------------------------------------
-    def feed(self, node: fx.Node) -> None:
-        """Functions of parameters and sizes that a layer is called with become modules."""
-        for source in node.all_input_nodes:
-            if self.kinds.get(source, Kind.TENSOR) is not Kind.TENSOR:
-                node.replace_input_with(source, self.as_tensor(source, node))
+        return isinstance(value, fx.Node) and self.kinds[value] is not Kind.SIZE
 
     def as_tensor(self, source: fx.Node, user: fx.Node) -> fx.Node:
-        """A node that a layer may be called with."""
-        kind = self.kinds.get(source, Kind.TENSOR)
+        """A node that a layer may be called with: of functions of parameters and sizes, a module."""
+        kind = self.kinds[source]
         if kind is Kind.TENSOR or (source.op == "get_attr" and kind is not Kind.PARAMETER):
             return source
         if source not in self.made:
             part = collect(source, self.kinds)
-            if kind is Kind.PARAMETER and not self.has_batch(part):
-                self.tree.report.fixed.append(
-                    f"{source.name} is computed from parameters alone, which get no field there"
-                )
-                return source
+            if kind is Kind.PARAMETER and not any(only_sizes(node, part, self.kinds) for node in part.outer):
+                self.report.fixed.append(f"{source.name} is computed from parameters alone, which get no field there")
+                return source  # the size of the batch is not known
             module, called = build(part, self.kinds, self.tree, self.training)
-            what = "direct" if kind is Kind.PARAMETER else "generic"
-            with self.graph.inserting_before(user):
-                self.made[source] = self.insert(module, called, self.plain_name(source), what, source)
+            entries = self.report.direct if kind is Kind.PARAMETER else self.report.generic
+            self.made[source] = self.insert(user, module, called, entries, source)
         return self.made[source]
 
-    def has_batch(self, part: Part) -> bool:
-        """Whether a piece knows the size of the batch."""
-        return any(only_sizes(node, part, self.kinds) for node in part.outer)
-
-    def random(self, node: fx.Node) -> bool:
-        """Whether a function draws random numbers."""
-        return is_random(node, self.modules)
-
     # ---- new nodes -----------------------------------------------------------------------------------
-    def plain_name(self, node: fx.Node) -> str:
-        """How a function module is called."""
-        return name_of(node).strip("_").lower() or "function"
-
-    def put(
-        self,
-        node: fx.Node,
-        module: nn.Module,
-        inputs: tuple[fx.Node, ...],
-        name: str | None = None,
-        what: str = "replaced",
-        share: dict[str, str] | None = None,
-    ) -> None:
+    def put(self, node: fx.Node, module: nn.Module, inputs: tuple[fx.Node, ...], entries: dict[str, str]) -> fx.Node:
         """Let a module take the place of a node."""
-        with self.graph.inserting_before(node):
-            new = self.insert(module, inputs, name, what, node)
-        for own, original in (share or {}).items():
-            self.tree.report.shared[f"{new.target}.{own}"] = original
+        new = self.insert(node, module, inputs, entries, node)
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
         self.rows.follow(new)
+        return new
 
     def insert(
-        self, module: nn.Module, inputs: tuple[fx.Node, ...], name: str | None, what: str, source: fx.Node
+        self, user: fx.Node, module: nn.Module, inputs: tuple[fx.Node, ...], entries: dict[str, str], source: fx.Node
     ) -> fx.Node:
-        """Call a new module."""
-        if name is None and type(module).__module__.startswith("torch.nn."):
-            name = self.plain_name(source)
-        path = self.tree.add(module, name)
-        report = self.tree.report
-        entries = {"replaced": report.replaced, "generic": report.generic, "direct": report.direct}[what]
-        entries[path] = name_of(source) if what == "replaced" else repr(module)
-        if what == "generic" or isinstance(module, ParametricFunction):
+        """Call a new module before a node, and add it to these entries of the report."""
+        generic = isinstance(module, FunctionModule)
+        named = generic or type(module).__module__.startswith("torch.nn.")
+        path = self.tree.add(module, name_of(source).strip("_").lower() or "function" if named else None)
+        entries[path] = repr(module) if generic else name_of(source)
+        if generic:
             module.train(self.training)
         if isinstance(module, ParametricFunction):
-            for own, param in module.named_parameters():
-                report.shared[f"{path}.{own}"] = self.names[id(param)]
-        node = self.graph.call_module(path, inputs)
-        self.kinds[node] = Kind.TENSOR
-        return node
+            self.report.shared |= {f"{path}.{name}": self.names[id(p)] for name, p in module.named_parameters()}
+        with self.graph.inserting_before(user):
+            return self.graph.call_module(path, inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,21 +43,19 @@ class ConversionReport:
     mode: str = ""
 
     def __str__(self) -> str:
-        lines: list[str] = []
-        reused = {name: ", ".join(calls) for name, calls in self.reused.items()}
-        tables = {
+        tables: dict[str, dict[str, str] | list[str]] = {
             "renamed parameters (new: original)": self.renamed,
             "functions that became layers": self.replaced,
             "functions that autograd handles": self.generic,
             "functions that use parameters directly (generic rule)": self.direct,
-            "layers that are called several times": reused,
+            "layers that are called several times": {name: ", ".join(calls) for name, calls in self.reused.items()},
+            "unused layers": self.unused,
+            "fixed at the conversion": self.fixed,
         }
-        for title, entries in tables.items():
-            if entries:
-                lines += [f"{title}:", *(f"  {name}: {text}" for name, text in entries.items())]
-        for title, names in {"unused layers": self.unused, "fixed at the conversion": self.fixed}.items():
-            if names:
-                lines += [f"{title}:", *(f"  {name}" for name in names)]
+        lines: list[str] = []
+        for title, found in tables.items():
+            entries = [f"{name}: {text}" for name, text in found.items()] if isinstance(found, dict) else found
+            lines += [f"{title}:", *(f"  {entry}" for entry in entries)] if entries else []
         return "\n".join(lines) or "nothing changed"
 
 
@@ -70,13 +67,16 @@ class Converted(fx.GraphModule, Plain):
     """A model as a graph of modules.
 
     Its state dict has the original's names where they could be kept, and it loads state dicts of the original model.
-    `conversion_report` says what changed.
+    `conversion_report` says what changed. Children, parameters and buffers are those of `root`, in their order, also
+    where the graph does not use them.
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph, report: ConversionReport, name: str) -> None:
         super().__init__(root, graph, name)
-        adopt(self, root)
+        for kept in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[kept] = root.__dict__[kept]
         self.meta[REPORT] = report
+        mark_as(self, root.__dict__)
 
     @property
     def conversion_report(self) -> ConversionReport:
@@ -119,55 +119,28 @@ class Converted(fx.GraphModule, Plain):
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        rename(state_dict, prefix, self.conversion_report)
+        report = self.conversion_report
+        for new, old in report.renamed.items():
+            if prefix + old in state_dict and prefix + new not in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
+        for further, name in report.shared.items():
+            if prefix + name in state_dict:
+                state_dict.setdefault(prefix + further, state_dict[prefix + name])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    @classmethod
-    def _deepcopy_init(cls) -> Any:
-        return copy_init
+    def _deepcopy_init(self) -> Any:
+        def init(module: Converted, root: nn.Module, graph: fx.Graph) -> None:
+            Converted.__init__(module, root, graph, self.conversion_report, type(self).__name__)
+
+        return init
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuild, (super().__reduce__(), self.conversion_report, type(self).__name__)
 
 
-def adopt(module: nn.Module, root: nn.Module) -> None:
-    """Take over children, parameters and buffers in their order, also those that the graph does not use."""
-    for mine, theirs in (
-        (module._modules, root._modules),
-        (module._parameters, root._parameters),
-        (module._buffers, root._buffers),
-    ):
-        mine.clear()
-        mine.update(theirs)  # type: ignore[arg-type]
-    module._non_persistent_buffers_set = set(root._non_persistent_buffers_set)
-
-
-def copy_init(module: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> None:
-    """How `copy.deepcopy` sets up the copy of a converted model."""
-    fx.GraphModule.__init__(module, root, graph, type(module).__name__)
-    adopt(module, root)
-    mark_as(module, root.__dict__)
-
-
 def rebuild(reduced: tuple[Any, ...], report: ConversionReport, name: str) -> Converted:
     """Undo pickling."""
     function, args = reduced
-    plain = function(*args)
-    holder = Holder()
-    for kept in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-        holder.__dict__[kept] = args[0][kept]
-    holder.training = args[0]["training"]
-    made = Converted(holder, plain.graph, report, name)
-    mark_as(made, args[0])
-    return made
-
-
-def rename(state: Any, prefix: str, report: ConversionReport) -> None:
-    """Give entries of a state dict the names that they have here."""
-    assert isinstance(state, (OrderedDict, dict))
-    for new, old in report.renamed.items():
-        if prefix + old in state and prefix + new not in state:
-            state[prefix + new] = state.pop(prefix + old)
-    for further, name in report.shared.items():
-        if prefix + name in state:
-            state.setdefault(prefix + further, state[prefix + name])
+    root = Holder()
+    root.__dict__.update(args[0])
+    return Converted(root, function(*args).graph, report, name)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-import sysconfig
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import PACKAGES, explain, users_frames
 
 
 class ConversionError(NotImplementedError):
@@ -39,23 +37,18 @@ WITHOUT = (
 
 def not_a_graph(root: object, error: Exception) -> ConversionError:
     """What is raised where a forward pass cannot be traced."""
-    if uses_transform(error):
-        return ConversionError(
-            root,
-            f"calls a transform of torch.func, or a module with other parameters ({type(error).__name__}: {error})",
-            "such calls evaluate a function of tensors while the forward pass is written down, and there are none "
-            "before the model runs.",
-            WITHOUT,
-            user_line(error),
-        )
-    return ConversionError(
-        root,
-        f"cannot be written down as a graph of calls ({type(error).__name__}: {error})",
+    reason = f"cannot be written down as a graph of calls ({type(error).__name__}: {error})"
+    why = (
         "the converter goes through the forward pass once, before any input is known, so that Python cannot branch or "
-        "loop on values or shapes, and nothing is remembered from one call to the next.",
-        WITHOUT,
-        user_line(error),
+        "loop on values or shapes, and nothing is remembered from one call to the next."
     )
+    if uses_transform(error):
+        reason = f"calls a transform of torch.func, or a module with other parameters ({type(error).__name__}: {error})"
+        why = (
+            "such calls evaluate a function of tensors while the forward pass is written down, and there are none "
+            "before the model runs."
+        )
+    return ConversionError(root, reason, why, WITHOUT, user_line(error))
 
 
 class Transformed(RuntimeError):
@@ -66,25 +59,15 @@ def uses_transform(error: BaseException) -> bool:
     """Whether an error comes from `torch.func`: `vmap`, `grad`, `jvp`, `functional_call`, ..."""
     if isinstance(error, Transformed):
         return True
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else ()
-    files = [frame.filename.replace(os.sep, "/") for frame in frames]
+    files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)]
     return any("torch/_functorch/" in name or name.endswith("torch/nn/utils/stateless.py") for name in files)
 
 
 def user_line(error: BaseException) -> str:
     """`file:line, in function: code` of the innermost frame of the user's own code, or of a package that it calls."""
-    ours = tuple(os.path.realpath(p) + os.sep for p in (os.path.dirname(torch.__file__), package_folder()))
-    installed = tuple(os.path.realpath(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "purelib", "platlib"))
-    found = users = ""
-    for frame in inspect.getinnerframes(error.__traceback__) if error.__traceback__ else ():
-        path = os.path.realpath(frame.filename)
-        if path.startswith(ours) or not os.path.exists(path):
-            continue
-        code = (frame.code_context or [""])[0].strip()
-        found = f"{frame.filename}:{frame.lineno}, in {frame.function} (`{code}`),"
-        if not path.startswith(installed):
-            users = found
-    return users or found
+    frames = users_frames(error)
+    users = [frame for frame in frames if PACKAGES not in frame.filename] or frames
+    return f"{users[-1].filename}:{users[-1].lineno}, in {users[-1].name} (`{users[-1].line}`)," if users else ""
 
 
 def line_of(function: Callable[..., Any]) -> str:
@@ -93,8 +76,3 @@ def line_of(function: Callable[..., Any]) -> str:
     if not inspect.isfunction(plain):
         return ""
     return f"{plain.__code__.co_filename}:{plain.__code__.co_firstlineno}, in {plain.__name__},"
-
-
-def package_folder() -> str:
-    """Where this package lies."""
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -33,78 +33,59 @@ METADATA = {f"{name}_" for name in VIEWS} | {"resize_", "resize_as_", "set_"}
 DRAWING = {"bernoulli_", "normal_"}
 """Methods that fill a tensor; those of the same name without underscore read its entries as probabilities."""
 
-OWN_MEMORY = (
-    "activation",
-    "batchnorm",
-    "conv",
-    "linear",
-    "normalization",
-    "pooling",
-    "padding",
-    "sparse",
-    "instancenorm",
-    "rnn",
-    "upsampling",
-)
+OWN_MEMORY = {
+    *("activation", "batchnorm", "conv", "instancenorm", "linear", "normalization", "padding", "pooling", "rnn"),
+    *("sparse", "upsampling"),
+}
 """Files of `torch.nn.modules` whose layers write their result to memory of its own."""
 
 
-class Aliases:
-    """Which nodes may share memory."""
+class Aliases(dict[fx.Node, set[fx.Node]]):
+    """By node: those that may share memory with it."""
 
-    def __init__(self) -> None:
-        self.parents: dict[fx.Node, fx.Node] = {}
-
-    def find(self, node: fx.Node) -> fx.Node:
-        """A representative of all that share memory with a node."""
-        while node in self.parents:
-            node = self.parents[node]
-        return node
+    def __missing__(self, node: fx.Node) -> set[fx.Node]:
+        return {node}
 
     def join(self, one: fx.Node, other: fx.Node) -> None:
         """These two may share memory."""
-        a, b = self.find(one), self.find(other)
-        if a is not b:
-            self.parents[a] = b
+        both = self[one] | self[other]
+        self.update(dict.fromkeys(both, both))
 
 
 def overwritten(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
     """The node whose value a call overwrites, or `None`."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    function = function_of(node)
+    function, name, in_place = function_of(node), name_of(node), False
+    named = name.endswith("_") and not name.endswith("__")
     if node.op == "call_module":
         in_place = vars(modules[str(node.target)]).get("inplace") is True
     elif node.op == "call_method":
-        name = str(node.target)
-        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_" and function is not None
+        in_place = named and name != "requires_grad_" and function is not None
     elif node.op == "call_function":
-        named = name_of(node).endswith("_") and not name_of(node).endswith("__")
-        in_place = function is operator.setitem or function in IN_PLACE_OPERATORS or named or inplace_option(node)
-    else:
-        in_place = False
+        known = function is operator.setitem or function in IN_PLACE_OPERATORS
+        in_place = named or known or inplace_option(node) is not None
     return node.args[0] if in_place else None
 
 
-def inplace_option(node: fx.Node) -> bool:
-    """Whether a function is called with `inplace=True`."""
+def inplace_option(node: fx.Node) -> int | str | None:
+    """Where a function is told `inplace=True`: the number of the argument, or its name."""
     if "inplace" in node.kwargs:
-        return node.kwargs["inplace"] is True
+        return "inplace" if node.kwargs["inplace"] is True else None
     try:
         names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return False
-    return "inplace" in names[: len(node.args)] and node.args[names.index("inplace")] is True
+        return None
+    at = names.index("inplace") if "inplace" in names[: len(node.args)] else None
+    return at if at is not None and node.args[at] is True else None
 
 
 def may_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Whether a result may share memory with the inputs."""
     if node.op == "call_module":
         module = modules[str(node.target)]
-        home = type(module).__module__
-        return isinstance(module, nn.Identity) or not (
-            home.startswith("torch.nn.modules.") and home.rsplit(".", 1)[-1] in OWN_MEMORY
-        )
+        package, _, file = type(module).__module__.rpartition(".")
+        return isinstance(module, nn.Identity) or package != "torch.nn.modules" or file not in OWN_MEMORY
     return node.op in ("call_function", "call_method") and name_of(node) in VIEWS
 
 
@@ -122,7 +103,7 @@ def remove_in_place(graph: fx.Graph, modules: dict[str, nn.Module], kinds: dict[
                 for source in node.all_input_nodes:
                     aliases.join(node, source)
             continue
-        group = [n for n in order[:k] if aliases.find(n) is aliases.find(target)]
+        group = [n for n in order[:k] if n in aliases[target]]
         seen_later = any(user > node for n in group if n is not target for user in n.users)
         if not seen_later and target.op != "get_attr" and make_out_of_place(node):
             if node.op == "call_module":
@@ -201,12 +182,9 @@ def make_out_of_place(node: fx.Node) -> bool:
     if node.target in IN_PLACE_OPERATORS or out_of_place(node.target) is not node.target:
         node.target = out_of_place(node.target)
         return True
-    if not inplace_option(node):
-        return False
-    without: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "inplace"}
-    names = list(inspect.signature(node.target).parameters)
-    args = list(node.args)
-    if "inplace" in names[: len(args)]:
-        args[names.index("inplace")] = False
-    node.args, node.kwargs = tuple(args), without
-    return True
+    at = inplace_option(node)
+    if isinstance(at, int):
+        node.update_arg(at, False)
+    elif at is not None:
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != at}
+    return at is not None

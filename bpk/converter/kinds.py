@@ -16,7 +16,8 @@ SIZE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "rrelu", "poisson", "uniform", "exponential_")
 NEW = {"new_full", "new_ones", "new_tensor", "new_zeros"}
 PYTHON = {"_operator", "builtins", "math"}
-
+NUMBERS = (math.sqrt, math.ceil, math.floor, max, min, int, float, operator.getitem, torch.sym_int)
+"""Modules of functions of plain numbers, and such functions."""
 
 OTHER = "bpk.other_mode"
 """Key in a node's `meta`: its arguments `(args, kwargs)` in the other mode, where they differ."""
@@ -55,10 +56,8 @@ def name_of(node: fx.Node) -> str:
 def is_random(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Whether a node draws random numbers, in any mode."""
     if node.op == "call_module":
-        return any(
-            "dropout" in type(m).__name__.lower() or isinstance(m, nn.RReLU)
-            for m in modules[str(node.target)].modules()
-        )
+        parts = modules[str(node.target)].modules()
+        return any("dropout" in type(m).__name__.lower() or isinstance(m, nn.RReLU) for m in parts)
     if node.op not in ("call_function", "call_method"):
         return False
     options = [node.kwargs, node.meta[OTHER][1] if OTHER in node.meta else {}]
@@ -75,17 +74,8 @@ def computes_size(node: fx.Node, inputs: Iterable[Kind]) -> bool:
         return node.args[1] in SIZE_ATTRIBUTES
     if node.target is len:
         return True
-    of_sizes = all(kind is Kind.SIZE for kind in inputs)
-    return of_sizes and (
-        getattr(node.target, "__module__", "") in PYTHON
-        or node.target is torch.sym_int
-        or node.target in math_functions()
-    )
-
-
-def math_functions() -> tuple[Any, ...]:
-    """Functions of plain numbers."""
-    return (math.sqrt, math.ceil, math.floor, max, min, int, float, operator.getitem)
+    known = getattr(node.target, "__module__", "") in PYTHON or node.target in NUMBERS
+    return known and all(kind is Kind.SIZE for kind in inputs)
 
 
 def kinds(graph: fx.Graph, root: nn.Module) -> dict[fx.Node, Kind]:
@@ -106,13 +96,8 @@ def kinds(graph: fx.Graph, root: nn.Module) -> dict[fx.Node, Kind]:
         elif node.op == "call_module" and not any(kind is Kind.TENSOR for kind in below):
             trained = any(True for _ in modules[str(node.target)].parameters())
             found[node] = Kind.PARAMETER if trained else max([Kind.CONSTANT, *below])
-        elif is_new(node):
+        elif node.op == "call_method" and node.target in NEW and len(below) == 1:  # which takes no more than its dtype
             found[node] = Kind.CONSTANT
         else:
             found[node] = max([Kind.CONSTANT, *below])
     return found
-
-
-def is_new(node: fx.Node) -> bool:
-    """Whether a node makes a tensor of fixed size, and takes no more than dtype and device from another."""
-    return node.op == "call_method" and node.target in NEW and len(node.all_input_nodes) == 1

@@ -3,82 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from bpk.converter.tracing import nodes_in
-
-CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-CONV_TRANSPOSE = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+from bpk.jacobians.core.conversion import signature_of
 
 
-def linear(weight: Tensor, **given: Any) -> nn.Module:
-    """`nn.Linear` of this shape."""
-    return nn.Linear(weight.shape[1], weight.shape[0])
+def convolution(layer: type[nn.Module], weight: Tensor, groups: int = 1, **options: Any) -> nn.Module:
+    """A convolution of this shape, transposed or not."""
+    first, second = len(weight), weight.shape[1] * groups
+    channels = (first, second) if issubclass(layer, _ConvTransposeNd) else (second, first)
+    return layer(*channels, tuple(weight.shape[2:]), groups=groups, **options)
 
 
-def convolution(layer: type[nn.Module], weight: Tensor, **given: Any) -> nn.Module:
-    """A convolution of this shape."""
-    groups = given.get("groups", 1)
-    return layer(weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]), **given)
-
-
-def transposed(layer: type[nn.Module], weight: Tensor, **given: Any) -> nn.Module:
-    """A transposed convolution of this shape."""
-    groups = given.get("groups", 1)
-    return layer(weight.shape[0], weight.shape[1] * groups, tuple(weight.shape[2:]), **given)
-
-
-def embedding(weight: Tensor, **given: Any) -> nn.Module:
-    """`nn.Embedding` of this shape."""
-    return nn.Embedding(weight.shape[0], weight.shape[1], **given)
-
-
-def layer_norm(weight: Tensor, normalized_shape: Any, **given: Any) -> nn.Module:
-    """`nn.LayerNorm` over these axes."""
-    return nn.LayerNorm(tuple(normalized_shape), **given)
-
-
-def group_norm(weight: Tensor, num_groups: int, **given: Any) -> nn.Module:
-    """`nn.GroupNorm` with so many groups."""
-    return nn.GroupNorm(num_groups, weight.shape[0], **given)
-
-
-def prelu(weight: Tensor, **given: Any) -> nn.Module:
-    """`nn.PReLU` with so many slopes."""
-    return nn.PReLU(weight.numel())
-
-
-def conv(layer: type[nn.Module]) -> Callable[..., nn.Module]:
-    """Build this convolution."""
-    return lambda weight, **given: convolution(layer, weight, **given)
-
-
-def conv_transpose(layer: type[nn.Module]) -> Callable[..., nn.Module]:
-    """Build this transposed convolution."""
-    return lambda weight, **given: transposed(layer, weight, **given)
-
-
-LAYERS: dict[Any, tuple[tuple[str, ...], Callable[..., nn.Module]]] = {
-    F.linear: (("input", "weight", "bias"), linear),
-    F.conv1d: (CONV, conv(nn.Conv1d)),
-    F.conv2d: (CONV, conv(nn.Conv2d)),
-    F.conv3d: (CONV, conv(nn.Conv3d)),
-    F.conv_transpose1d: (CONV_TRANSPOSE, conv_transpose(nn.ConvTranspose1d)),
-    F.conv_transpose2d: (CONV_TRANSPOSE, conv_transpose(nn.ConvTranspose2d)),
-    F.conv_transpose3d: (CONV_TRANSPOSE, conv_transpose(nn.ConvTranspose3d)),
-    F.embedding: (
-        ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
-        embedding,
-    ),
-    F.layer_norm: (("input", "normalized_shape", "weight", "bias", "eps"), layer_norm),
-    F.group_norm: (("input", "num_groups", "weight", "bias", "eps"), group_norm),
-    F.prelu: (("input", "weight"), prelu),
+LAYERS: dict[Any, Callable[..., nn.Module]] = {
+    F.linear: lambda weight: nn.Linear(weight.shape[1], weight.shape[0]),
+    F.conv1d: partial(convolution, nn.Conv1d),
+    F.conv2d: partial(convolution, nn.Conv2d),
+    F.conv3d: partial(convolution, nn.Conv3d),
+    F.conv_transpose1d: partial(convolution, nn.ConvTranspose1d),
+    F.conv_transpose2d: partial(convolution, nn.ConvTranspose2d),
+    F.conv_transpose3d: partial(convolution, nn.ConvTranspose3d),
+    F.embedding: lambda weight, **options: nn.Embedding(*weight.shape, **options),
+    F.layer_norm: lambda weight, normalized_shape, **options: nn.LayerNorm(tuple(normalized_shape), **options),
+    F.group_norm: lambda weight, num_groups, **options: nn.GroupNorm(num_groups, len(weight), **options),
+    F.prelu: lambda weight: nn.PReLU(weight.numel()),
 }
-"""By function: the names of its arguments, and how to build the layer."""
+"""By function: how to build the layer, from its weight and the options that it is called with."""
 
 
 def as_layer(node: fx.Node, parameters: dict[str, nn.Parameter]) -> tuple[nn.Module, fx.Node, dict[str, str]] | None:
@@ -88,23 +45,19 @@ def as_layer(node: fx.Node, parameters: dict[str, nn.Parameter]) -> tuple[nn.Mod
     """
     if node.op != "call_function" or node.target not in LAYERS:
         return None
-    names, build = LAYERS[node.target]
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    x = given.pop("input")
-    held: dict[str, str] = {}
+    options = signature_of(node.target).bind(*node.args, **node.kwargs).arguments
+    x = options.pop("input")
+    names: dict[str, str] = {}
     for name in ("weight", "bias"):
-        value = given.pop(name, None)
+        value = options.pop(name, None)
         if isinstance(value, fx.Node) and value.op == "get_attr" and value.target in parameters:
-            held[name] = str(value.target)
+            names[name] = str(value.target)
         elif value is not None:
             return None
-    if "weight" not in held or not isinstance(x, fx.Node):
+    if "weight" not in names or not isinstance(x, fx.Node) or nodes_in(tuple(options.values())):
         return None
-    if nodes_in(tuple(given.values())):
-        return None
-    weight = parameters[held["weight"]]
     with torch.random.fork_rng(devices=[]):
-        module = build(weight, **given)
+        module = LAYERS[node.target](parameters[names["weight"]], **options)
     for name in [n for n, _ in module.named_parameters()]:
-        module.register_parameter(name, parameters[held[name]] if name in held else None)
-    return module, x, held
+        module.register_parameter(name, parameters[names[name]] if name in names else None)
+    return module, x, names

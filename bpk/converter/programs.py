@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of
-from bpk.converter.tracing import nodes_in, replace
+from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of, name_of
+from bpk.converter.tracing import exchanged, nodes_in
 from bpk.converter.tree import Tree
 from bpk.jacobians.core.function_module import (
     FunctionModule,
@@ -71,20 +71,14 @@ def multiplies(part: Part) -> bool:
 
     def is_parameter(operand: Any) -> bool:
         while isinstance(operand, fx.Node) and operand not in part.params:
-            turned = called_as(operand) in ("t", "transpose") or operand.args[1:] in (("T",), ("mT",))
-            if not turned:
+            if name_of(operand) not in ("t", "transpose") and operand.args[1:] not in (("T",), ("mT",)):
                 return False
             operand = operand.args[0]
         return operand in part.params
 
     right = {"matmul": 1, "mm": 1, "addmm": 2, "linear": 1}
-    known = [(node.args, right.get(called_as(node))) for node in part.steps]
-    return any(k is not None and k < len(args) and is_parameter(args[k]) for args, k in known)
-
-
-def called_as(node: fx.Node) -> str:
-    """The name of the function or method that a node calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    known = [(node.args, right.get(name_of(node), len(node.args))) for node in part.steps]
+    return any(k < len(args) and is_parameter(args[k]) for args, k in known)
 
 
 def build(
@@ -92,39 +86,32 @@ def build(
 ) -> tuple[FunctionModule, tuple[fx.Node, ...]]:
     """The module of a piece, and what to call it with."""
     called = [*part.outer, *part.constants]
-    parametric = any(kinds[node] is Kind.PARAMETER for node in (*part.params, *part.steps))
-    slots: dict[fx.Node, int] = {node: k for k, node in enumerate(called)}
     module: FunctionModule
-    if parametric:
+    if any(kinds[node] is Kind.PARAMETER for node in (*part.params, *part.steps)):
         sized = [k for k, node in enumerate(part.outer) if only_sizes(node, part, kinds)]
         kind = ParametricProduct if multiplies(part) else ParametricFunction
         module = kind((), len(called), len(part.outer), sized, training)
     else:
         module = PlainFunction((), len(called), training)
-    held: dict[int, int] = {}
+    slots: dict[fx.Node, Slot] = {node: Slot(k) for k, node in enumerate(called)}
+    places: dict[int, Slot] = {}
     for node in part.params:
         target = str(node.target)
         param = tree.model.get_parameter(target)
-        if id(param) not in held:
-            held[id(param)] = module.hold(target.rpartition(".")[2], param)
-        slots[node] = held[id(param)]
+        if id(param) not in places:
+            places[id(param)] = Slot(module.hold(target.rpartition(".")[2], param))
+        slots[node] = places[id(param)]
     first = len(called) + len(module.names)
-    for k, node in enumerate(part.steps):
-        slots[node] = first + k
+    slots |= {node: Slot(first + k) for k, node in enumerate(part.steps)}
     module.steps = tuple(step_of(node, slots, module, tree) for node in part.steps)
     return module, tuple(called)
 
 
-def step_of(node: fx.Node, slots: dict[fx.Node, int], module: nn.Module, tree: Tree) -> Step:
+def step_of(node: fx.Node, slots: dict[fx.Node, Slot], module: nn.Module, tree: Tree) -> Step:
     """A node as a step of a function module."""
-
-    def place(value: Any) -> Any:
-        return replace(value, lambda n: Slot(slots[n]))
-
     function, other = function_of(node), node.meta.get(OTHER)
     if other is not None:
-        order = [Slot(slots[n]) for n in nodes_in((node.args, node.kwargs))]
-        other = fill(other, order)
+        other = fill(other, [slots[n] for n in nodes_in((node.args, node.kwargs))])
     if node.op == "call_module":
         function = str(node.target).replace(".", "_")
         module.add_module(function, twin(tree.model.get_submodule(str(node.target))))
@@ -132,7 +119,8 @@ def step_of(node: fx.Node, slots: dict[fx.Node, int], module: nn.Module, tree: T
         function = Tensor.reshape  # layers before it may have another memory layout than the functions had
     elif node.target is operator.iadd and not node.meta.get(VERBATIM):
         function = operator.add
-    return Step(function, place(node.args), place(node.kwargs), other)
+    args, kwargs = exchanged((node.args, node.kwargs), slots.__getitem__)
+    return Step(function, args, kwargs, other)
 
 
 def twin(module: nn.Module) -> nn.Module:

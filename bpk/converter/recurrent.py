@@ -28,18 +28,11 @@ def split_recurrent(graph: fx.Graph, tree: Tree) -> None:
 
 def only_output(node: fx.Node) -> bool:
     """Whether a recurrent layer starts from zero, and its states are not read."""
-    if (
-        len(node.args) != 1
-        or node.kwargs
-        or "pack" in name_of(node.args[0] if isinstance(node.args[0], fx.Node) else node)
-    ):
+    first = node.args[0] if node.args else None
+    if len(node.args) != 1 or node.kwargs or (isinstance(first, fx.Node) and "pack" in name_of(first)):
         return False
-    for user in node.users:
-        if user.op != "call_function" or user.target is not operator.getitem:
-            return False
-        if user.args[1] != 0 and user.users:
-            return False
-    return True
+    outputs = [u for u in node.users if u.op == "call_function" and u.target is operator.getitem]
+    return len(outputs) == len(node.users) and all(u.args[1] == 0 or not u.users for u in outputs)
 
 
 def split(graph: fx.Graph, tree: Tree, node: fx.Node, path: str, module: RNNBase) -> None:

@@ -11,6 +11,9 @@ from bpk.jacobians.core.conversion import is_batch_size
 from bpk.jacobians.core.function_module import FunctionModule
 from bpk.rules import REGISTRY
 
+KEEP_ROWS = {"permute", "scale_module", "reduce_tuple", "branching"}
+"""Files of custom modules that keep axis 0, as layers of `torch.nn` do."""
+
 CHANGES_ROWS = (nn.EmbeddingBag, FunctionModule)
 
 
@@ -27,20 +30,12 @@ class Rows:
 
     def follow(self, node: fx.Node) -> None:
         """Note where the axis 0 of a layer's result comes from."""
-        module = self.tree.root.get_submodule(str(node.target))
-        inputs = node.all_input_nodes
+        module, inputs = self.tree.root.get_submodule(str(node.target)), node.all_input_nodes
         home = type(module).__module__
-        known = home.startswith("torch.nn.") or home.rpartition(".")[2] in (
-            "permute",
-            "scale_module",
-            "reduce_tuple",
-            "branching",
-        )
-        if not known or isinstance(module, CHANGES_ROWS) or REGISTRY.find(module) is None or not inputs:
+        known = home.startswith("torch.nn.") or home.rpartition(".")[2] in KEEP_ROWS
+        if not known or isinstance(module, CHANGES_ROWS) or REGISTRY.find(module) is None:
             return
-        if isinstance(module, nn.Flatten) and module.start_dim == 0:
-            return
-        if isinstance(module, nn.Unflatten) and module.dim == 0:
+        if vars(module).get("start_dim" if isinstance(module, nn.Flatten) else "dim") == 0:
             return
         if len({self.of(n) for n in inputs}) == 1:
             self.same[node] = self.of(inputs[0])

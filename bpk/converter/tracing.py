@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ from torch import fx, nn
 from torch.nn.modules.rnn import RNNBase
 
 from bpk.converter.failure import ConversionError, Transformed, line_of, not_a_graph
+from bpk.converter.forward import TYPE, State, Value, known_instances, without_changes
 from bpk.converter.kinds import OTHER, Kind, computes_size
-from bpk.converter.state import State, without_changes
-from bpk.converter.values import TYPE, Value, known_instances
 from bpk.jacobians.core.function_module import FunctionModule, Slot
 from bpk.jacobians.core.generated import Generated
 from bpk.recording import engine
@@ -53,7 +53,7 @@ class BackpackTracer(fx.Tracer):
         self.fixed: list[str] = []
         self.visited: set[str] = set()
         self.surroundings = surroundings()
-        self.own: dict[nn.Module, dict[str, Any]] = {}
+        self.parameters: dict[nn.Module, dict[str, Any]] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         node.meta[TYPE] = self.type_of(node)
@@ -97,7 +97,8 @@ class BackpackTracer(fx.Tracer):
         self.visited.add(self.path_of_module(m))
         parts = m.modules() if self.is_leaf_module(m, self.path_of_module(m)) else (m,)
         for part in parts:
-            if any(p is not self.own[part].get(name) for name, p in part._parameters.items() if part in self.own):
+            known = self.parameters.get(part, part._parameters)
+            if any(p is not known.get(name) for name, p in part._parameters.items()):
                 raise Transformed("a module is called with other parameters than its own")
         return super().call_module(m, forward, args, kwargs)
 
@@ -133,7 +134,7 @@ class BackpackTracer(fx.Tracer):
         modules = list(root.modules()) if isinstance(root, nn.Module) else []
         state, generator = State(modules), torch.get_rng_state()
         self.surroundings = surroundings()
-        self.own = {m: dict(m._parameters) for m in modules}
+        self.parameters = {m: dict(m._parameters) for m in modules}
         try:
             with known_instances(modules), without_changes():
                 graph = super().trace(root, concrete_args)
@@ -188,17 +189,19 @@ def trace(module: nn.Module) -> tuple[fx.Graph, BackpackTracer, bool]:
             other = BackpackTracer().trace(module)
     except ConversionError:
         return graph, tracer, False
-    pairs = list(zip(graph.nodes, other.nodes, strict=False))
-    if len(graph.nodes) != len(other.nodes) or any((a.op, a.target) != (b.op, b.target) for a, b in pairs):
+    if calls(graph) != calls(other):
         return graph, tracer, False
-    translate = {b: a for a, b in pairs}
-    for a, b in pairs:
-        if nodes_in((a.args, a.kwargs)) != [translate[n] for n in nodes_in((b.args, b.kwargs))]:
-            return graph, tracer, False
+    for a, b in zip(graph.nodes, other.nodes, strict=True):
         here, there = numbered((a.args, a.kwargs)), numbered((b.args, b.kwargs))
         if repr(here) != repr(there):
             a.meta[OTHER] = there
     return graph, tracer, True
+
+
+def calls(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """What a graph calls, and the numbers of the nodes that each call reads."""
+    number = {node: k for k, node in enumerate(graph.nodes)}
+    return [(n.op, n.target, [number[x] for x in nodes_in((n.args, n.kwargs))]) for n in graph.nodes]
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
@@ -210,20 +213,10 @@ def nodes_in(value: Any) -> list[fx.Node]:
 
 def numbered(value: Any) -> Any:
     """Nested arguments with a `Slot` for each node, in order: independent of what later takes their position."""
-    count = iter(range(len(nodes_in(value))))
-    return replace(value, lambda _: Slot(next(count)))
+    number = count()
+    return exchanged(value, lambda _: Slot(next(number)))
 
 
-def replace(value: Any, change: Callable[[fx.Node], Any]) -> Any:
-    """Nested arguments with nodes exchanged, as plain tuples, lists and dictionaries."""
-    if isinstance(value, fx.Node):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: replace(v, change) for k, v in value.items()}
-    if isinstance(value, slice):
-        return slice(*(replace(v, change) for v in (value.start, value.stop, value.step)))
-    if isinstance(value, list):
-        return [replace(v, change) for v in value]
-    if type(value) is tuple or type(value).__module__.startswith("torch.fx"):
-        return tuple(replace(v, change) for v in value)
-    return value
+def exchanged(value: Any, change: Callable[[fx.Node], Any]) -> Any:
+    """Nested arguments with something else in the place of nodes."""
+    return fx.map_arg(value, change)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import count, islice
 
 from torch import fx, nn
 
@@ -21,7 +22,7 @@ class Tree:
         self.read = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
         self.report = ConversionReport()
         self.root = self.holder(model, "")
-        self.counts: Counter[str] = Counter()
+        self.counts: defaultdict[str, count[int]] = defaultdict(count)
 
     # ---- the original's modules ----------------------------------------------------------------------
     def holder(self, module: nn.Module, path: str) -> Holder:
@@ -36,7 +37,8 @@ class Tree:
             below = f"{path}.{name}" if path else name
             if child is None:
                 continue
-            if below not in self.called and self.is_inside(below):
+            inside = below in self.visited or any(called.startswith(f"{below}.") for called in self.called)
+            if below not in self.called and inside:  # a container that the forward pass went through
                 holder.add_module(name, self.holder(child, below))
                 continue
             holder.add_module(name, child)
@@ -44,26 +46,21 @@ class Tree:
                 self.report.unused.append(f"{below} ({type(child).__name__})")
         return holder
 
-    def is_inside(self, path: str) -> bool:
-        """Whether the forward pass went through this container, or something inside."""
-        return path in self.visited or any(called.startswith(f"{path}.") for called in self.called)
-
     # ---- new modules -----------------------------------------------------------------------------------
     def add(self, module: nn.Module, name: str | None = None) -> str:
         """Add a module to the root under a numbered name; returns the name."""
-        base = name or snake(type(module).__name__)
-        taken = self.root._modules
-        while f"{base}{self.counts[base]}" in taken or f"{base}{self.counts[base]}" in self.root._parameters:
-            self.counts[base] += 1
-        found = f"{base}{self.counts[base]}"
-        self.counts[base] += 1
+        base = (
+            name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(module).__name__).lower()
+        )  # ReduceTuple: reduce_tuple
+        taken = {*self.root._modules, *self.root._parameters}
+        found = next(free for k in self.counts[base] if (free := f"{base}{k}") not in taken)
         self.root.add_module(found, module)
         return found
 
     def replace(self, path: str, new: dict[str, nn.Module]) -> None:
         """Put modules (by their name in the parent) in the place of one."""
-        parent = self.root.get_submodule(path.rpartition(".")[0])
-        name = path.rpartition(".")[2]
+        above, _, name = path.rpartition(".")
+        parent = self.root.get_submodule(above)
         children = dict(parent._modules)
         parent._modules.clear()
         for key, child in children.items():
@@ -83,33 +80,18 @@ class Tree:
             if len(nodes) == 1 and not out_of_place.intersection(nodes):
                 continue
             parent, _, name = path.rpartition(".")
-            own = [without_in_place(module) if n in out_of_place else copy.deepcopy(module) for n in nodes]
+            copies = [copy.deepcopy(module) for _ in nodes]
+            for twin, node in zip(copies, nodes, strict=True):
+                if node in out_of_place:
+                    vars(twin)["inplace"] = False
             names = [name] if len(nodes) == 1 else self.numbered(parent, name, len(nodes))
-            self.replace(path, dict(zip(names, own, strict=True)))
+            self.replace(path, dict(zip(names, copies, strict=True)))
             for node, new in zip(nodes, names, strict=True):
                 node.target = f"{parent}.{new}" if parent else new
             if len(nodes) > 1:
                 self.report.reused[path] = [str(n.target) for n in nodes]
 
-    def numbered(self, parent: str, name: str, count: int) -> list[str]:
-        """`count` free names in a container: `relu0`, `relu1`, …"""
-        taken = set(self.root.get_submodule(parent)._modules)
-        free: list[str] = []
-        k = 0
-        while len(free) < count:
-            if f"{name}{k}" not in taken:
-                free.append(f"{name}{k}")
-            k += 1
-        return free
-
-
-def without_in_place(module: nn.Module) -> nn.Module:
-    """A copy that overwrites nothing."""
-    twin = copy.deepcopy(module)
-    twin.__dict__["inplace"] = False
-    return twin
-
-
-def snake(name: str) -> str:
-    """`ReduceTuple` -> `reduce_tuple`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    def numbered(self, parent: str, name: str, number: int) -> list[str]:
+        """So many free names in a container: `relu0`, `relu1`, …"""
+        taken = self.root.get_submodule(parent)._modules
+        return list(islice((free for k in count() if (free := f"{name}{k}") not in taken), number))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,7 @@ def autograd_diag_ggn_exact(
     >>> autograd_diag_ggn_exact(X, torch.zeros(2, 1), layer, torch.nn.MSELoss(reduction="sum"), idx=[1])
     tensor([40.])
     """
-    params = trainable(model)
+    params = [p for p in model.parameters() if p.requires_grad]
     output = model(X)
     loss = loss_function(output, y)
 
@@ -134,7 +136,7 @@ def autograd_diag_hessian(
     >>> autograd_diag_hessian(X, torch.zeros(2, 1), layer, torch.nn.MSELoss(reduction="sum"))
     tensor([20., 40.,  4.])
     """
-    params = trainable(model)
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     loss = loss_function(model(X), y)
     gradients = dict(zip(params, torch.autograd.grad(loss, params, create_graph=True, allow_unused=True), strict=True))
 
@@ -145,41 +147,23 @@ def autograd_diag_hessian(
     return diagonal(times_hessian, params, idx)
 
 
-def trainable(model: nn.Module) -> list[Tensor]:
-    """The parameters that have a diagonal."""
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def diagonal(
     times_block: Callable[[Tensor, Tensor], Tensor], params: Sequence[Tensor], idx: Sequence[int] | Tensor | None
 ) -> Tensor:
-    """Entries of the diagonal of a matrix whose blocks `times_block(param, vector)` multiplies with."""
-    total = sum(p.numel() for p in params)
-    wanted = range(total) if idx is None else [int(i) for i in idx]
-    entries = [entry(times_block, *locate(i, params)) for i in wanted]
-    return torch.stack(entries) if entries else params[0].new_zeros(0)
-
-
-def locate(index: int, params: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The parameter in which an entry of the concatenated vector lies, and where in it."""
-    total = sum(p.numel() for p in params)
-    if not 0 <= index < total:
-        raise IndexError(
-            explain(
-                f"Entry {index} is asked of a diagonal with {total} entries.",
-                "idx counts the entries of all trainable parameters, flattened and concatenated.",
-                f"pass indices from 0 to {total - 1}.",
+    """Entries of the diagonal of a matrix whose blocks `times_block(param, vector)` multiplies with, unit by unit."""
+    ends = list(accumulate(p.numel() for p in params))
+    found = []
+    for index in range(ends[-1]) if idx is None else map(int, idx):
+        if not 0 <= index < ends[-1]:
+            raise IndexError(
+                explain(
+                    f"Entry {index} is asked of a diagonal with {ends[-1]} entries.",
+                    "idx counts the entries of all trainable parameters, flattened and concatenated.",
+                    f"pass indices from 0 to {ends[-1] - 1}.",
+                )
             )
-        )
-    for param in params:
-        if index < param.numel():
-            break
-        index -= param.numel()
-    return param, index
-
-
-def entry(times_block: Callable[[Tensor, Tensor], Tensor], param: Tensor, index: int) -> Tensor:
-    """One diagonal entry, by a product with a unit vector."""
-    unit = torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
-    unit[index] = 1
-    return times_block(param, unit.reshape(param.shape)).reshape(-1)[index]
+        where = bisect_right(ends, index)
+        unit = torch.zeros_like(params[where]).flatten()
+        unit[index - ends[where]] = 1  # counted from the end
+        found.append(times_block(params[where], unit.reshape(params[where].shape)).flatten()[index - ends[where]])
+    return torch.stack(found) if found else params[0].new_zeros(0)

@@ -27,7 +27,6 @@ from bpk.verification.structure import in_words, tensors_of
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
 REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
-UNUSED = "the loss does not depend on it"
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,8 @@ def rows(
 ) -> list[Row]:
     """All rows, extension by extension."""
     extent, gradients = first_look(problem)
-    trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
     n, seed = problem.inputs.n, problem.seed
-    places = {
-        name: Place.of(name, p, n, effort.entries, effort.samples, seed, gradients[name]) for name, p in trained.items()
-    }
+    places = {name: Place.of(name, g, n, effort.entries, effort.samples, seed) for name, g in gradients.items()}
     if not places:
         return []
     checks = [check_for(extension) for extension in extensions]
@@ -59,40 +55,40 @@ def rows(
     draws = Draws.of(problem) if any(check is not None and check.sampled for check in checks) else None
     measured = Measured(problem.fresh(), use_converter, effort.memory, bar.detail)
     found: list[Measurement] = []
-    for k, (extension, here) in enumerate(zip(extensions, at, strict=True)):
+    for k, (extension, check, here) in enumerate(zip(extensions, checks, at, strict=True)):
         bar.step(f"bpk: {extension}")
-        check = checks[k]
-        passes = PASSES if check is not None and check.sampled and draws is None else 1
-        measurement = Measurement() if check is None else measured.run(extension, check, here, extent, passes)
-        if measurement.refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
+        if check is None:
+            found.append(Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN))))
+            continue
+        passes = PASSES if check.sampled and draws is None else 1
+        found.append(measured.run(extension, check, here, extent, passes))
+        refused = any(verdict is Verdict.REFUSED for verdict, _ in found[k].ended.values())
+        if refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
             checks[k] = check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
-            measurement = measured.run(extension, check, here, extent)
-        found.append(measurement)
+            found[k] = measured.run(extension, check, here, extent)
     del measured
-    definition = reference_of(problem, places, extensions, effort, bar)
-    tolerance = Tolerance.of(next(iter(trained.values())).dtype, effort.relative, effort.absolute)
+    definition = Reference(problem, places, effort.passes, any(isinstance(e, HBP) for e in extensions), bar.detail)
+    tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort.relative, effort.absolute)
     table: list[Row] = []
     for extension, check, here, measurement in zip(extensions, checks, at, found, strict=True):
         bar.step(f"autograd: {extension}")
-        name = type(extension).__name__
         reference: Reference | str = definition
         if definition.whole.mixing:
             here, reference = of_batch(extension, here, definition)
         if check is None or not check.sampled or draws is None or isinstance(reference, str):
-            table += rows_of(name, check, here, measurement, reference, tolerance)
+            table += rows_of(extension, check, here, measurement, reference, tolerance)
             continue
         with reference.sampled(draws.at(columns_of(extension, 1), seed_of(problem, 0))):
-            right = rows_of(name, check, here, measurement, reference, tolerance, REPEATED)
-        table += judged(right, draws, reference, effort, seed)
+            right = rows_of(extension, check, here, measurement, reference, tolerance, REPEATED)
+        if any(row.verdict is Verdict.OK for row in right):
+            mistake, count = draws.judged(reference.split, effort.entries, seed)
+            for k, row in enumerate(right):  # all wrong if the draws do not have the Hessian as their expectation
+                if mistake and row.verdict is Verdict.OK:
+                    right[k] = replace(row, verdict=Verdict.WRONG, note=mistake)
+                else:
+                    right[k] = replace(row, note=row.note.replace(REPEATED, REPEATED.format(count)))
+        table += right
     return table
-
-
-def reference_of(
-    problem: Problem, places: dict[str, Place], extensions: Sequence[BackpropExtension], effort: Effort, bar: Progress
-) -> Reference:
-    """The reference."""
-    factors = any(isinstance(extension, HBP) for extension in extensions)
-    return Reference(problem, places, effort.passes, factors, bar.detail)
 
 
 def of_batch(
@@ -104,20 +100,6 @@ def of_batch(
     return {name: replace(place, n=1, chosen=(0,), looked=(0,)) for name, place in places.items()}, reference
 
 
-def judged(rows: list[Row], draws: Draws, reference: Reference, effort: Effort, seed: int) -> list[Row]:
-    """The same rows, all wrong if the draws do not have the Hessian of the loss as their expectation."""
-    if not any(row.verdict is Verdict.OK for row in rows):
-        return rows
-    mistake, count = draws.judged(reference.split, effort.entries, seed)
-    wrong = {Verdict.OK} if mistake else set()
-    return [
-        replace(row, verdict=Verdict.WRONG, note=mistake)
-        if row.verdict in wrong
-        else replace(row, note=row.note.replace(REPEATED, REPEATED.format(count)))
-        for row in rows
-    ]
-
-
 def check_for(extension: BackpropExtension) -> Check | None:
     """How an extension is verified; `None` for those that others have written."""
     if isinstance(extension, HBP):
@@ -126,7 +108,7 @@ def check_for(extension: BackpropExtension) -> Check | None:
 
 
 def rows_of(
-    quantity: str,
+    extension: BackpropExtension,
     check: Check | None,
     places: dict[str, Place],
     measurement: Measurement,
@@ -135,49 +117,29 @@ def rows_of(
     sampled: str = SAMPLED,
 ) -> list[Row]:
     """The rows of one extension, one per parameter and in their order."""
-    done: dict[str, Row] = {}
+    quantity, ended = type(extension).__name__, dict(measurement.ended)
     pairs: list[Pair] = []
     for name, place in places.items():
-        ended = early(name, check, measurement, reference)
-        if ended is None:
-            assert check is not None and isinstance(reference, Reference)
+        if name in ended:
+            continue
+        if isinstance(reference, str):
+            ended[name] = Verdict.UNCHECKED, reference
+        elif name in measurement.mismatch:
+            ended[name] = Verdict.WRONG, measurement.mismatch[name]
+        elif name not in measurement.read or check is None:
+            ended[name] = measurement.absent(reference.used[name])
+        else:
             found, place = measurement.read[name], check.at(place)
             try:
                 expected = check.expected(reference, place, found[0])
                 pairs.append(Pair(place, found, expected, check.scales(reference, place, expected)))
-                continue
             except NoReference as error:
-                ended = Verdict.UNCHECKED, str(error)
-        done[name] = Row(name, quantity, ended[0], note=ended[1])
+                ended[name] = Verdict.UNCHECKED, str(error)
+    done = {name: Row(name, quantity, verdict, note=why) for name, (verdict, why) in ended.items()}
     if check is not None:
-        note = sampled if check.sampled else check.note
-        done.update({row.parameter: row for row in judge(quantity, check, pairs, tolerance, note)})
+        rows = judge(quantity, check, pairs, tolerance, sampled if check.sampled else check.note)
+        done |= {row.parameter: row for row in rows}
     return [done[name] for name in places]
-
-
-def early(
-    name: str, check: Check | None, measurement: Measurement, reference: Reference | str
-) -> tuple[Verdict, str] | None:
-    """The verdict and its reason, where there is nothing to compare."""
-    if check is None:
-        return Verdict.UNCHECKED, UNKNOWN
-    if measurement.raised:
-        return Verdict.WRONG, measurement.raised
-    if measurement.refused:
-        return Verdict.REFUSED, measurement.refused
-    if isinstance(reference, str):
-        return Verdict.UNCHECKED, reference
-    if name in measurement.mismatch:
-        return Verdict.WRONG, measurement.mismatch[name]
-    if name in measurement.skipped:
-        return Verdict.UNCHECKED, measurement.skipped[name]
-    if name in measurement.read:
-        return None
-    if not reference.used[name]:
-        return Verdict.UNCHECKED, UNUSED
-    if measurement.warned:
-        return Verdict.REFUSED, measurement.warned[0]
-    return Verdict.WRONG, "there is no field, although the loss depends on the parameter"
 
 
 def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
@@ -217,10 +179,8 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
         ) from error
     require_scalar(problem, loss)
     trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
-    found = gradients_of(loss, list(trained.values()))
-    gradients = {
-        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)
-    }
+    found = zip(trained.items(), gradients_of(loss, list(trained.values())), strict=True)
+    gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in found}
     columns = sum(x.numel() for x in tensors_of(output) if x.requires_grad)
     return Extent(columns // n, max(sizes)), gradients
 

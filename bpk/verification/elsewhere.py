@@ -1,6 +1,6 @@
 """Uses of parameters outside of the modules that hold them, such as `self.scale * x`.
 
-Functions that multiply with a matrix from the right (`F.linear(x, self.table.weight)`, `x @ self.w`) are told apart:
+Functions that multiply with a matrix from the right (`F.linear(x, self.table.weight)`, `x @ self.w`) are seen as such:
 such a matrix has Kronecker factors.
 """
 

@@ -85,7 +85,7 @@ class Factors(Check):
             raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")
         if len(sides) > 1:
             return self.nearest(ref, place, sides)
-        if sides[0].input_first and self.sampled and not ref.repeats:
+        if sides[0].input_first and self.sampled and ref.drawn is None:
             raise NoReference(f"of a matrix that functions multiply with, compare KFLR; {PROPERTIES}")
         moment = ref.layers.input_entries(sides[0], place.side(sides[0].sizes[1]), ref.n, place.chosen)
         expected = [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
@@ -97,7 +97,7 @@ class Factors(Check):
 
     def nearest(self, ref: Reference, place: Place, sides: list[Side]) -> Read:
         """Of a table tied to a linear layer: the nearest Kronecker product, from the whole factors of both uses."""
-        if self.sampled and not ref.repeats:
+        if self.sampled and ref.drawn is None:
             raise NoReference(f"of a table tied to a linear layer, compare KFLR; {PROPERTIES}")
         size = sum(sides[0].sizes)
         if size > ref.passes:
@@ -108,9 +108,8 @@ class Factors(Check):
             inputs.append(ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen))
         left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])
         rows, columns = place.side(len(left)), place.side(len(right))
-        if sides[0].input_first:
-            return [right[columns][:, columns], left[rows][:, rows]]
-        return [left[rows][:, rows], right[columns][:, columns]]
+        expected = [left[rows][:, rows], right[columns][:, columns]]
+        return expected[::-1] if sides[0].input_first else expected
 
     def is_drawn(self, factor: int) -> bool:
         return self.sampled and factor == 0

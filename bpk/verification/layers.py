@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ class Side:
     offset: int = 0
     table: bool = False
     input_first: bool = False
-    uses: list[Rows] = field(default_factory=list)
-    outputs: list[list[Tensor]] = field(default_factory=list)
+    uses: list[tuple[Rows, list[Tensor]]] = field(default_factory=list)
+    """What the weight multiplies in a use, and (while the model runs) what comes out."""
 
 
 class Layers:
@@ -61,24 +62,23 @@ class Layers:
     def __init__(self, model: nn.Module) -> None:
         self.sides: dict[str, list[Side]] = {}
         self.handles: list[RemovableHandle] = []
-        named = {id(p): name for name, p in model.named_parameters()}
-        self.elsewhere = Elsewhere(named, self.multiply)
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.elsewhere = Elsewhere(self.names, self.multiply)
         self.used_elsewhere: set[str] = set()
-        holders: dict[int, list[nn.Module]] = {}
+        self.holders: dict[int, list[nn.Module]] = {}
         for module in model.modules():
             for param in module.parameters(recurse=False):
-                holders.setdefault(id(param), []).append(module)
+                self.holders.setdefault(id(param), []).append(module)
         inside = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention):
-                self.watch_attention(module, named, holders)
+                self.watch_attention(module)
             elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-                self.watch_recurrent(module, named, holders)
+                self.watch_recurrent(module)
             elif isinstance(module, LINEAR) and id(module) not in inside:
-                if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
-                    continue
-                if all(isinstance(holder, LINEAR) for holder in holders.get(id(module.weight), [None])):
-                    self.watch(named[id(module.weight)], module)
+                largest = isinstance(module, nn.EmbeddingBag) and module.mode == "max"
+                if not largest and all(isinstance(m, LINEAR) for m in self.holders.get(id(module.weight), [None])):
+                    self.watch(self.names[id(module.weight)], module)
 
     # ---- linear layers -----------------------------------------------------------------------------
     def watch(self, name: str, module: Any) -> None:
@@ -90,8 +90,7 @@ class Layers:
             if side.bias is None and module.weight.requires_grad:
                 side.bias = output.new_zeros(width(module)).requires_grad_()
             output = output if side.bias is None else output + spread(module, side.bias, given, output)
-            side.uses.append(lambda entries: [linear_rows(module, given, entries)])
-            side.outputs.append([output])
+            side.uses.append((partial(linear_rows, module, given), [output]))
             return output
 
         self.handles += [module.register_forward_hook(see, with_kwargs=True), *self.elsewhere.known(module)]
@@ -103,8 +102,8 @@ class Layers:
         if side.bias is None:
             side.bias = result.new_zeros(result.shape[-1]).requires_grad_()
         result, rows = result + side.bias, kept(x).movedim(-1, 0)
-        side.uses.append(lambda entries: [rows[entries].flatten(2) if rows.dim() > 2 else rows[entries][..., None]])
-        side.outputs.append([result])
+        rows = rows.flatten(2) if rows.dim() > 2 else rows[..., None]
+        side.uses.append((lambda entries: [rows[entries]], [result]))
         return result
 
     def side(self, name: str, table: bool, sizes: tuple[int, int]) -> Side:
@@ -115,42 +114,33 @@ class Layers:
         return found
 
     # ---- layers that have biases of their own --------------------------------------------------------
-    def watch_recurrent(self, module: Any, named: dict[int, str], holders: dict[int, list[nn.Module]]) -> None:
+    def watch_recurrent(self, module: Any) -> None:
         """`weight_ih...` and `weight_hh...` with the biases of the same names."""
-        for own, weight in module.named_parameters(recurse=False):
-            bias = dict(module.named_parameters(recurse=False)).get(own.replace("weight_", "bias_"))
-            if own.startswith(("weight_ih", "weight_hh")) and bias is not None and alone(holders, weight, bias):
-                self.watch_biased(named[id(weight)], module, weight, bias, 0, partial_recurrent(module, own))
+        params = dict(module.named_parameters(recurse=False))
+        for name, weight in params.items():
+            if name.startswith(("weight_ih", "weight_hh")):
+                bias = params.get(name.replace("weight_", "bias_"))
+                self.watch_biased(module, weight, bias, 0, partial(recurrent_rows, module, name))
 
-    def watch_attention(
-        self, module: nn.MultiheadAttention, named: dict[int, str], holders: dict[int, list[nn.Module]]
-    ) -> None:
-        """The projections of query, key and value, together or apart, and the last map."""
-        size, own = module.embed_dim, dict(module.named_parameters())
+    def watch_attention(self, module: nn.MultiheadAttention) -> None:
+        """The projections of query, key and value, together or one by one, and the last map."""
+        size, params = module.embed_dim, dict(module.named_parameters())
         offsets = {"in_proj_weight": 0, "q_proj_weight": 0, "k_proj_weight": size, "v_proj_weight": 2 * size}
-        for name, weight in own.items():
-            bias = own.get("out_proj.bias" if name == "out_proj.weight" else "in_proj_bias")
-            known = name in offsets or name == "out_proj.weight"
-            if known and bias is not None and alone(holders, weight, bias):
-                rows = partial_attention(module, name)
-                self.watch_biased(named[id(weight)], module, weight, bias, offsets.get(name, 0), rows)
+        for name, offset in {**offsets, "out_proj.weight": 0}.items():
+            bias = params.get("out_proj.bias" if name == "out_proj.weight" else "in_proj_bias")
+            self.watch_biased(module, params.get(name), bias, offset, partial(attention_rows, module, name))
 
     def watch_biased(
-        self,
-        name: str,
-        module: nn.Module,
-        weight: Tensor,
-        bias: Tensor,
-        offset: int,
-        rows: Callable[[Given], list[Tensor]],
+        self, module: nn.Module, weight: Tensor | None, bias: Tensor | None, offset: int, rows: Callable[..., Any]
     ) -> None:
-        """A weight beside a bias, which is looked at even if it is frozen."""
-        side = Side((weight.shape[0], weight.shape[1]), bias.requires_grad_(), offset)
+        """A weight beside a bias, which is looked at even if it is frozen; both are in one module only."""
+        if weight is None or bias is None or any(len(self.holders[id(param)]) > 1 for param in (weight, bias)):
+            return
+        name, side = self.names[id(weight)], Side((weight.shape[0], weight.shape[1]), bias.requires_grad_(), offset)
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given: Given = with_tensors((args, kwargs), kept)
-            side.uses.append(lambda entries: [found[entries] for found in rows(given)])
-            side.outputs.append(list(tensors_of(output)))
+            side.uses.append((partial(rows, given), list(tensors_of(output))))
             self.sides[name] = [side]
 
         self.handles += [module.register_forward_hook(see, with_kwargs=True), *self.elsewhere.known(module)]
@@ -161,24 +151,22 @@ class Layers:
         for handle in self.handles:
             handle.remove()
         sides = [side for found in self.sides.values() for side in found]
-        live = [x for side in sides for outputs in side.outputs for x in outputs if x.requires_grad]
-        live += [x for made in self.elsewhere.made.values() for x in made]
-        found = dict(zip(map(id, live), gradients_of(value, live), strict=True))
+        made = [x for found in self.elsewhere.made.values() for x in found]
+        live = [x for side in sides for _, outputs in side.uses for x in outputs if x.requires_grad] + made
+        matter = {id(x) for x, g in zip(live, gradients_of(value, live), strict=True) if g is not None}
         for side in sides:
-            alive = [any(found.get(id(x)) is not None for x in outputs) for outputs in side.outputs]
-            side.uses = [use for use, counts in zip(side.uses, alive, strict=True) if counts]
-            side.outputs = []
-        for name, made in self.elsewhere.made.items():
-            if any(found.get(id(x)) is not None for x in made):
-                self.used_elsewhere.add(name)
+            side.uses = [(rows, []) for rows, outputs in side.uses if any(id(x) in matter for x in outputs)]
+        self.used_elsewhere = {
+            name for name, found in self.elsewhere.made.items() if any(id(x) in matter for x in found)
+        }
         self.elsewhere.made.clear()
         self.sides = {name: [side for side in found if side.uses] for name, found in self.sides.items()}
 
     def input_entries(self, side: Side, entries: Tensor, n: int, chosen: Sequence[int]) -> Tensor:
         """`[E, E]`: the factor `A` at some entries, from some samples (the divisor stays `n`)."""
         parts = []
-        for use in side.uses:
-            found = use(entries)
+        for rows, _ in side.uses:
+            found = rows(entries)
             for seen in found:
                 if list(chosen) != list(range(n)):
                     if seen.shape[1] != n:
@@ -191,21 +179,6 @@ class Layers:
 def kept(x: Tensor) -> Tensor:
     """A copy that later in-place operations do not change."""
     return x.detach().clone()
-
-
-def alone(holders: dict[int, list[nn.Module]], *params: Tensor) -> bool:
-    """Whether each parameter is in one module only."""
-    return all(len(holders[id(param)]) == 1 for param in params)
-
-
-def partial_recurrent(module: Any, name: str) -> Callable[[Given], list[Tensor]]:
-    """What a weight of a recurrent layer multiplies in a call."""
-    return lambda given: [recurrent_rows(module, name, given)]
-
-
-def partial_attention(module: nn.MultiheadAttention, name: str) -> Callable[[Given], list[Tensor]]:
-    """What a weight of attention multiplies in a call."""
-    return lambda given: attention_rows(module, name, given)
 
 
 def bias_of(name: str, side: int = 0) -> str:

@@ -18,6 +18,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import Problem
 from bpk.verification.quantities import Check, Mismatch, Read
+from bpk.verification.result import Verdict
 
 DRAWS, PASSES = 5, 10
 """Of a sampled quantity: draws per backward pass, and backward passes."""
@@ -27,14 +28,20 @@ MOST_PASSES = 16
 
 @dataclass
 class Measurement:
-    """By parameter: what was read (once per pass), what is wrong with a field, why it was not computed."""
+    """By parameter: what was read (once per pass), what is wrong with a field, or a verdict and its reason."""
 
     read: dict[str, list[Read]] = field(default_factory=dict)
     mismatch: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    refused: str = ""
-    raised: str = ""
+    ended: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
     warned: list[str] = field(default_factory=list)
+
+    def absent(self, used: bool) -> tuple[Verdict, str]:
+        """The verdict on a parameter without a field."""
+        if not used:
+            return Verdict.UNCHECKED, "the loss does not depend on it"
+        if self.warned:
+            return Verdict.REFUSED, self.warned[0]
+        return Verdict.WRONG, "there is no field, although the loss depends on the parameter"
 
 
 class Measured:
@@ -54,26 +61,28 @@ class Measured:
     ) -> Measurement:
         """One extension on all parameters, in so many backward passes."""
         result, columns = Measurement(), columns_of(extension, extent.columns)
-        sizes = {name: max(check.numbers(place, columns), check.on_the_way(extent)) for name, place in places.items()}
-        for name in [name for name, size in sizes.items() if size > self.limit]:
-            result.skipped[name] = f"it would take {sizes.pop(name) * 8 / 2**30:.1f} GiB (memory=)"
-        sizes = {name: check.numbers(places[name], columns) for name in sizes}
+        sizes: dict[str, int] = {}
+        for name, place in places.items():
+            sizes[name] = check.numbers(place, columns)
+            most = max(sizes[name], check.on_the_way(extent))
+            if most > self.limit:
+                del sizes[name]
+                result.ended[name] = Verdict.UNCHECKED, f"it would take {most * 8 / 2**30:.1f} GiB (memory=)"
         groups = list(packed(sizes, self.limit))
-        for group in groups[MOST_PASSES:]:
-            result.skipped.update(dict.fromkeys(group, "the fields of all parameters do not fit into memory (memory=)"))
+        left = [name for group in groups[MOST_PASSES:] for name in group]
+        why = "the fields of all parameters do not fit into memory (memory=)"
+        result.ended |= dict.fromkeys(left, (Verdict.UNCHECKED, why))
         for group in groups[:MOST_PASSES]:
             with self.training(group), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
                     self.run_group(extension, check, {name: places[name] for name in group}, result, passes)
                 except Exception as error:  # whatever a broken rule raises is a result
-                    if is_refusal(error):
-                        result.refused = one_line(error)
-                    else:
-                        result.raised = f"{type(error).__name__}: {one_line(error)}"
+                    refused = isinstance(error, UnsupportedLayer) or "\n  Why: " in str(error)
+                    text = one_line(error) if refused else f"{type(error).__name__}: {one_line(error)}"
+                    result.ended = dict.fromkeys(places, (Verdict.REFUSED if refused else Verdict.WRONG, text))
+                    return result
             result.warned += [one_line(w.message) for w in caught if issubclass(w.category, UserWarning)]
-            if result.refused or result.raised:
-                break
         return result
 
     def run_group(
@@ -140,22 +149,17 @@ def seed_of(problem: Problem, number: int) -> int:
 
 def packed(sizes: Mapping[str, int], limit: float) -> Iterator[list[str]]:
     """Names in groups whose sizes add up to at most `limit`."""
-    group: list[str] = []
+    group: dict[str, int] = {}
     for name, size in sizes.items():
-        if group and sum(sizes[n] for n in group) + size > limit:
-            yield group
-            group = []
-        group.append(name)
+        if group and sum(group.values()) + size > limit:
+            yield list(group)
+            group = {}
+        group[name] = size
     if group:
-        yield group
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether `bpk` says that it does not compute something, and why; anything else that is raised is a mistake."""
-    return isinstance(error, UnsupportedLayer) or "\n  Why: " in str(error)
+        yield list(group)
 
 
 def one_line(error: object) -> str:
     """A message without its line breaks, and without the file of the rule."""
-    lines = [line.strip() for line in str(error).splitlines() if not line.strip().startswith("Rule:")]
+    lines = [line for line in str(error).splitlines() if not line.strip().startswith("Rule:")]
     return " ".join(" ".join(lines).split())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ class Objective:
     def __init__(self, problem: Problem, watch: bool = False) -> None:
         self.problem = problem
         self.output = problem.predict()
-        self.live = [k for k, x in enumerate(tensors_of(self.output)) if x.requires_grad and x.is_floating_point()]
+        found = list(tensors_of(self.output))
+        self.live = [k for k, x in enumerate(found) if x.requires_grad and x.is_floating_point()]
+        self.outputs = [found[k] for k in self.live]
         known = is_loss(problem.loss)
         self.inner = [m for m in problem.loss.modules() if is_loss(m)] if watch or not known else []
         self.value, self.calls = self.watched(self.output)
@@ -65,17 +68,28 @@ class Objective:
             for handle in handles:
                 handle.remove()
 
-    # ---- at the output of the model ------------------------------------------------------------------
+    def points(
+        self, seen: Any, kept: Sequence[int], value: Callable[[Any], Tensor], again: Callable[[Any], Any]
+    ) -> Points:
+        """Some of the tensors of a structure, of which the objective is a `value`; `again` makes it from an output."""
+
+        def objective(tensors: Sequence[Tensor]) -> Tensor:
+            return value(replaced(seen, dict(zip(kept, tensors, strict=True))))
+
+        def at(inputs: Arguments) -> list[Tensor]:
+            other = list(tensors_of(again(self.problem.predict(inputs))))
+            return [other[k] for k in kept]
+
+        found = list(tensors_of(seen))
+        return Points([found[k] for k in kept], objective, at)
+
     def whole(self) -> Points:
-        """The parts of the output on which the loss depends.
+        """The parts of the model's output on which the loss depends.
 
         Raises:
             ValueError: If there is none.
         """
-        found = list(tensors_of(self.output))
-        live = [found[k] for k in self.live]
-        used = gradients_of(self.value, live)
-        kept = [k for k, g in zip(self.live, used, strict=True) if g is not None]
+        kept = [k for k, g in zip(self.live, gradients_of(self.value, self.outputs), strict=True) if g is not None]
         if not kept:
             raise ValueError(
                 explain(
@@ -84,17 +98,8 @@ class Objective:
                     "return them from forward(), as a tensor, a tuple, a list, a dict or a dataclass.",
                 )
             )
+        return self.points(self.output, kept, self.problem.objective, lambda output: output)
 
-        def value(tensors: Sequence[Tensor]) -> Tensor:
-            return self.problem.objective(replaced(self.output, dict(zip(kept, tensors, strict=True))))
-
-        def again(inputs: Arguments) -> list[Tensor]:
-            other = list(tensors_of(self.problem.predict(inputs)))
-            return [other[k] for k in kept]
-
-        return Points([found[k] for k in kept], value, again)
-
-    # ---- at the predictions of the losses inside -----------------------------------------------------
     def inside(self) -> Points | None:
         """The predictions of the losses that the user's loss adds up; `None` where it does something else."""
         values = [call.result for call in self.calls]
@@ -105,27 +110,17 @@ class Objective:
             return None
         weights = [0.0 if c is None else c.detach() for c in factors]
         total = torch.stack([c * x for c, x in zip(weights, values, strict=True)]).sum()
-        live = [x for k, x in enumerate(tensors_of(self.output)) if k in self.live]
-        pairs = zip(gradients_of(self.value, live), gradients_of(total, live), strict=True)
+        pairs = zip(gradients_of(self.value, self.outputs), gradients_of(total, self.outputs), strict=True)
         if not all(same(left, right) for left, right in pairs):
             return None
-        found = [list(tensors_of(call.arguments)) for call in self.calls]
-        kept = [(c, k) for c, part in enumerate(found) for k, x in enumerate(part) if x.requires_grad]
 
-        def value(tensors: Sequence[Tensor]) -> Tensor:
-            changed = dict(zip(kept, tensors, strict=True))
-            terms = []
-            for c, (call, weight) in enumerate(zip(self.calls, weights, strict=True)):
-                args, kwargs = replaced(call.arguments, {k: x for (at, k), x in changed.items() if at == c})
-                terms.append(weight * call.module(*args, **kwargs))
-            return torch.stack(terms).sum()
+        def value(seen: Sequence[Any]) -> Tensor:
+            called = zip(self.calls, weights, seen, strict=True)
+            return torch.stack([weight * call.module(*args, **kwargs) for call, weight, (args, kwargs) in called]).sum()
 
-        def again(inputs: Arguments) -> list[Tensor]:
-            _, calls = self.watched(self.problem.predict(inputs))
-            other = [list(tensors_of(call.arguments)) for call in calls]
-            return [other[c][k] for c, k in kept]
-
-        return Points([found[c][k] for c, k in kept], value, again)
+        seen = [call.arguments for call in self.calls]
+        kept = [k for k, x in enumerate(tensors_of(seen)) if x.requires_grad]
+        return self.points(seen, kept, value, lambda output: [call.arguments for call in self.watched(output)[1]])
 
 
 def is_loss(module: nn.Module) -> bool:
@@ -135,21 +130,20 @@ def is_loss(module: nn.Module) -> bool:
 
 def replaced(value: Any, changed: dict[int, Tensor]) -> Any:
     """A structure with some of its tensors, by their number, replaced."""
-    number = iter(range(len(list(tensors_of(value)))))
-
-    def change(x: Tensor) -> Tensor:
-        return changed.get(next(number), x)
-
-    return with_tensors(value, change)
+    number = count()
+    return with_tensors(value, lambda x: changed.get(next(number), x))
 
 
-def gradients_of(value: Tensor, tensors: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
-    """Gradients of a scalar, `None` where it does not depend."""
-    if not tensors or not value.requires_grad:
-        return [None] * len(tensors)
-    return list(
-        torch.autograd.grad(value, list(tensors), retain_graph=True, create_graph=create_graph, allow_unused=True)
+def gradients_of(
+    value: Tensor, wrt: Sequence[Tensor], vector: Tensor | None = None, create_graph: bool = False
+) -> list[Tensor | None]:
+    """`J^T vector` of a value, or the gradient of a scalar; `None` where it does not depend."""
+    if not wrt or not value.requires_grad:
+        return [None] * len(wrt)
+    found = torch.autograd.grad(
+        value, list(wrt), vector, retain_graph=True, create_graph=create_graph, allow_unused=True
     )
+    return list(found)
 
 
 def same(left: Tensor | None, right: Tensor | None) -> bool:

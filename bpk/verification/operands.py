@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bpk.verification.problem import NoReference
+from bpk.verification.structure import with_tensors
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -39,9 +40,9 @@ def linear_sides(module: Any) -> tuple[int, int]:
     return out, module.num_embeddings if isinstance(module, TABLES) else module.weight.numel() // out
 
 
-def linear_rows(module: Any, given: Given, entries: Tensor) -> Tensor:
+def linear_rows(module: Any, given: Given, entries: Tensor) -> list[Tensor]:
     """`[E, N, R]`: entries of `a` in all samples and positions."""
-    return torch.stack([linear_row(module, given, int(k)) for k in entries])
+    return [torch.stack([linear_row(module, given, int(k)) for k in entries])]
 
 
 def linear_row(module: Any, given: Given, k: int) -> Tensor:
@@ -72,72 +73,60 @@ def linear_row(module: Any, given: Given, k: int) -> Tensor:
 
 
 # ---- recurrent layers ----------------------------------------------------------------------------------
-def recurrent_rows(module: Any, name: str, given: Given) -> Tensor:
-    """`[I, N, T]`: what `weight_ih...` or `weight_hh...` multiplies in all steps."""
+def recurrent_rows(module: Any, name: str, given: Given, entries: Tensor) -> list[Tensor]:
+    """`[E, N, T]`: entries of what `weight_ih...` or `weight_hh...` multiplies in all steps."""
     x, state = [*given[0], *given[1].values(), None][:2]
-    kind, layer, back = parsed(name)
+    found = re.fullmatch(r"weight_(ih|hh)(?:_l(\d+))?(_reverse)?", name)
+    if found is None:
+        raise NoReference(f"what {name} multiplies is not known here")
+    of_input, layer, way = found[1] == "ih", int(found[2] or 0), int(found[3] is not None)
     if isinstance(module, nn.RNNCellBase):
         if x.dim() != 2:
             raise NoReference("its input has no batch axis")
         before = x.new_zeros(len(x), module.hidden_size) if state is None else state
-        seen = x if kind == "ih" else before[0] if isinstance(before, tuple) else before
-        return seen.T[..., None]
+        seen = x if of_input else before[0] if isinstance(before, tuple) else before
+        return [seen.T[entries][..., None]]
     if not isinstance(x, Tensor) or x.dim() != 3 or (module.training and module.dropout > 0):
         raise NoReference("what recurrent layers see under dropout, or without a batch axis, is not known here")
     steps = x.transpose(0, 1) if module.batch_first else x
-    ways = 2 if module.bidirectional else 1
-    for k in range(layer + 1):
-        runs = [one_way(module, k, way, steps, state, ways) for way in range(ways)]
-        if k == layer:
-            seen = (steps.flip(0) if back else steps) if kind == "ih" else runs[int(back)][1]
-            return seen.permute(2, 1, 0)
-        steps = torch.cat([out for out, _ in runs], 2)
-    raise NoReference(f"{name} is in no layer")
+    ways = range(2 if module.bidirectional else 1)
+    for k in range(layer):
+        steps = torch.cat([one_way(module, k, w, steps, state)[0] for w in ways], 2)
+    seen = (steps.flip(0) if way else steps) if of_input else one_way(module, layer, way, steps, state)[1]
+    return [seen.permute(2, 1, 0)[entries]]
 
 
-def parsed(name: str) -> tuple[str, int, bool]:
-    """`weight_hh_l1_reverse` -> `("hh", 1, True)`; of cells `weight_hh` -> `("hh", 0, False)`."""
-    found = re.fullmatch(r"weight_(ih|hh)(?:_l(\d+))?(_reverse)?", name)
-    if found is None:
-        raise NoReference(f"what {name} multiplies is not known here")
-    return found[1], int(found[2] or 0), found[3] is not None
-
-
-def one_way(module: Any, layer: int, way: int, steps: Tensor, state: Any, ways: int) -> tuple[Tensor, Tensor]:
+def one_way(module: Any, layer: int, way: int, steps: Tensor, state: Any) -> tuple[Tensor, Tensor]:
     """One layer in one direction: its output `[T, N, H]`, and the state before each step, in the order it runs."""
     options = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
-    if module.proj_size:
-        options["proj_size"] = module.proj_size
-    alone = type(module)(steps.shape[2], module.hidden_size, bias=module.bias, **options).to(steps)
+    options |= {"proj_size": module.proj_size} if module.proj_size else {}
+    single = type(module)(steps.shape[2], module.hidden_size, bias=module.bias, **options).to(steps)
     suffix = f"_l{layer}" + ("_reverse" if way else "")
-    weights = {name: module.get_parameter(name.removesuffix("_l0") + suffix) for name, _ in alone.named_parameters()}
-    ordered, at = steps.flip(0) if way else steps, slice(layer * ways + way, layer * ways + way + 1)
+    weights = {name: module.get_parameter(name.removesuffix("_l0") + suffix) for name, _ in single.named_parameters()}
+    first = steps.new_zeros(1, steps.shape[1], module.proj_size or module.hidden_size)
+    if state is not None:
+        at = layer * (2 if module.bidirectional else 1) + way
+        state = with_tensors(state, lambda s: s[at : at + 1].contiguous())
+        first = state[0] if isinstance(state, tuple) else state
     with torch.no_grad():
-        size = module.proj_size or module.hidden_size
-        first = steps.new_zeros(1, steps.shape[1], size)
-        start = None
-        if state is not None:
-            start = tuple(s[at].contiguous() for s in state) if isinstance(state, tuple) else state[at].contiguous()
-            first = start[0] if isinstance(start, tuple) else start
-        out, _ = functional_call(alone, weights, (ordered, start))
-    before = torch.cat([first, out[:-1]])
-    return (out.flip(0) if way else out), before
+        out, _ = functional_call(single, weights, (steps.flip(0) if way else steps, state))
+    return (out.flip(0) if way else out), torch.cat([first, out[:-1]])
 
 
 # ---- attention -----------------------------------------------------------------------------------------
-def attention_rows(module: nn.MultiheadAttention, name: str, given: Given) -> list[Tensor]:
-    """What the weight `name` multiplies, `[I, N, T]`; of the joint projection for query, key and value."""
-    bound = inspect.signature(module.forward).bind(*given[0], **given[1]).arguments
-    if bound["query"].dim() != 3:
+def attention_rows(module: nn.MultiheadAttention, name: str, given: Given, entries: Tensor) -> list[Tensor]:
+    """Entries of what the weight `name` multiplies, `[E, N, T]`; of the joint projection for query, key and value."""
+    named = inspect.signature(module.forward).bind(*given[0], **given[1]).arguments
+    if named["query"].dim() != 3:
         raise NoReference("its input has no batch axis")
     kinds = {"q_proj_weight": ["query"], "k_proj_weight": ["key"], "v_proj_weight": ["value"]}
     kinds["in_proj_weight"] = ["query", "key", "value"]
-    found = [bound[kind] for kind in kinds.get(name, [])]
+    found = [named[kind] for kind in kinds.get(name, [])]
     if name == "out_proj.weight":
         if module.training and module.dropout > 0:
             raise NoReference("what attention sees under dropout is not known here")
         weight = module.out_proj.weight
+        values = {name: torch.eye(len(weight)).to(weight), "out_proj.bias": torch.zeros(len(weight)).to(weight)}
         with torch.no_grad():
-            values = {name: torch.eye(len(weight)).to(weight), "out_proj.bias": torch.zeros(len(weight)).to(weight)}
             found = [functional_call(module, values, given[0], dict(given[1]))[0]]
-    return [x.permute(2, 0, 1) if module.batch_first else x.permute(2, 1, 0) for x in found]
+    return [(x.permute(2, 0, 1) if module.batch_first else x.permute(2, 1, 0))[entries] for x in found]

@@ -37,17 +37,17 @@ class Place:
     rows: Tensor | None = None
 
     @classmethod
-    def of(cls, name: str, param: Tensor, n: int, count: int, samples: int, seed: int, gradient: Tensor) -> Place:
+    def of(cls, name: str, gradient: Tensor, n: int, count: int, samples: int, seed: int) -> Place:
         """Random entries, samples and direction, the same for the same seed.
 
         Where the gradient is zero at some of the entries (tokens that do not occur), half of them are others.
         """
         where = torch.Generator().manual_seed(seed)
         looked = torch.randperm(n, generator=where)[:samples].sort().values
-        vector = torch.randn(param.shape, generator=where, dtype=torch.float64).to(param)
-        entries = pick_live(gradient.flatten(), count, seed).to(param.device)
-        rows = pick_live(gradient.abs().sum(1), count, seed).to(param.device) if param.dim() == 2 else None
-        return cls(name, param.shape, entries, vector, n, tuple(range(n)), tuple(looked.tolist()), count, seed, rows)
+        vector = torch.randn(gradient.shape, generator=where, dtype=torch.float64).to(gradient)
+        entries = pick_live(gradient.flatten(), count, seed)
+        rows = pick_live(gradient.abs().sum(1), count, seed) if gradient.dim() == 2 else None
+        return cls(name, gradient.shape, entries, vector, n, tuple(range(n)), tuple(looked.tolist()), count, seed, rows)
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -9,24 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.products import add_up
 from bpk.verification.layers import Layers, bias_of
-from bpk.verification.objective import Objective, Points
+from bpk.verification.objective import Objective
 from bpk.verification.place import Place
 from bpk.verification.problem import NoReference, Problem, differentiable_twice
-from bpk.verification.split import Split, each_once, grads
+from bpk.verification.split import Split, grads
 
 KEPT_GRAPHS = 3
 """How many gradients are kept with the graph that makes them differentiable."""
 
 
-def say_nothing(text: str) -> None:
-    """Nobody watches."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def once(compute: Callable[Concatenate[Reference, P], T]) -> Callable[Concatenate[Reference, P], T]:
+    """A method whose value is computed once for the same names and samples (each name has one vector)."""
+
+    @wraps(compute)
+    def get(self: Reference, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = compute.__name__, *(x for x in args if not isinstance(x, Tensor)), *kwargs.items()
+        if key not in self.known:
+            with derivatives():
+                self.known[key] = compute(self, *args, **kwargs)
+        found: T = self.known[key]
+        return found
+
+    return get
+
+
+@contextmanager
+def derivatives() -> Iterator[None]:
+    """Say so where torch has no second derivative."""
+    try:
+        with differentiable_twice(), torch.enable_grad():
+            yield
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoReference(f"plain autograd cannot: {str(error).splitlines()[0]}") from error
 
 
 class Reference:
@@ -38,12 +63,7 @@ class Reference:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        places: Mapping[str, Place],
-        passes: int,
-        factors: bool,
-        say: Callable[[str], None] = say_nothing,
+        self, problem: Problem, places: Mapping[str, Place], passes: int, factors: bool, say: Callable[[str], None]
     ) -> None:
         self.problem, self.say, self.passes = problem, say, passes
         self.layers = Layers(problem.model if factors else nn.Module())
@@ -64,20 +84,16 @@ class Reference:
                     self.params[bias_of(weight, k)] = side.bias
                     entries = places[weight].side(side.sizes[0]).to(side.bias.device)
                     self.entries[bias_of(weight, k)] = entries + side.offset
-        self._individual: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
-        self._columns: dict[str, Tensor] = {}
-        self._blocks: dict[str, Tensor] = {}
-        self._drawn: Tensor | None = None
-        self._known: dict[Hashable, Tensor] = {}
+        self.known: dict[Hashable, Any] = {}
+        self.drawn: Tensor | None = None
         self._live: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
     @cached_property
     def split(self) -> Split:
         """Where the GGN splits the objective."""
-        inside: Points | None = self.inside
-        if inside is None:
+        if self.inside is None:
             return self.whole
-        split = Split(self.problem, inside)
+        split = Split(self.problem, self.inside)
         if split.mixing and not self.whole.mixing:
             raise NoReference(f"{split.mixing}, inside of the loss")
         return split
@@ -92,99 +108,86 @@ class Reference:
 
     def gradient(self, name: str, n: int) -> Tensor:
         """`[E]`: the gradient of `L_n` at the chosen entries."""
-        return self._sample(n)[name][0]
+        return self.gradients(n)[name][0]
 
     def norm(self, name: str, n: int) -> Tensor:
         """The squared norm of the gradient of `L_n`."""
-        return self._sample(n)[name][1]
+        return self.gradients(n)[name][1]
 
-    def _sample(self, n: int) -> dict[str, tuple[Tensor, Tensor]]:
-        if n not in self._individual:
-            self.say(f"gradient of sample {n}")
-            slope = self.whole.of_samples([n], self.whole.slope.detach())
-            found = grads(self.whole.pred, list(self.params.values()), slope)
-            self._individual[n] = {
-                name: (g.flatten()[self.entries[name]], g.square().sum())
-                for name, g in zip(self.params, found, strict=True)
-            }
-        return self._individual[n]
+    @once
+    def gradients(self, n: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """For every parameter: the gradient of `L_n` at the chosen entries, and its squared norm."""
+        self.say(f"gradient of sample {n}")
+        found = self.pulled_back(self.whole, self.whole.of_samples([n], self.whole.slope.detach()))
+        return {name: (g.flatten()[self.entries[name]], g.square().sum()) for name, g in found.items()}
+
+    def pulled_back(self, split: Split, vector: Tensor, create_graph: bool = False) -> dict[str, Tensor]:
+        """`J^T u` by parameter."""
+        found = grads(split.pred, list(self.params.values()), vector, create_graph)
+        return dict(zip(self.params, found, strict=True))
 
     # ---- generalised Gauss-Newton ------------------------------------------------------------------
     def ggn(self, name: str, chosen: Sequence[int]) -> Tensor:
         """`[len(chosen), E, E]`: `J_n^T H_n J_n` at the chosen entries (of a costly reference: at the first ones)."""
-        if self._drawn is not None:
-            return self.sampled_block(self.columns(name), self._drawn)[list(chosen)]
-        if name not in self._blocks:
-            columns = self.columns(name)
-            with self.derivatives():
-                self._blocks[name] = self.block(columns)
-        return self._blocks[name][list(chosen)]
+        blocks = self.exact_blocks(name) if self.drawn is None else self.blocks(self.columns(name))
+        return blocks[list(chosen)]
 
-    def block(self, columns: Tensor) -> Tensor:
-        """`[N, E, E]`: columns `[E, P]` of the Jacobian times the Hessian of the loss, by sample."""
-        rows = [self.split.by_sample(columns * self.split.loss_product(column)) for column in columns]
-        return torch.stack(rows).permute(2, 0, 1)
+    @once
+    def exact_blocks(self, name: str) -> Tensor:
+        """The same for all samples, with the Hessian of the loss."""
+        return self.blocks(self.columns(name))
 
-    def sampled_block(self, columns: Tensor, drawn: Tensor) -> Tensor:
-        """`[N, E, E]`: the same with `S S^T` in place of the Hessian, for draws `S` `[M, P]`."""
-        rows = torch.stack([self.split.by_sample(columns * one) for one in drawn])
-        return torch.einsum("men,mfn->nef", rows, rows)
+    def blocks(self, columns: Tensor) -> Tensor:
+        """`[N, E, E]`: columns `[E, P]` of the Jacobian times the Hessian of the loss (or of its draws), by sample."""
+        if self.drawn is None:
+            rows = [self.split.by_sample(columns * self.split.loss_product(column)) for column in columns]
+            return torch.stack(rows).permute(2, 0, 1)
+        roots = torch.stack([self.split.by_sample(columns * one) for one in self.drawn])
+        return torch.einsum("men,mfn->nef", roots, roots)
 
     @contextmanager
     def sampled(self, drawn: Tensor | None) -> Iterator[None]:
-        """Inside, the GGN is the one of these draws."""
-        before, self._drawn = self._drawn, drawn
+        """Inside, the GGN is that of draws `S` `[M, P]`, with `S S^T` in place of the Hessian of the loss."""
+        before, self.drawn = self.drawn, drawn
         try:
             yield
         finally:
-            self._drawn = before
+            self.drawn = before
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the draws of a sampled quantity are known."""
-        return self._drawn is not None
-
+    @once
     def columns(self, name: str) -> Tensor:
-        """`[E, P]`: the Jacobian at the chosen entries (of a costly reference: at the first ones)."""
-        if name not in self._columns:
-            self.say(f"GGN of {name}")
-            with self.derivatives():
-                self._columns.update(self.columns_by_rows() if self.by_rows else {name: self.columns_by_products(name)})
-        return self._columns[name]
+        """`[E, P]`: the Jacobian at the chosen entries (of a costly reference: at the first ones).
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether rows of the Jacobian (a backward pass for each entry of the prediction) are the cheaper way."""
-        return self.split.pred.numel() <= 1.5 * sum(len(e) for e in self.entries.values())
+        Rows of the Jacobian (a backward pass for each entry of the prediction) may be the cheaper way.
+        """
+        self.say(f"GGN of {name}")
+        if self.split.pred.numel() <= 1.5 * sum(len(e) for e in self.entries.values()):
+            return self.columns_by_rows[name]
+        return self.columns_by_products(name, self.entries[name][: self.affordable(name, 1)])
 
+    @cached_property
     def columns_by_rows(self) -> dict[str, Tensor]:
         """`[E, P]` for every parameter."""
         rows: dict[str, list[Tensor]] = {name: [] for name in self.entries}
         pred = self.split.pred
-        for k in range(pred.numel()):
-            self.say(f"row {k + 1} of {pred.numel()} of the Jacobian")
+        for k in range(len(pred)):
+            self.say(f"row {k + 1} of {len(pred)} of the Jacobian")
             unit = torch.zeros_like(pred)
             unit[k] = 1.0
-            found = grads(pred, [self.params[name] for name in rows], unit)
-            for (name, e), g in zip(self.entries.items(), found, strict=True):
-                rows[name].append(g.flatten()[e])
+            for name, g in self.pulled_back(self.split, unit).items():
+                rows[name].append(g.flatten()[self.entries[name]])
         return {name: torch.stack(r, 1) for name, r in rows.items()}
 
-    def columns_by_products(self, name: str, entries: Tensor | None = None) -> Tensor:
-        """`[E, P]`: products of the Jacobian with unit vectors, as many as `passes` allows, or for all `entries`."""
-        param, columns = self.params[name], []
-        for e in self.entries[name][: self.affordable(name, 1)] if entries is None else entries:
-            unit = param.new_zeros(param.numel())
-            unit[e] = 1.0
-            columns.append(self.split.forward((self.pulled[name] * unit.reshape(param.shape)).sum()))
-        return torch.stack(columns)
+    def columns_by_products(self, name: str, entries: Tensor) -> Tensor:
+        """`[E, P]`: products of the Jacobian with unit vectors."""
+        pulled = self.pulled[name].flatten()
+        return torch.stack([self.split.forward(pulled[e]) for e in entries])
 
     def whole_ggn(self, name: str, size: int, offset: int, chosen: Sequence[int]) -> Tensor:
         """`[P, P]`: the GGN of so many entries of a parameter, summed over samples; a backward pass for each."""
-        with self.derivatives():
+        with derivatives():
             columns = self.columns_by_products(name, torch.arange(offset, offset + size))
-            block = self.block(columns) if self._drawn is None else self.sampled_block(columns, self._drawn)
-            return block[list(chosen)].sum(0)
+            return self.blocks(columns)[list(chosen)].sum(0)
 
     def affordable(self, name: str, each: int) -> int:
         """How many of a parameter's entries can be looked at, if each takes so many backward passes."""
@@ -192,72 +195,41 @@ class Reference:
 
     @cached_property
     def pulled(self) -> dict[str, Tensor]:
-        """`J^T u` by parameter."""
-        split = self.split
-        return dict(zip(self.params, grads(split.pred, list(self.params.values()), split.cotangent, True), strict=True))
+        """`J^T u` by parameter, which gives products with `J`."""
+        return self.pulled_back(self.split, self.split.cotangent, create_graph=True)
 
+    @once
     def ggn_product(self, name: str, vector: Tensor, chosen: Sequence[int]) -> Tensor:
         """`sum_n J_n^T H_n J_n v` for a parameter's block."""
-
-        def compute() -> Tensor:
-            self.say(f"GGN product of {name}")
-            split = self.split
-            curved = split.loss_product(split.forward((self.pulled[name] * vector).sum()))
-            return grads(split.pred, [self.params[name]], split.of_samples(chosen, curved))[0]
-
-        return self.once(("ggn product", name, *chosen), compute)
+        self.say(f"GGN product of {name}")
+        curved = self.split.loss_product(self.split.forward((self.pulled[name] * vector).sum()))
+        return grads(self.split.pred, [self.params[name]], self.split.of_samples(chosen, curved))[0]
 
     # ---- Hessian -----------------------------------------------------------------------------------
     def live_gradient(self, name: str, chosen: Sequence[int]) -> Tensor:
         """The gradient `[*p]` of the loss of some samples, to be differentiated again."""
-        return add_up([self.live_gradient_of(name, part) for part in each_once(chosen)])
-
-    def live_gradient_of(self, name: str, chosen: Sequence[int]) -> Tensor:
-        """The same for samples that are named once each."""
         key = tuple(chosen)
         if key not in self._live:
-            pred = self.whole.pred
-            if len(chosen) < self.n:
-                pred = torch.where(self.whole.belongs(chosen), pred, pred.detach())
-            found = grads(self.whole.value(pred), list(self.params.values()), create_graph=True)
+            count, pred = self.whole.count(chosen), self.whole.pred
+            if not count.all():
+                pred = torch.where(count > 0, pred, pred.detach())
+            slope = torch.autograd.grad(self.whole.value(pred), pred, create_graph=True)[0]
+            found = grads(pred, list(self.params.values()), slope * count, create_graph=True)
             while len(self._live) >= KEPT_GRAPHS:
                 del self._live[next(iter(self._live))]
             self._live[key] = dict(zip(self.params, found, strict=True))
         return self._live[key][name]
 
+    @once
     def hessian_product(self, name: str, vector: Tensor, chosen: Sequence[int]) -> Tensor:
         """`H v` for a parameter's block, of the loss of some samples."""
+        self.say(f"Hessian product of {name}")
+        return grads((self.live_gradient(name, chosen) * vector).sum(), [self.params[name]])[0]
 
-        def compute() -> Tensor:
-            self.say(f"Hessian product of {name}")
-            return grads((self.live_gradient(name, chosen) * vector).sum(), [self.params[name]])[0]
-
-        return self.once(("hessian product", name, *chosen), compute)
-
+    @once
     def hessian_diagonal(self, name: str, chosen: Sequence[int], parts: int) -> Tensor:
         """`[E]`: the Hessian's diagonal for some samples, at as many entries as `passes` allows for so many `parts`."""
+        self.say(f"Hessian of {name}")
+        gradient = self.live_gradient(name, chosen).flatten()
         entries = self.entries[name][: self.affordable(name, parts)]
-
-        def compute() -> Tensor:
-            self.say(f"Hessian of {name}")
-            gradient = self.live_gradient(name, chosen).flatten()
-            return torch.stack([grads(gradient[e], [self.params[name]])[0].flatten()[e] for e in entries])
-
-        return self.once(("hessian diagonal", name, parts, *chosen), compute)
-
-    # ---- what all of them share ----------------------------------------------------------------------
-    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a value once; say so where torch has no second derivative."""
-        if key not in self._known:
-            with self.derivatives():
-                self._known[key] = compute().detach()
-        return self._known[key]
-
-    @contextmanager
-    def derivatives(self) -> Iterator[None]:
-        """Say so where torch has no second derivative."""
-        try:
-            with differentiable_twice(), torch.enable_grad():
-                yield
-        except (RuntimeError, NotImplementedError) as error:
-            raise NoReference(f"plain autograd cannot: {str(error).splitlines()[0]}") from error
+        return torch.stack([grads(gradient[e], [self.params[name]])[0].flatten()[e] for e in entries])

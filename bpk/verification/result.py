@@ -123,8 +123,8 @@ def shortened(rows: Sequence[Row]) -> list[Row]:
     """Rows of one quantity with the same verdict and note as one, if nothing was compared or the table is long."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for k, row in enumerate(rows):
-        apart = row.verdict is Verdict.WRONG or (row.verdict is Verdict.OK and len(rows) <= LONG)
-        groups.setdefault((row.quantity, row.verdict.value, row.note, str(k) if apart else ""), []).append(row)
+        single = row.verdict is Verdict.WRONG or (row.verdict is Verdict.OK and len(rows) <= LONG)
+        groups.setdefault((row.quantity, row.verdict.value, row.note, str(k) if single else ""), []).append(row)
     return [group[0] if len(group) == 1 else together(group) for group in groups.values()]
 
 

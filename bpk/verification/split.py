@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.products import add_up
-from bpk.verification.objective import Points
+from bpk.verification.objective import Points, gradients_of
 from bpk.verification.problem import Problem
 from bpk.verification.samples import SamplesMix, owners
 
@@ -24,13 +22,10 @@ class Split:
     def __init__(self, problem: Problem, points: Points) -> None:
         self.n = problem.inputs.n
         self.points = points
-        self.pred = side_by_side(points.tensors)
+        self.pred = torch.cat([x.reshape(-1) for x in points.tensors])
         self.mixing = ""
         try:
-            found = owners(
-                lambda inputs: [x.detach() for x in points.again(inputs)], problem.inputs, points.tensors, self.n
-            )
-            self.owner = torch.cat([x.flatten() for x in found])
+            self.owner = torch.cat([x.flatten() for x in owners(points.again, problem.inputs, points.tensors, self.n)])
         except SamplesMix as error:
             self.n, self.mixing = 1, str(error)
             self.owner = torch.zeros_like(self.pred, dtype=torch.long)
@@ -44,15 +39,15 @@ class Split:
         parts = pred.split([shape.numel() for shape in shapes])
         return self.points.value([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)])
 
-    def belongs(self, chosen: Sequence[int]) -> Tensor:
-        """Which entries belong to some samples."""
-        wanted = torch.zeros(self.n, dtype=torch.bool, device=self.owner.device)
-        wanted[list(chosen)] = True
-        return wanted[self.owner]
+    def count(self, chosen: Sequence[int]) -> Tensor:
+        """For each entry: how often its sample is among some, which may be named several times."""
+        number = torch.tensor(list(chosen), dtype=torch.long, device=self.owner.device)
+        return torch.bincount(number, minlength=self.n)[self.owner]
 
     def of_samples(self, chosen: Sequence[int], x: Tensor) -> Tensor:
         """A vector like the predictions, as often as each of its samples is chosen."""
-        return add_up([torch.where(self.belongs(part), x, torch.zeros_like(x)) for part in each_once(chosen)])
+        count = self.count(chosen)
+        return torch.where(count > 0, x * count, torch.zeros_like(x))
 
     def by_sample(self, x: Tensor) -> Tensor:
         """`[E, P]` summed over the entries of each sample: `[E, N]`."""
@@ -72,22 +67,9 @@ class Split:
         return grads(pulled, [self.cotangent])[0].detach()
 
 
-def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors as one vector."""
-    return torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
-
-
 def grads(
     output: Tensor, wrt: Sequence[Tensor], vector: Tensor | None = None, create_graph: bool = False
 ) -> list[Tensor]:
-    """`torch.autograd.grad` with zeros where nothing depends."""
-    if not output.requires_grad:
-        return [torch.zeros_like(w) for w in wrt]
-    found = torch.autograd.grad(output, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    """The same as `gradients_of`, with zeros where nothing depends."""
+    found = gradients_of(output, wrt, vector, create_graph)
     return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
-
-
-def each_once(chosen: Sequence[int]) -> list[list[int]]:
-    """Samples, which may be named several times, as lists that name each once."""
-    counts = Counter(chosen)
-    return [sorted(n for n in counts if counts[n] > k) for k in range(max([1, *counts.values()]))]

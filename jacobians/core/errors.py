@@ -35,20 +35,26 @@ def explain(what: str, why: str = "", do: str = "", where: str = "") -> str:
     return "\n".join(parts)
 
 
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames that an error went through in code of users and of packages that they call, the innermost one last."""
+    found = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = os.path.abspath(frame.filename)
+        foreign = file.startswith((LIBRARIES[0], TORCH)) or (file.startswith(PYTHON) and PACKAGES not in file)
+        if not foreign and os.path.isfile(file):
+            found.append(frame)
+    return found
+
+
 def raised_at(error: BaseException, anywhere: bool = True) -> str:
     """`file:line, in function` of the innermost code of a user in which an error was raised.
 
     Where none took part, that of this package, if it may be `anywhere`.
     """
-    users = ours = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = os.path.abspath(frame.filename)
-        place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
-        if file.startswith(LIBRARIES[0]):
-            ours = place
-        elif os.path.isfile(file) and not file.startswith(TORCH) and (PACKAGES in file or not file.startswith(PYTHON)):
-            users = place
-    return users or (ours if anywhere else "")
+    every = traceback.extract_tb(error.__traceback__) if anywhere else []
+    ours = [frame for frame in every if os.path.abspath(frame.filename).startswith(LIBRARIES[0])]
+    frames = users_frames(error) or ours
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def warn(message: str) -> None:

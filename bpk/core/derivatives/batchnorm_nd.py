@@ -1,13 +1,9 @@
-"""Derivatives of batch normalisation, under the name that clients of BackPACK import."""
-
-from __future__ import annotations
+"""Derivatives of `nn.BatchNorm1d`, under the name that clients of BackPACK import."""
 
 from torch import nn
 
-from bpk.core.derivatives.named import NamedDerivatives
+from bpk.core.derivatives.table import NamedDerivatives
 
 
 class BatchNormNdDerivatives(NamedDerivatives):
-    """Of `nn.BatchNorm1d`."""
-
     layer = nn.BatchNorm1d

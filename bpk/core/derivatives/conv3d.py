@@ -1,13 +1,9 @@
-"""Derivatives of a convolution, under the name that clients of BackPACK import."""
-
-from __future__ import annotations
+"""Derivatives of `nn.Conv3d`, under the name that clients of BackPACK import."""
 
 from torch import nn
 
-from bpk.core.derivatives.named import NamedDerivatives
+from bpk.core.derivatives.table import NamedDerivatives
 
 
 class Conv3DDerivatives(NamedDerivatives):
-    """Of `nn.Conv3d`."""
-
     layer = nn.Conv3d

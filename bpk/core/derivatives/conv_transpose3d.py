@@ -1,13 +1,9 @@
-"""Derivatives of a transposed convolution, under the name that clients of BackPACK import."""
-
-from __future__ import annotations
+"""Derivatives of `nn.ConvTranspose3d`, under the name that clients of BackPACK import."""
 
 from torch import nn
 
-from bpk.core.derivatives.named import NamedDerivatives
+from bpk.core.derivatives.table import NamedDerivatives
 
 
 class ConvTranspose3DDerivatives(NamedDerivatives):
-    """Of `nn.ConvTranspose3d`."""
-
     layer = nn.ConvTranspose3d

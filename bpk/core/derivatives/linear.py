@@ -1,20 +1,15 @@
-"""Derivatives of a linear layer, under the name that clients of BackPACK import."""
-
-from __future__ import annotations
+"""Derivatives of `nn.Linear`, under the name that clients of BackPACK import."""
 
 import torch
 from torch import nn
 
-from bpk.core.derivatives.named import NamedDerivatives
+from bpk.core.derivatives.table import NamedDerivatives
 
 
 class LinearDerivatives(NamedDerivatives):
-    """Of `nn.Linear`."""
-
     layer = nn.Linear
 
     @staticmethod
     def _get_additional_dims(module: nn.Linear) -> torch.Size:
         """The axes of the input between batch and features (ViViT asks for them)."""
-        given = vars(module)["input0"]
-        return torch.Size(given.shape[1:-1])
+        return torch.Size(vars(module)["input0"].shape[1:-1])

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from bpk.core.derivatives.layers import Grads, LayerDerivatives, Samples
-from bpk.core.derivatives.state import state_of
+from bpk.core.derivatives.layers import Grads, LayerDerivatives, Samples, last_call
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
@@ -60,7 +59,7 @@ class LossDerivatives(LayerDerivatives):
 
     def call(self, module: nn.Module) -> Call:
         """The call of the loss; refuses where its Hessian is not that of separate samples."""
-        call = state_of(self.rule, module).call
+        call = last_call(self.rule, module).call
         reason = self.rule.obstacle(call)
         if reason is not None:
             raise UnsupportedLayer(

@@ -49,3 +49,13 @@ class DerivativesFor(Mapping[type[nn.Module], LayerDerivatives]):
 
 
 derivatives_for = DerivativesFor()
+
+
+class NamedDerivatives(LayerDerivatives):
+    """The derivatives of a class of layers, created without arguments as in BackPACK."""
+
+    layer: type[nn.Module]
+    """That class."""
+
+    def __init__(self) -> None:
+        super().__init__(derivatives_for[self.layer].rule)
