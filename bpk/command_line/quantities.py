@@ -7,7 +7,7 @@ import argparse
 from bpk import extensions
 from bpk.command_line.errors import UserError, close_to
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.verification.run import every_extension
+from bpk.extensions.registry import every_extension
 
 
 def add_quantities(parser: argparse.ArgumentParser) -> None:

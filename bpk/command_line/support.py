@@ -13,9 +13,9 @@ from bpk.command_line.errors import UserError, close_to, described
 from bpk.command_line.problem import add_arguments, given
 from bpk.command_line.quantities import add_quantities, named
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.registry import every_extension
 from bpk.rules import REGISTRY
 from bpk.support.table import SupportTable
-from bpk.verification.run import every_extension
 
 FORMATS = ("table", "markdown", "json")
 

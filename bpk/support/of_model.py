@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bpk.context import check_extension
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
@@ -23,7 +24,6 @@ from bpk.rules import REGISTRY
 from bpk.support.decide import Kind, Support
 from bpk.support.decide import support as answer
 from bpk.support.table import Cell, SupportTable
-from bpk.verification.run import every_extension
 
 FUNCTIONS = Support(Kind.GENERIC, "Parameters that this module holds itself are used by plain functions.")
 

@@ -94,6 +94,11 @@ class Reference:
         """`[E]`: the gradient of `L_n` at the chosen entries."""
         return self._sample(n)[name][0]
 
+    def whole_gradient(self, name: str, n: int) -> Tensor:
+        """The same at all entries."""
+        slope = self.whole.of_samples([n], self.whole.slope.detach())
+        return grads(self.whole.pred, [self.params[name]], slope)[0].flatten()
+
     def norm(self, name: str, n: int) -> Tensor:
         """The squared norm of the gradient of `L_n`."""
         return self._sample(n)[name][1]
@@ -179,12 +184,12 @@ class Reference:
             columns.append(self.split.forward((self.pulled[name] * unit.reshape(param.shape)).sum()))
         return torch.stack(columns)
 
-    def whole_ggn(self, name: str, size: int, offset: int, chosen: Sequence[int]) -> Tensor:
-        """`[P, P]`: the GGN of so many entries of a parameter, summed over samples; a backward pass for each."""
+    def whole_ggn(self, name: str, entries: Tensor, chosen: Sequence[int]) -> Tensor:
+        """`[len(chosen), E, E]`: the GGN at these entries of a parameter; a backward pass for each."""
         with self.derivatives():
-            columns = self.columns_by_products(name, torch.arange(offset, offset + size))
+            columns = self.columns_by_products(name, entries)
             block = self.block(columns) if self._drawn is None else self.sampled_block(columns, self._drawn)
-            return block[list(chosen)].sum(0)
+            return block[list(chosen)]
 
     def affordable(self, name: str, each: int) -> int:
         """How many of a parameter's entries can be looked at, if each takes so many backward passes."""
@@ -234,16 +239,17 @@ class Reference:
 
         return self.once(("hessian product", name, *chosen), compute)
 
-    def hessian_diagonal(self, name: str, chosen: Sequence[int], parts: int) -> Tensor:
+    def hessian_diagonal(self, name: str, chosen: Sequence[int], parts: int, entries: Tensor | None = None) -> Tensor:
         """`[E]`: the Hessian's diagonal for some samples, at as many entries as `passes` allows for so many `parts`."""
-        entries = self.entries[name][: self.affordable(name, parts)]
+        whole = entries is not None
+        entries = self.entries[name][: self.affordable(name, parts)] if entries is None else entries
 
         def compute() -> Tensor:
             self.say(f"Hessian of {name}")
             gradient = self.live_gradient(name, chosen).flatten()
             return torch.stack([grads(gradient[e], [self.params[name]])[0].flatten()[e] for e in entries])
 
-        return self.once(("hessian diagonal", name, parts, *chosen), compute)
+        return self.once(("hessian diagonal", name, parts, whole, *chosen), compute)
 
     # ---- what all of them share ----------------------------------------------------------------------
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.registry import every_extension
 from bpk.jacobians import Elementwise
 from bpk.jacobians.core.rule import Residual
 from bpk.jacobians.families.normalization import Normalization
 from bpk.rules import REGISTRY
 from bpk.verification import Row, Verdict, Verification
-from bpk.verification.run import every_extension
 from tests.references.compare import Assembled
 
 DRAWN = (E.DiagGGNMC, E.BatchDiagGGNMC, E.SqrtGGNMC, E.KFAC)

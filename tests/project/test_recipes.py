@@ -17,8 +17,8 @@ from torch import nn
 import bpk
 from benchmarks.quantities import QUANTITIES
 from bpk import extensions as E
+from bpk.extensions.registry import every_extension
 from bpk.utils.examples import autograd_diag_ggn_exact
-from bpk.verification.run import every_extension
 
 ROOT = Path(__file__).parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()

@@ -15,9 +15,9 @@ import bpk
 from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.curvmatprod import MatrixProduct
+from bpk.extensions.registry import every_extension
 from bpk.support.decide import Kind
 from bpk.support.table import Cell, SupportTable
-from bpk.verification.run import every_extension
 from tools.site.definitions import DEFINITIONS
 from tools.site.docstrings import parse, run, shown
 from tools.site.examples import scripts

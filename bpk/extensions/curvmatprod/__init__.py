@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from bpk.extensions.curvature import Curvature
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.sweeps.products import BlockProduct, Tape
@@ -23,6 +25,7 @@ class MatrixProduct(SecondOrderBackpropExtension):
     parameters, were changed.
     """
 
+    form = Form.PRODUCT
     curvature: Curvature
     sums_samples = True
 
@@ -55,6 +58,9 @@ class HMP(MatrixProduct):
     def __init__(self, savefield: str = "hmp", subsampling: Sequence[int] | None = None) -> None:
         super().__init__(savefield, subsampling=subsampling)
 
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.hessian_product
+
 
 class GGNMP(MatrixProduct):
     """Products with the diagonal blocks of the generalised Gauss-Newton matrix, in the field `ggnmp`.
@@ -78,6 +84,9 @@ class GGNMP(MatrixProduct):
     def __init__(self, savefield: str = "ggnmp", subsampling: Sequence[int] | None = None) -> None:
         super().__init__(savefield, subsampling=subsampling)
 
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.ggn_product
+
 
 class PCHMP(MatrixProduct):
     """Products with the diagonal blocks of the positive-curvature Hessian, in the field `pchmp`.
@@ -100,6 +109,7 @@ class PCHMP(MatrixProduct):
     torch.Size([2, 3, 4])
     """
 
+    form = Form.BOUNDED_PRODUCT
     curvature = Curvature.PCH_CLIP
 
     def __init__(
@@ -116,3 +126,10 @@ class PCHMP(MatrixProduct):
 
     def value(self, uses: Uses) -> Callable[[Tensor], Tensor]:
         return BlockProduct(uses, self.curvature, self.modify)
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        """It is not below the GGN, to which positive residuals come, nor below the Hessian, which has negative ones, too."""
+        return torch.stack([plain.ggn_product, plain.hessian_product])
+
+
+EXTENSIONS = (GGNMP, HMP, PCHMP)

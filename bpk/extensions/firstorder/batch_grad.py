@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.statistics import Uses
 
@@ -30,6 +31,7 @@ class BatchGrad(GradientExtension):
     torch.Size([8, 3, 4])
     """
 
+    form = Form.SAMPLES
     needs_rows = True
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
@@ -37,3 +39,9 @@ class BatchGrad(GradientExtension):
 
     def value(self, uses: Uses) -> Tensor:
         return uses.all_rows()[0]
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.gradients
+
+
+EXTENSIONS = (BatchGrad,)

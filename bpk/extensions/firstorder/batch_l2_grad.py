@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.statistics import Uses
 
@@ -28,8 +29,16 @@ class BatchL2Grad(GradientExtension):
     torch.Size([8])
     """
 
+    form = Form.NUMBERS
+
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
         super().__init__("batch_l2", subsampling=subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.norm_squared()
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.norms
+
+
+EXTENSIONS = (BatchL2Grad,)

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.statistics import CHUNK, Uses
 from bpk.jacobians.core.gemm import wide
@@ -37,6 +38,7 @@ class Variance(GradientExtension):
     (torch.Size([3, 4]), True)
     """
 
+    form = Form.BATCH
     needs_gradient = True
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
@@ -50,6 +52,16 @@ class Variance(GradientExtension):
         if torch.is_grad_enabled():
             return (squares - (total / n).square()).clamp(min=0)
         return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return self.magnitude(plain) - (plain.gradients.sum(0) / plain.batch_size).square()
+
+    def magnitude(self, plain: PlainAutograd) -> Tensor:
+        """The first term of the difference."""
+        return plain.gradients.square().sum(0) / plain.batch_size
+
+
+EXTENSIONS = (Variance,)
 
 
 def cancels(squares: Tensor, total: Tensor, n: int) -> bool:

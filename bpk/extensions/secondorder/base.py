@@ -19,6 +19,10 @@ class SecondOrderBackpropExtension(BackpropExtension):
         """Default: whatever module extensions return."""
         return ByHand(self.subsampling)
 
+    @property
+    def works_by_rules(self) -> bool:
+        return not isinstance(self.sweep(), ByHand)
+
 
 class SquareRootExtension(SecondOrderBackpropExtension):
     """An extension that listens to a square root of the GGN, exact (`mc_samples=None`) or sampled."""
@@ -28,7 +32,6 @@ class SquareRootExtension(SecondOrderBackpropExtension):
         self.mc_samples = mc_samples
 
     def get_num_mc_samples(self) -> int | None:
-        """The number of Monte-Carlo samples (`None`: exact)."""
         return self.mc_samples
 
     def sweep(self) -> Sweep:

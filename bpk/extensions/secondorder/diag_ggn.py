@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bpk.extensions.backprop_extension import positive
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 
@@ -21,6 +22,9 @@ class DiagGGN(SquareRootExtension):
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
         return before + value
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.ggn_diagonals if self.needs_samples else plain.ggn_diagonals.sum(0)
 
 
 class DiagGGNExact(DiagGGN):
@@ -39,6 +43,7 @@ class DiagGGNExact(DiagGGN):
     torch.Size([3, 4])
     """
 
+    form = Form.BATCH
     sums_rows = True
     sums_samples = True
 
@@ -65,6 +70,7 @@ class DiagGGNMC(DiagGGN):
     torch.Size([3, 4])
     """
 
+    form = Form.BATCH
     sums_samples = True
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
@@ -89,6 +95,7 @@ class BatchDiagGGNExact(DiagGGN):
     torch.Size([8, 3, 4])
     """
 
+    form = Form.SAMPLES
     needs_samples = True
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
@@ -112,7 +119,11 @@ class BatchDiagGGNMC(DiagGGN):
     torch.Size([8, 3, 4])
     """
 
+    form = Form.SAMPLES
     needs_samples = True
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
         super().__init__("diag_ggn_mc_batch", positive("mc_samples", mc_samples), subsampling)
+
+
+EXTENSIONS = (DiagGGNExact, BatchDiagGGNExact, DiagGGNMC, BatchDiagGGNMC)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.sweeps.signed import SignedHessian
@@ -26,6 +27,9 @@ class HessianDiagonal(SecondOrderBackpropExtension):
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
         return before + value
 
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.hessian_diagonals if self.needs_samples else plain.hessian_diagonal
+
 
 class DiagHessian(HessianDiagonal):
     """Diagonal of the Hessian `[*p]`, summed over samples, in the field `diag_h`.
@@ -43,6 +47,7 @@ class DiagHessian(HessianDiagonal):
     torch.Size([3, 4])
     """
 
+    form = Form.BATCH
     sums_samples = True
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
@@ -67,7 +72,11 @@ class BatchDiagHessian(HessianDiagonal):
     torch.Size([8, 3, 4])
     """
 
+    form = Form.SAMPLES
     needs_samples = True
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
         super().__init__("diag_h_batch", subsampling=subsampling)
+
+
+EXTENSIONS = (DiagHessian, BatchDiagHessian)

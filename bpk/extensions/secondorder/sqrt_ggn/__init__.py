@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.extensions.backprop_extension import positive
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 
@@ -15,6 +16,7 @@ from bpk.fields.statistics import Uses
 class SqrtGGN(SquareRootExtension):
     """Common part: `V = J^T S` with `GGN = V V^T`."""
 
+    form = Form.ROOT
     needs_rows = True
     combines = True
 
@@ -23,6 +25,9 @@ class SqrtGGN(SquareRootExtension):
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
         return torch.cat([before, value])
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.ggn
 
 
 class SqrtGGNExact(SqrtGGN):
@@ -64,3 +69,6 @@ class SqrtGGNMC(SqrtGGN):
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
         super().__init__("sqrt_ggn_mc", positive("mc_samples", mc_samples), subsampling)
+
+
+EXTENSIONS = (SqrtGGNExact, SqrtGGNMC)
