@@ -18,7 +18,7 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.rule import Example, Rule
 from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
-from bpk.support.of_model import calls_of
+from bpk.support.matrix import calls_of
 from tools.site.formulas import formulas, hyperparameters
 from tools.site.markdown import code_block, details, table
 from tools.site.measured import speed

@@ -128,7 +128,7 @@ class PCHMP(MatrixProduct):
         return BlockProduct(uses, self.curvature, self.modify)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
-        """It is not below the GGN, to which positive residuals come, nor below the Hessian, which has negative ones, too."""
+        """It is not below the GGN, which has no residuals, nor below the Hessian, which has negative ones, too."""
         return torch.stack([plain.ggn_product, plain.hessian_product])
 
 
