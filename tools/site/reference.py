@@ -20,6 +20,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "What extensions have in common. Each is described on a page of its own: [quantities](../quantities/index.md).",
         (
             "bpk.extensions.backprop_extension",
+            "bpk.extensions.definition",
             "bpk.extensions.module_extension",
             "bpk.extensions.firstorder.base",
             "bpk.extensions.secondorder.base",
