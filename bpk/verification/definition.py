@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
@@ -15,6 +15,9 @@ from bpk.verification.problem import NoReference
 from bpk.verification.reference import Reference
 
 T = TypeVar("T")
+
+MATRIX = 10
+"""How many entries the side of a whole matrix may have, for each backward pass that is allowed."""
 
 
 class AtPlace(PlainAutograd):
@@ -33,14 +36,11 @@ class AtPlace(PlainAutograd):
         with self.ref.derivatives():
             return definition(self)
 
-    @cached_property
-    def entries(self) -> Tensor | None:
-        """All entries, for definitions that must see them (`None`: those that are looked at)."""
-        if not self.form.of_every_entry:
-            return None
+    def every_entry(self, passes: int) -> Tensor:
+        """All entries, if so many backward passes for a whole matrix, and its size, are not too many."""
         size = self.place.shape.numel()
-        if size > self.ref.passes:
-            raise NoReference(f"{size} passes for all entries of the parameter are too many (passes=)")
+        if passes > self.ref.passes or size > MATRIX * self.ref.passes:
+            raise NoReference(f"all {size} entries of the parameter are too many (passes=)")
         return torch.arange(size, device=self.place.entries.device)
 
     @cached_property
@@ -54,19 +54,24 @@ class AtPlace(PlainAutograd):
 
     @cached_property
     def ggn(self) -> Tensor:
-        if self.entries is None:
+        if not self.form.of_every_entry:
             return self.ref.ggn(self.name, self.samples)
-        return self.ref.whole_ggn(self.name, self.entries, self.samples)
+        passes = min(self.place.shape.numel(), self.ref.split.pred.numel())
+        return self.ref.whole_ggn(self.name, self.every_entry(passes), self.samples)
 
     @cached_property
     def hessian_diagonals(self) -> Tensor:
         samples = self.samples[: max(1, self.ref.share)] if self.form.by_sample else self.samples
-        parts = len(samples)
-        return torch.stack([self.ref.hessian_diagonal(self.name, (n,), parts, self.entries) for n in samples])
+        return torch.stack([self.of_hessian((n,), len(samples)) for n in samples])
 
     @cached_property
     def hessian_diagonal(self) -> Tensor:
-        return self.ref.hessian_diagonal(self.name, self.samples, 1, self.entries)
+        return self.of_hessian(self.samples, 1)
+
+    def of_hessian(self, samples: Sequence[int], parts: int) -> Tensor:
+        """`[E]`: the diagonal of the Hessian of some samples, which is one of so many parts of what is wanted."""
+        entries = self.every_entry(self.place.shape.numel()) if self.form.of_every_entry else None
+        return self.ref.hessian_diagonal(self.name, samples, parts, entries)
 
     @property
     def vector(self) -> Tensor:

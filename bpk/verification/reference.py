@@ -154,7 +154,8 @@ class Reference:
         if name not in self._columns:
             self.say(f"GGN of {name}")
             with self.derivatives():
-                self._columns.update(self.columns_by_rows() if self.by_rows else {name: self.columns_by_products(name)})
+                by_rows = self.columns_by_rows(self.entries) if self.by_rows else None
+                self._columns.update(by_rows or {name: self.columns_by_products(name)})
         return self._columns[name]
 
     @property
@@ -162,16 +163,16 @@ class Reference:
         """Whether rows of the Jacobian (a backward pass for each entry of the prediction) are the cheaper way."""
         return self.split.pred.numel() <= 1.5 * sum(len(e) for e in self.entries.values())
 
-    def columns_by_rows(self) -> dict[str, Tensor]:
-        """`[E, P]` for every parameter."""
-        rows: dict[str, list[Tensor]] = {name: [] for name in self.entries}
+    def columns_by_rows(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`[E, P]` for several parameters."""
+        rows: dict[str, list[Tensor]] = {name: [] for name in entries}
         pred = self.split.pred
         for k in range(pred.numel()):
             self.say(f"row {k + 1} of {pred.numel()} of the Jacobian")
             unit = torch.zeros_like(pred)
             unit[k] = 1.0
             found = grads(pred, [self.params[name] for name in rows], unit)
-            for (name, e), g in zip(self.entries.items(), found, strict=True):
+            for (name, e), g in zip(entries.items(), found, strict=True):
                 rows[name].append(g.flatten()[e])
         return {name: torch.stack(r, 1) for name, r in rows.items()}
 
@@ -185,9 +186,10 @@ class Reference:
         return torch.stack(columns)
 
     def whole_ggn(self, name: str, entries: Tensor, chosen: Sequence[int]) -> Tensor:
-        """`[len(chosen), E, E]`: the GGN at these entries of a parameter; a backward pass for each."""
+        """`[len(chosen), E, E]`: the GGN at these entries; a backward pass for each, or for each of the prediction."""
         with self.derivatives():
-            columns = self.columns_by_products(name, entries)
+            few = self.split.pred.numel() < len(entries)
+            columns = self.columns_by_rows({name: entries})[name] if few else self.columns_by_products(name, entries)
             block = self.block(columns) if self._drawn is None else self.sampled_block(columns, self._drawn)
             return block[list(chosen)]
 

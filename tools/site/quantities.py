@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import re
+import textwrap
 from functools import cache
 from typing import Any
 
@@ -202,7 +203,7 @@ def described(definition: Definition) -> list[str]:
 
 def in_code(extension: type[BackpropExtension]) -> list[str]:
     """The definition as it is written, where no other words are found for it."""
-    code = inspect.cleandoc(inspect.getsource(extension.definition))
+    code = textwrap.dedent(inspect.getsource(extension.definition))
     form = f"`{extension.form.value}`, for a parameter `[*p]` and `N` samples"
     return [form + ", in terms of what [plain autograd](../reference/extensions.md) says:", code_block(code, "python")]
 
