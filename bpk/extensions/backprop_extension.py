@@ -34,6 +34,8 @@ class BackpropExtension:
             Divisors stay the full batch's.
     """
 
+    field: str
+    """The name of the field, of an extension that is not told it."""
     second_order = False
     """Whether something beside the gradient must travel backwards."""
     needs_rows = False

@@ -20,11 +20,8 @@ from tests.jacobians.test_registry import FakeEntryPoint
 class Doubled(E.BatchGrad):
     """Twice the individual gradients."""
 
+    field = "doubled"
     form = Form.SAMPLES
-
-    def __init__(self, subsampling: list[int] | None = None) -> None:
-        super().__init__(subsampling)
-        self.savefield = "doubled"
 
     def value(self, uses: Any) -> Tensor:
         return 2 * super().value(uses)

@@ -70,6 +70,7 @@ VERIFY = ("-m", "bpk", "verify", "mine.py:problem", "--input-shape", "3", "--cla
 
 def test_recipe_of_a_quantity(clone: Path) -> None:
     """The file alone: the package, the matrix, `verify` and the tests of all quantities know it."""
+    assert all(15 <= len(RECIPES[path].splitlines()) <= 40 for path in (QUANTITY, TRACE))
     imported = "from bpk.extensions import SumGradAbs; print(SumGradAbs().savefield)"
     assert python(clone, "-c", imported) == "sum_grad_abs\n"
     assert re.match(r"layer +SumGradAbs\n.*\nLinear +rule", python(clone, *MATRIX, "SumGradAbs", "--layers", "Linear"))

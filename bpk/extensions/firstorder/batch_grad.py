@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
@@ -31,11 +29,9 @@ class BatchGrad(GradientExtension):
     torch.Size([8, 3, 4])
     """
 
+    field = "grad_batch"
     form = Form.SAMPLES
     needs_rows = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("grad_batch", subsampling=subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.all_rows()[0]

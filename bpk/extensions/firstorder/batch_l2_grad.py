@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
@@ -29,10 +27,8 @@ class BatchL2Grad(GradientExtension):
     torch.Size([8])
     """
 
+    field = "batch_l2"
     form = Form.NUMBERS
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("batch_l2", subsampling=subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.norm_squared()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
@@ -29,10 +27,8 @@ class SumGradSquared(GradientExtension):
     torch.Size([3, 4])
     """
 
+    field = "sum_grad_squared"
     form = Form.BATCH
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("sum_grad_squared", subsampling=subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.squared_sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 
 import torch
@@ -38,11 +38,9 @@ class Variance(GradientExtension):
     (torch.Size([3, 4]), True)
     """
 
+    field = "variance"
     form = Form.BATCH
     needs_gradient = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("variance", subsampling=subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         n = uses.batch_size

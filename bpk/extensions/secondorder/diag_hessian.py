@@ -18,6 +18,9 @@ class HessianDiagonal(SecondOrderBackpropExtension):
 
     combines = True
 
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(self.field, subsampling=subsampling)
+
     def sweep(self) -> Sweep:
         return SignedHessian(self.subsampling)
 
@@ -47,11 +50,9 @@ class DiagHessian(HessianDiagonal):
     torch.Size([3, 4])
     """
 
+    field = "diag_h"
     form = Form.BATCH
     sums_samples = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("diag_h", subsampling=subsampling)
 
 
 class BatchDiagHessian(HessianDiagonal):
@@ -72,11 +73,9 @@ class BatchDiagHessian(HessianDiagonal):
     torch.Size([8, 3, 4])
     """
 
+    field = "diag_h_batch"
     form = Form.SAMPLES
     needs_samples = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("diag_h_batch", subsampling=subsampling)
 
 
 EXTENSIONS = (DiagHessian, BatchDiagHessian)
