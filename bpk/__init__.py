@@ -21,7 +21,8 @@ from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
 from bpk.registering import check_rule, register, unregister
-from bpk.support.of_model import support, support_matrix
+from bpk.support.matrix import support_matrix
+from bpk.support.of_model import support
 from bpk.verification import verify
 
 __version__ = "0.1.0"

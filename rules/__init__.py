@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
-from bpk.jacobians.core.errors import explain, warn
+from bpk.jacobians.core import collected
 from bpk.jacobians.registry import Registry
 from bpk.jacobians.rule import Rule
 
@@ -24,29 +24,9 @@ def load() -> Iterator[Rule]:
 
 def announced() -> Iterator[tuple[str, tuple[Rule, ...]]]:
     """Yield the rules of other packages, each with what to call the package."""
-    for entry in entry_points(group="bpk.rules"):
-        yield called(entry), loaded(entry)
-
-
-def loaded(entry: EntryPoint) -> tuple[Rule, ...]:
-    """The rules of another package; if it cannot be imported, the user is told, and its layers go the generic way."""
-    try:
-        return tuple(entry.load())
-    except (Exception, SystemExit) as error:  # whatever that package raises
-        warn(
-            explain(
-                f"The rules of {called(entry)} cannot be loaded: {error!r}.",
-                "importing them raised; their layers go without rules, through autograd itself.",
-                "mend or uninstall that package.",
-            )
-        )
-        return ()
-
-
-def called(entry: EntryPoint) -> str:
-    """A package and what it announces, for messages."""
-    package = f"package '{entry.dist.name}'" if entry.dist is not None else "a package"
-    return f"{package}, announced as '{entry.name}' ({entry.value}),"
+    return collected.announced(
+        entry_points(group="bpk.rules"), "rules", "their layers go without rules, through autograd itself"
+    )
 
 
 REGISTRY = Registry(load, announced)

@@ -9,33 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import bpk
-from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.registry import every_extension
 
-FIELDS: dict[Callable[[], BackpropExtension], str] = {
-    E.BatchGrad: "grad_batch",
-    E.BatchL2Grad: "batch_l2",
-    E.SumGradSquared: "sum_grad_squared",
-    E.Variance: "variance",
-    E.DiagGGNExact: "diag_ggn_exact",
-    E.DiagGGNMC: "diag_ggn_mc",
-    E.BatchDiagGGNExact: "diag_ggn_exact_batch",
-    E.BatchDiagGGNMC: "diag_ggn_mc_batch",
-    E.DiagHessian: "diag_h",
-    E.BatchDiagHessian: "diag_h_batch",
-    E.SqrtGGNExact: "sqrt_ggn_exact",
-    E.SqrtGGNMC: "sqrt_ggn_mc",
-    E.KFAC: "kfac",
-    E.KFLR: "kflr",
-    E.KFRA: "kfra",
-    E.HMP: "hmp",
-    E.GGNMP: "ggnmp",
-    E.PCHMP: "pchmp",
-}
-"""The 18 quantities: extension class and field."""
+FIELDS: dict[Callable[[], BackpropExtension], str] = {type(e): e.savefield for e in every_extension()}
+"""All quantities: extension class and field."""
 
-FIRST_ORDER = (E.BatchGrad, E.BatchL2Grad, E.SumGradSquared, E.Variance)
-SECOND_ORDER = tuple(e for e in FIELDS if e not in FIRST_ORDER)
+FIRST_ORDER = tuple(type(e) for e in every_extension() if not e.second_order)
+SECOND_ORDER = tuple(type(e) for e in every_extension() if e.second_order)
 
 
 def mlp(dtype: torch.dtype = torch.float64, act: type[nn.Module] = nn.Sigmoid) -> nn.Sequential:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpk import extensions
 from bpk.command_line.errors import UserError, close_to, described
 from bpk.command_line.locate import find
+from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.verification.run import every_extension
+from bpk.extensions.registry import every_extension
 
 KEYS = ("model", "loss", "inputs", "targets")
 CONVENTION = "a factory returns (model, loss, inputs, targets), a dict with these keys, or a model"
@@ -120,11 +120,11 @@ def named(names: str | None) -> tuple[BackpropExtension, ...]:
     """`BatchGrad,KFAC` as extensions; all of them where nothing is asked for."""
     if not names:
         return every_extension()
-    found = []
-    for name in dict.fromkeys(part.strip() for part in names.split(",")):
-        if name not in extensions.__all__:
-            known = [type(extension).__name__ for extension in every_extension()]
-            hint = close_to(name, known) or f"; there are {', '.join(known)}"
+    known = {type(extension).__name__: extension for extension in every_extension()}
+    also = {"HBP": HBP()}
+    asked = list(dict.fromkeys(part.strip() for part in names.split(",")))
+    for name in asked:
+        if name not in known | also:
+            hint = close_to(name, list(known)) or f"; there are {', '.join(known)}"
             raise UserError(f"there is no quantity '{name}'{hint}")
-        found.append(vars(extensions)[name]())
-    return tuple(found)
+    return tuple((known | also)[name] for name in asked)

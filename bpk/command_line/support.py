@@ -11,9 +11,9 @@ from typing import Any
 import bpk
 from bpk.command_line.errors import UserError, close_to, described
 from bpk.command_line.problem import add_arguments, given, named
+from bpk.extensions.registry import every_extension
 from bpk.rules import REGISTRY
 from bpk.support.table import SupportTable
-from bpk.verification.run import every_extension
 
 FORMATS = ("table", "markdown", "json")
 

@@ -2,6 +2,7 @@
 
 from bpk.extensions.curvmatprod import GGNMP, HMP, PCHMP
 from bpk.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
+from bpk.extensions.registry import load
 from bpk.extensions.secondorder import (
     HBP,
     KFAC,
@@ -38,3 +39,8 @@ __all__ = [
     "SumGradSquared",
     "Variance",
 ]
+
+# a file that is added to one of the folders is found without being named above
+_found = {extension.__name__: extension for extension in load()}
+globals().update(_found)
+__all__ += [name for name in _found if name not in __all__]

@@ -1,19 +1,19 @@
-"""What every extension is: a sweep to listen to, and how a parameter's share of it becomes a field."""
+"""What every extension is: a sweep to listen to, and how a parameter's share of it becomes a field.
+
+Whatever the field is computed with asks for no more than this, so that nothing of it is imported here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from bpk.fields.statistics import Uses
+from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.module_extension import ModuleExtension
 from bpk.jacobians.core.errors import explain
-from bpk.sweeps.sweep import Sweep
-
-if TYPE_CHECKING:
-    from bpk.extensions.module_extension import ModuleExtension
 
 FAIL_ERROR = "ERROR"
 """A layer that the extension does not know raises."""
@@ -34,6 +34,8 @@ class BackpropExtension:
             Divisors stay the full batch's.
     """
 
+    field: str
+    """The name of the field, of an extension that is not told it."""
     second_order = False
     """Whether something beside the gradient must travel backwards."""
     needs_rows = False
@@ -48,6 +50,8 @@ class BackpropExtension:
     """Whether the value (of second order) is one of the whole batch, so that it exists where samples mix."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
+    form: Form
+    """What the field holds, of an extension that says so by a `definition`."""
 
     def __init__(
         self,
@@ -94,17 +98,34 @@ class BackpropExtension:
         """Whether any layer class has a hand-written module extension."""
         return bool(self._module_exts)
 
-    def sweep(self) -> Sweep | None:
-        """What the extension listens to (`None`: it works through module extensions only)."""
+    def sweep(self) -> Any:
+        """The sweep (`bpk.sweeps`) that the extension listens to; `None`: it works through module extensions only."""
         return None
 
-    def value(self, uses: Uses) -> Any:
-        """The value of the field, from what the sweep has brought to the parameter."""
+    @property
+    def works_by_rules(self) -> bool:
+        """Whether the rule of a layer is enough, so that no module extension is needed for it."""
+        return self.sweep() is not None
+
+    def get_num_mc_samples(self) -> int | None:
+        """The number of Monte-Carlo samples (`None`: nothing is drawn)."""
+        return None
+
+    def value(self, uses: Any) -> Any:
+        """The value of the field, from what the sweep has brought to the parameter (`bpk.fields.statistics.Uses`)."""
         raise TypeError(f"{type(self).__name__} declares a sweep but no value")
 
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones and that of the others."""
         raise TypeError(f"{type(self).__name__} does not combine values")
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        """What the field must be, in terms of plain autograd; its shape is said by `form`."""
+        raise TypeError(f"{type(self).__name__} has no definition")
+
+    def magnitude(self, plain: PlainAutograd) -> Tensor | None:
+        """Of what size the numbers are whose rounding errors the field has (`None`: of its own)."""
+        return None
 
     def __repr__(self) -> str:
         return type(self).__name__

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from bpk.core.derivatives.layers import LayerDerivatives
+from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.module_extension import GradTuple, ModuleExtension
-
-if TYPE_CHECKING:
-    from bpk.extensions.backprop_extension import BackpropExtension
 
 
 class MatToJacMat(ModuleExtension):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from bpk.extensions.backprop_extension import BackpropExtension
 
 GradTuple = tuple[Tensor | None, ...]
 
@@ -21,7 +18,8 @@ class ModuleExtension:
         def weight(self, ext, module, g_inp, g_out, bpQuantities): ...
 
     and, for second-order extensions, with `backpropagate`, which returns what the layer's input receives.
-    `module.input0`, `module.output` hold the forward pass; `g_inp`, `g_out` are tuples of gradients.
+    `ext` is the extension; `module.input0`, `module.output` hold the forward pass; `g_inp`, `g_out` are tuples of
+    gradients.
 
     Args:
         params: Names of the parameters, each with a method.
@@ -34,13 +32,11 @@ class ModuleExtension:
                 raise NotImplementedError(f"{type(self).__name__} lists parameter '{name}' but has no method '{name}'.")
 
     def backpropagate(
-        self, ext: BackpropExtension, module: nn.Module, grad_inp: GradTuple, grad_out: GradTuple, bpQuantities: Any
+        self, ext: Any, module: nn.Module, grad_inp: GradTuple, grad_out: GradTuple, bpQuantities: Any
     ) -> Any:
         """What the layer's input receives, from what its output has received (`None`: nothing travels)."""
         return None
 
-    def extract(
-        self, name: str, ext: BackpropExtension, module: nn.Module, g_inp: GradTuple, g_out: GradTuple, quantity: Any
-    ) -> Any:
+    def extract(self, name: str, ext: Any, module: nn.Module, g_inp: GradTuple, g_out: GradTuple, quantity: Any) -> Any:
         """Call the method of one parameter."""
         return getattr(self, name)(ext, module, g_inp, g_out, quantity)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from torch import nn
 
+from bpk.extensions.backprop_extension import FAIL_ERROR, FAIL_SILENT, BackpropExtension
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
 from bpk.jacobians.families.autodiff import Autodiff
@@ -18,15 +19,6 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
-from bpk.sweeps.by_hand import ByHand
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
-
-    from bpk.extensions.backprop_extension import BackpropExtension
-
-FAIL_ERROR = "ERROR"
-FAIL_SILENT = "SILENT"
 
 MANY = 6
 """How many layers and parameters a message lists."""
@@ -55,15 +47,11 @@ NO_LOSS = "bpk has no rule for this class of loss."
 WRITE_LOSS = "bpk.register() a rule for it (bpk.register(AutodiffLoss({name})) is the shortest)."
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
-
 SUMS = "Sums over the batch exist: DiagGGNExact, DiagGGNMC, DiagHessian, HMP, GGNMP, PCHMP."
 WHOLE_BATCH = "The quantity is that of the whole batch, and autograd itself carries what travels through the layer."
 ADD_AXIS = "add one, also to the target: x.unsqueeze(0)."
-
 USE_HESSIAN = "use quantities of the exact Hessian: DiagHessian, BatchDiagHessian or HMP."
-
 OTHER_LOSS = "use a loss that adds up terms of single samples, or a first-order extension."
-
 CHAIN_RULE = (
     "first-order quantities are what the chain rule gives, layer by layer; call model.eval() first for those of "
     "samples."
@@ -82,8 +70,7 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         call: A call of the layer; reasons that depend on options (training mode) need it.
         name: How the advice calls the layer's class.
     """
-    sweep = extension.sweep()
-    if sweep is None or isinstance(sweep, ByHand):
+    if not extension.works_by_rules:
         return Support(
             Kind.REFUSED, f"{extension} works through module extensions only, and has none for {name}.", BY_HAND
         )
@@ -100,7 +87,7 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
         do = OTHER_LOSS if isinstance(rule, Loss) else WAY_OUT
         do = ADD_AXIS if reason.rstrip(".").endswith("no batch axis") else do
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
-    if call is not None and isinstance(rule, Loss) and sweep.needs_root:
+    if call is not None and isinstance(rule, Loss) and extension.sweep().needs_root:
         reason = rule.no_root(call)
         if reason is not None:
             return Support(Kind.REFUSED, f"{reason}.", USE_HESSIAN)
@@ -188,13 +175,11 @@ def caution(record: Record, answer: Support) -> None:
 
 def refusal(extension: BackpropExtension, record: Record, answer: Support) -> str:
     """The message of a refusal: what, why, what to do, and where the rule is."""
-    module = record.module
-    kind = "loss" if record.output.dim() == 0 else "layer"
-    verb = "pass" if extension.second_order else "be computed for"
-    if kind == "loss":
-        verb = "start at"
+    verb = "pass layer" if extension.second_order else "be computed for layer"
+    if record.output.dim() == 0:
+        verb = "start at loss"
     return explain(
-        f"{extension} cannot {verb} {kind} '{record.path}' ({type(module).__name__}).",
+        f"{extension} cannot {verb} '{record.path}' ({type(record.module).__name__}).",
         answer.reason,
         answer.do,
         rule_file(record.rule),
@@ -259,8 +244,3 @@ def check_samples(extension: BackpropExtension, record: Record) -> None:
                 "pass indices from 0 to N - 1.",
             )
         )
-
-
-def is_loss(module: nn.Module) -> bool:
-    """Whether a module is one of torch's losses."""
-    return isinstance(module, nn.modules.loss._Loss)

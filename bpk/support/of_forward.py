@@ -21,7 +21,7 @@ from bpk.recording.recorder import keep
 from bpk.rules import REGISTRY
 from bpk.support.decide import Kind, Support
 from bpk.support.decide import support as answer
-from bpk.support.of_model import IDLE, is_idle, of_layer
+from bpk.support.of_layers import IDLE, is_idle, of_layer
 from bpk.support.table import Cell, SupportTable
 from bpk.verification.problem import Arguments, duplicate, undisturbed
 

@@ -19,7 +19,7 @@ from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference, Problem
 from bpk.verification.progress import Progress
-from bpk.verification.quantities import CHECKS, Check
+from bpk.verification.quantities import Check, by_definition
 from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
 from bpk.verification.structure import in_words, tensors_of
@@ -101,10 +101,8 @@ def of_batch(
 
 
 def check_for(extension: BackpropExtension) -> Check | None:
-    """How an extension is verified; `None` for those that others have written."""
-    if isinstance(extension, HBP):
-        return check_of(extension)
-    return CHECKS.get(type(extension))
+    """How an extension is verified; `None` for those of which nobody has said what they must be."""
+    return check_of(extension) if isinstance(extension, HBP) else by_definition(extension)
 
 
 def rows_of(

@@ -138,7 +138,7 @@ class Measured:
 
 def columns_of(extension: BackpropExtension, exact: int) -> int:
     """How many columns travel."""
-    drawn: int | None = extension.__dict__.get("mc_samples")
+    drawn = extension.get_num_mc_samples()
     return exact if drawn is None else max(drawn, DRAWS)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.definition import Form
+from bpk.extensions.registry import REGISTRY
+from bpk.verification.definition import AtPlace
 from bpk.verification.place import Extent, Place, unravel
 from bpk.verification.reference import Reference
 
@@ -90,53 +91,74 @@ def require_shape(value: Any, shape: Sequence[int | None]) -> None:
         raise Mismatch(f"the field has shape {list(value.shape)} instead of {wanted}")
 
 
-@dataclass
-class OfBatch(Check):
-    """A tensor `[*p]`; `value(ref, place)` is its expected value at the entries."""
+class Defined(Check):
+    """By the definition of the extension."""
 
-    value: Callable[[Reference, Place], Tensor]
-    sampled: bool = False
+    def __init__(self, extension: BackpropExtension) -> None:
+        self.extension = extension
+        self.sampled = extension.get_num_mc_samples() is not None
+
+    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+        return [AtPlace(ref, place, self.extension.form).evaluate(self.extension.definition)]
+
+    def scales(self, ref: Reference, place: Place, expected: Read) -> list[float]:
+        size = AtPlace(ref, place, self.extension.form).evaluate(self.extension.magnitude)
+        return super().scales(ref, place, expected) if size is None else [largest(size)]
+
+
+class OfBatch(Defined):
+    """A tensor `[*p]`."""
 
     def read(self, value: Any, place: Place) -> Read:
         require_shape(value, place.shape)
         return [value.reshape(-1)[place.entries]]
 
-    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        return [self.value(ref, place)]
-
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
         return f"entry {place.index(index[0])}"
 
 
-@dataclass
-class OfSamples(Check):
-    """A tensor `[N, *p]` (or `[N]`, of `norms`); `value` is expected for the samples that are looked at."""
-
-    value: Callable[[Reference, Place], Tensor]
-    sampled: bool = False
-    norms: bool = False
+class Number(Defined):
+    """One number."""
 
     def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen), *(() if self.norms else place.shape)))
-        rows = value[list(place.looked)]
-        return [rows if self.norms else rows.reshape(len(rows), -1)[:, place.entries]]
-
-    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        return [self.value(ref, place)]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        sample = f"sample {place.numbers[index[0]]}"
-        return sample if self.norms else f"{sample}, entry {place.index(index[1])}"
+        require_shape(value, ())
+        return [value]
 
     def numbers(self, place: Place, columns: int) -> int:
-        return len(place.chosen) * (1 if self.norms else place.shape.numel())
+        return 1
 
 
-@dataclass
-class Root(Check):
-    """A square root `[C, N, *p]` of the GGN: its Gram matrix at the entries, sample by sample."""
+class OfSamples(Defined):
+    """A tensor `[N, *p]`, at the samples that are looked at."""
 
-    sampled: bool = False
+    def read(self, value: Any, place: Place) -> Read:
+        require_shape(value, (len(place.chosen), *place.shape))
+        rows = value[list(place.looked)]
+        return [rows.reshape(len(rows), -1)[:, place.entries]]
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"sample {place.numbers[index[0]]}, entry {place.index(index[1])}"
+
+    def numbers(self, place: Place, columns: int) -> int:
+        return len(place.chosen) * place.shape.numel()
+
+
+class Numbers(OfSamples):
+    """A tensor `[N]`."""
+
+    def read(self, value: Any, place: Place) -> Read:
+        require_shape(value, (len(place.chosen),))
+        return [value[list(place.looked)]]
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"sample {place.numbers[index[0]]}"
+
+    def numbers(self, place: Place, columns: int) -> int:
+        return len(place.chosen)
+
+
+class Root(OfSamples):
+    """A square root `[V, N, *p]` of a matrix: its Gram matrix at the entries, sample by sample."""
 
     def read(self, value: Any, place: Place) -> Read:
         require_shape(value, (None, len(place.chosen), *place.shape))
@@ -144,107 +166,71 @@ class Root(Check):
         rows = chosen.reshape(*chosen.shape[:2], -1)[..., place.entries]
         return [torch.einsum("cni,cnj->nij", rows, rows)]
 
-    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        return [ref.ggn(place.name, place.numbers)]
-
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return (
-            f"sample {place.numbers[index[0]]}, product of entries {place.index(index[1])} and {place.index(index[2])}"
-        )
+        entries = f"{place.index(index[1])} and {place.index(index[2])}"
+        return f"sample {place.numbers[index[0]]}, product of entries {entries}"
 
     def numbers(self, place: Place, columns: int) -> int:
-        return columns * len(place.chosen) * place.shape.numel()
+        return columns * super().numbers(place, columns)
 
 
-@dataclass
-class Product(Check):
+class Product(Defined):
     """A callable `[V, *p] -> [V, *p]`: its product with a random vector."""
 
-    value: Callable[[Reference, Place], Tensor]
-
     def read(self, value: Any, place: Place) -> Read:
-        if not callable(value):
-            raise Mismatch(f"the field is {type(value).__name__} and cannot be called")
-        product = value(place.vector[None])
-        require_shape(product, (1, *place.shape))
-        return [product[0].flatten()]
+        return [products(value, place, place.vector)[0].flatten()]
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        return [self.value(ref, place).flatten()]
+        return [super().expected(ref, place, found)[0].flatten()]
 
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
         return f"entry {unravel(index[0], place.shape)} of a product"
 
 
-@dataclass
-class OfVariance(OfBatch):
-    """The variance, a difference of moments: errors are relative to these."""
+class BoundedProduct(Defined):
+    """The same, of a symmetric matrix of which no more is known than that it is not below some others."""
 
-    def scales(self, ref: Reference, place: Place, expected: Read) -> list[float]:
-        return [largest(gradients(ref, place, place.chosen).square().sum(0) / place.n)]
-
-
-class PositiveProduct(Check):
-    """`PCHMP`: symmetric, and not below the GGN and the Hessian.
-
-    Residuals are made positive before they are passed on, so `v^T P v` is at least as large as with the residuals
-    as they are, and as without them.
-    """
-
-    note = "symmetric, and at least the GGN and the Hessian; not checked beyond"
+    note = "symmetric, and at least the matrices of its definition; not checked beyond"
 
     def read(self, value: Any, place: Place) -> Read:
-        if not callable(value):
-            raise Mismatch(f"the field is {type(value).__name__} and cannot be called")
         other = place.vector.flatten().roll(1).reshape(place.shape).cos()
-        products = value(torch.stack([place.vector, other]))
-        require_shape(products, (2, *place.shape))
-        forth, back = (products[0] * other).sum(), (products[1] * place.vector).sum()
-        return [forth, back, (products[0] * place.vector).sum()]
+        found = products(value, place, place.vector, other)
+        forth, back = (found[0] * other).sum(), (found[1] * place.vector).sum()
+        return [forth, back, (found[0] * place.vector).sum()]
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        curvatures = [ref.ggn_product(place.name, place.vector, place.chosen)]
-        curvatures.append(ref.hessian_product(place.name, place.vector, place.chosen))
-        least = torch.stack([(place.vector * c).sum() for c in curvatures]).max()
+        [below] = super().expected(ref, place, found)
+        least = (below * place.vector).flatten(1).sum(1).max()
         return [found[1], found[1], torch.maximum(found[2], least)]
 
 
-def gradients(ref: Reference, place: Place, numbers: Sequence[int]) -> Tensor:
-    """`[N, E]`."""
-    return torch.stack([ref.gradient(place.name, n) for n in numbers])
+def products(value: Any, place: Place, *vectors: Tensor) -> Tensor:
+    """What a field that is a function makes of vectors."""
+    if not callable(value):
+        raise Mismatch(f"the field is {type(value).__name__} and cannot be called")
+    found: Tensor = value(torch.stack(vectors))
+    require_shape(found, (len(vectors), *place.shape))
+    return found
 
 
-def variance(ref: Reference, place: Place) -> Tensor:
-    """Biased; sums run over the chosen samples, the divisor is the whole batch's."""
-    rows = gradients(ref, place, place.chosen)
-    return rows.square().sum(0) / place.n - (rows.sum(0) / place.n).square()
-
-
-def ggn_diagonal(ref: Reference, place: Place, numbers: Sequence[int]) -> Tensor:
-    """`[N, E]`."""
-    return ref.ggn(place.name, numbers).diagonal(dim1=1, dim2=2)
-
-
-def hessian_diagonals(ref: Reference, place: Place) -> Tensor:
-    """`[N, E]`, sample by sample (of a costly reference: of the first ones)."""
-    numbers = place.numbers[: max(1, ref.share)]
-    return torch.stack([ref.hessian_diagonal(place.name, (n,), len(numbers)) for n in numbers])
-
-
-CHECKS: dict[type[BackpropExtension], Check] = {
-    E.BatchGrad: OfSamples(lambda ref, at: gradients(ref, at, at.numbers)),
-    E.BatchL2Grad: OfSamples(lambda ref, at: torch.stack([ref.norm(at.name, n) for n in at.numbers]), norms=True),
-    E.SumGradSquared: OfBatch(lambda ref, at: gradients(ref, at, at.chosen).square().sum(0)),
-    E.Variance: OfVariance(variance),
-    E.DiagGGNExact: OfBatch(lambda ref, at: ggn_diagonal(ref, at, at.chosen).sum(0)),
-    E.DiagGGNMC: OfBatch(lambda ref, at: ggn_diagonal(ref, at, at.chosen).sum(0), sampled=True),
-    E.BatchDiagGGNExact: OfSamples(lambda ref, at: ggn_diagonal(ref, at, at.numbers)),
-    E.BatchDiagGGNMC: OfSamples(lambda ref, at: ggn_diagonal(ref, at, at.numbers), sampled=True),
-    E.DiagHessian: OfBatch(lambda ref, at: ref.hessian_diagonal(at.name, at.chosen, 1)),
-    E.BatchDiagHessian: OfSamples(hessian_diagonals),
-    E.SqrtGGNExact: Root(),
-    E.SqrtGGNMC: Root(sampled=True),
-    E.HMP: Product(lambda ref, at: ref.hessian_product(at.name, at.vector, at.chosen)),
-    E.GGNMP: Product(lambda ref, at: ref.ggn_product(at.name, at.vector, at.chosen)),
-    E.PCHMP: PositiveProduct(),
+CHECKS: dict[Form, type[Defined]] = {
+    Form.BATCH: OfBatch,
+    Form.SAMPLES: OfSamples,
+    Form.NUMBER: Number,
+    Form.NUMBERS: Numbers,
+    Form.ROOT: Root,
+    Form.PRODUCT: Product,
+    Form.BOUNDED_PRODUCT: BoundedProduct,
 }
+
+
+def by_definition(extension: BackpropExtension) -> Check | None:
+    """How an extension is verified by its definition; `None` where it has none.
+
+    A definition that an unlisted class inherits may be that of something else.
+    """
+    cls = type(extension)
+    its_own = "definition" in vars(cls) or REGISTRY.find(cls.__name__) is cls
+    if not its_own or cls.definition is BackpropExtension.definition:
+        return None
+    return CHECKS[extension.form](extension)

@@ -110,6 +110,12 @@ class Reference:
         """`[E]`: the gradient of `L_n` at the chosen entries."""
         return self.gradients(n)[name][0]
 
+    @once
+    def whole_gradient(self, name: str, n: int) -> Tensor:
+        """The same at all entries."""
+        slope = self.whole.of_samples([n], self.whole.slope.detach())
+        return grads(self.whole.pred, [self.params[name]], slope)[0].flatten()
+
     def norm(self, name: str, n: int) -> Tensor:
         """The squared norm of the gradient of `L_n`."""
         return self.gradients(n)[name][1]
@@ -162,20 +168,25 @@ class Reference:
         """
         self.say(f"GGN of {name}")
         if self.split.pred.numel() <= 1.5 * sum(len(e) for e in self.entries.values()):
-            return self.columns_by_rows[name]
+            return self.columns_of_all[name]
         return self.columns_by_products(name, self.entries[name][: self.affordable(name, 1)])
 
     @cached_property
-    def columns_by_rows(self) -> dict[str, Tensor]:
+    def columns_of_all(self) -> dict[str, Tensor]:
         """`[E, P]` for every parameter."""
-        rows: dict[str, list[Tensor]] = {name: [] for name in self.entries}
+        return self.columns_by_rows(self.entries)
+
+    def columns_by_rows(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`[E, P]` for some parameters: a backward pass for each entry of the prediction."""
+        rows: dict[str, list[Tensor]] = {name: [] for name in entries}
         pred = self.split.pred
         for k in range(len(pred)):
             self.say(f"row {k + 1} of {len(pred)} of the Jacobian")
             unit = torch.zeros_like(pred)
             unit[k] = 1.0
-            for name, g in self.pulled_back(self.split, unit).items():
-                rows[name].append(g.flatten()[self.entries[name]])
+            found = grads(pred, [self.params[name] for name in rows], unit)
+            for (name, some), g in zip(entries.items(), found, strict=True):
+                rows[name].append(g.flatten()[some])
         return {name: torch.stack(r, 1) for name, r in rows.items()}
 
     def columns_by_products(self, name: str, entries: Tensor) -> Tensor:
@@ -183,11 +194,12 @@ class Reference:
         pulled = self.pulled[name].flatten()
         return torch.stack([self.split.forward(pulled[e]) for e in entries])
 
-    def whole_ggn(self, name: str, size: int, offset: int, chosen: Sequence[int]) -> Tensor:
-        """`[P, P]`: the GGN of so many entries of a parameter, summed over samples; a backward pass for each."""
+    def whole_ggn(self, name: str, entries: Tensor, chosen: Sequence[int]) -> Tensor:
+        """`[len(chosen), E, E]`: the GGN at these entries; a backward pass for each, or for each of the prediction."""
         with derivatives():
-            columns = self.columns_by_products(name, torch.arange(offset, offset + size))
-            return self.blocks(columns)[list(chosen)].sum(0)
+            few = self.split.pred.numel() < len(entries)
+            columns = self.columns_by_rows({name: entries})[name] if few else self.columns_by_products(name, entries)
+            return self.blocks(columns)[list(chosen)]
 
     def affordable(self, name: str, each: int) -> int:
         """How many of a parameter's entries can be looked at, if each takes so many backward passes."""
@@ -227,9 +239,14 @@ class Reference:
         return grads((self.live_gradient(name, chosen) * vector).sum(), [self.params[name]])[0]
 
     @once
-    def hessian_diagonal(self, name: str, chosen: Sequence[int], parts: int) -> Tensor:
-        """`[E]`: the Hessian's diagonal for some samples, at as many entries as `passes` allows for so many `parts`."""
+    def hessian_diagonal(
+        self, name: str, chosen: Sequence[int], parts: int, every: bool = False, entries: Tensor | None = None
+    ) -> Tensor:
+        """`[E]`: the Hessian's diagonal for some samples, at as many entries as `passes` allows for so many `parts`.
+
+        `every` entry of the parameter is looked at where `entries` name them.
+        """
         self.say(f"Hessian of {name}")
         gradient = self.live_gradient(name, chosen).flatten()
-        entries = self.entries[name][: self.affordable(name, parts)]
-        return torch.stack([grads(gradient[e], [self.params[name]])[0].flatten()[e] for e in entries])
+        some = entries if every and entries is not None else self.entries[name][: self.affordable(name, parts)]
+        return torch.stack([grads(gradient[e], [self.params[name]])[0].flatten()[e] for e in some])

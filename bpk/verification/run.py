@@ -8,37 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk import extensions as E
 from bpk.context import check_extension
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.registry import every_extension
 from bpk.verification.assemble import Effort, rows
 from bpk.verification.problem import Problem, undisturbed
 from bpk.verification.progress import Progress
 from bpk.verification.result import Verification
-
-
-def every_extension() -> tuple[BackpropExtension, ...]:
-    """One extension for each quantity."""
-    return (
-        E.BatchGrad(),
-        E.BatchL2Grad(),
-        E.SumGradSquared(),
-        E.Variance(),
-        E.DiagGGNExact(),
-        E.BatchDiagGGNExact(),
-        E.SqrtGGNExact(),
-        E.GGNMP(),
-        E.DiagHessian(),
-        E.BatchDiagHessian(),
-        E.HMP(),
-        E.PCHMP(),
-        E.KFLR(),
-        E.KFRA(),
-        E.DiagGGNMC(),
-        E.BatchDiagGGNMC(),
-        E.SqrtGGNMC(),
-        E.KFAC(),
-    )
 
 
 def verify(
@@ -61,6 +37,9 @@ def verify(
     progress: bool | None = None,
 ) -> Verification:
     """Check quantities of a model against their definitions, by plain autograd, at random entries and samples.
+
+    An extension says what its field must be by its `definition`, which is evaluated with what plain autograd gives;
+    one of your own is compared, too, if it has one.
 
     Works on copies: model, loss, gradients, fields, hooks and random generators stay as they are. With `L_n` the
     loss as a function of the prediction of sample `n` alone, `J_n` the Jacobian of that prediction, and `H_n` the

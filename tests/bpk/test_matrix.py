@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.definition import Form
+from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import TimesWeight
@@ -25,6 +27,7 @@ from bpk.rules import REGISTRY
 from bpk.support.decide import Kind
 from tests.models.networks import Network, all_networks
 from tests.references import averaged as reference_averaged
+from tests.references import definition as reference_definition
 from tests.references.reference import Reference
 
 MC = 2
@@ -155,7 +158,17 @@ class Row:
         return self.by_layers and reference_averaged.graph_of(net.build()[0]) is not None
 
 
-ROWS = (
+def defined(extension: BackpropExtension) -> Check:
+    """The field is what the extension says by its definition."""
+
+    def check(ref: Reference, name: str, found: Any) -> None:
+        for value, expected in reference_definition.pairs(extension, ref, name, found):
+            close(value, expected, name)
+
+    return check
+
+
+WRITTEN = (
     Row("BatchGrad", E.BatchGrad, "grad_batch", equals("grad_batch")),
     Row("BatchL2Grad", E.BatchL2Grad, "batch_l2", equals("batch_l2")),
     Row("SumGradSquared", E.SumGradSquared, "sum_grad_squared", equals("sum_grad_squared")),
@@ -172,6 +185,13 @@ ROWS = (
     Row("PCHMP-clip", clipped, "pchmp", multiplies(clipped_block), chain_only=True),
     Row("PCHMP-abs", absolute, "pchmp", multiplies(absolute_block), chain_only=True),
 )
+DEFINED = tuple(
+    Row(type(e).__name__, type(e), e.savefield, defined(e))
+    for e in every_extension()
+    if e.get_num_mc_samples() is None and e.form is not Form.FACTORS
+)
+ROWS = (*WRITTEN, *(row for row in DEFINED if row.field not in {written.field for written in WRITTEN}))
+"""Definitions that are written down here, independently of the extensions, and those of all other extensions."""
 
 
 def refusals(net: Network, extension: BackpropExtension) -> list[str]:
@@ -223,6 +243,16 @@ def test_cell(net: Network, row: Row) -> None:
         row.check(ref, name, getattr(param, row.field))
         assert param.grad is not None
         close(param.grad, ref.grad(name), f"{name}.grad")
+
+
+@pytest.mark.parametrize("net", [pytest.param(n, id=str(n)) for n in NETWORKS if n.name in {"mlp", "cnn"}])
+def test_definitions(net: Network) -> None:
+    """What extensions say of themselves is what is written down here: a field that is right by one is by the other."""
+    ref, model = reference(net.name), run(net, *[row.make() for row in DEFINED])
+    assert {row.title for row in DEFINED} >= {row.title for row in WRITTEN if not row.title.startswith(("KF", "PCHMP"))}
+    for row in DEFINED:
+        for name, param in model.named_parameters():
+            row.check(ref, name, getattr(param, row.field))
 
 
 def refused_or_finite(net: Network, row: Row) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.rules import REGISTRY
 from bpk.support.decide import Kind, Support
-from bpk.verification.run import every_extension
 from tests.references.compare import Assembled
 
 

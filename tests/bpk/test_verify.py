@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.registry import every_extension
 from bpk.jacobians import Elementwise
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.normalization import Normalization
 from bpk.rules import REGISTRY
 from bpk.verification import Row, Verdict, Verification
-from bpk.verification.run import every_extension
 from tests.references.compare import Assembled
 
 DRAWN = (E.DiagGGNMC, E.BatchDiagGGNMC, E.SqrtGGNMC, E.KFAC)
@@ -273,6 +274,60 @@ def test_unknown_extension_unused_and_frozen_parameters() -> None:
         ("used.weight", Verdict.OK, ""),
         *((name, Verdict.UNCHECKED, unused) for name in ("unused.weight", "unused.bias")),
     ]
+
+
+class Defined(E.BatchGrad):
+    """An extension that says what it must be, in some form, of the rows that `value` gets."""
+
+    def __init__(self, form: Form, value: Callable[[Tensor], Tensor], definition: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.form, self.of_rows, self.of_plain = form, value, definition
+
+    def value(self, uses: Any) -> Any:
+        return self.of_rows(super().value(uses))
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return self.of_plain(plain)
+
+
+FORMS = {
+    "number": (Form.NUMBER, lambda g: g.abs().sum(), lambda plain: plain.gradients.abs().sum()),
+    "numbers": (Form.NUMBERS, lambda g: g.flatten(1).amax(1), lambda plain: plain.gradients.amax(1)),
+    "root": (Form.ROOT, lambda g: g[None], lambda plain: torch.einsum("ni,nj->nij", *[plain.gradients] * 2)),
+    "product": (Form.PRODUCT, lambda g: lambda v: 2 * v, lambda plain: 2 * plain.vector),
+    "at least": (Form.BOUNDED_PRODUCT, lambda g: lambda v: 2 * v, lambda plain: torch.stack([plain.vector] * 2)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_definitions_of_ones_own(form: str) -> None:
+    """An unlisted extension that has a definition in its class is compared with it, in each form."""
+    assert len(bpk.verify(*mlp(), Defined(*FORMS[form]), samples=3).of(Verdict.OK)) == 4
+    kind, value, definition = FORMS[form]
+
+    def twice(plain: PlainAutograd) -> Tensor:
+        return 3 * definition(plain)
+
+    assert len(bpk.verify(*mlp(), Defined(kind, value, twice)).wrong) == 4
+
+
+@pytest.mark.parametrize("curvature", ["ggn_diagonals", "hessian_diagonals"])
+def test_definitions_that_see_all_entries(curvature: str) -> None:
+    """Sums over a parameter, of the GGN and of the Hessian; and how many entries are too many."""
+    extension = (E.BatchDiagGGNExact if curvature == "ggn_diagonals" else E.BatchDiagHessian)()
+
+    class Trace(type(extension)):  # type: ignore[misc]
+        form = Form.NUMBERS
+
+        def value(self, uses: Any) -> Tensor:
+            return super().value(uses).flatten(1).sum(1)
+
+        def definition(self, plain: PlainAutograd) -> Tensor:
+            return getattr(plain, curvature).sum(1)
+
+    assert len(bpk.verify(*mlp(), Trace()).of(Verdict.OK)) == 4
+    few = bpk.verify(*mlp(), Trace(), passes=11)
+    assert {row.parameter for row in few.of(Verdict.UNCHECKED)} <= {"0.weight"} and not few.wrong
 
 
 def test_memory_limit_spreads_parameters() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import re
+import textwrap
 from functools import cache
 from typing import Any
 
@@ -14,19 +15,19 @@ import torch
 import bpk
 from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.extensions.curvmatprod import MatrixProduct
+from bpk.extensions.definition import Form
+from bpk.extensions.registry import every_extension
 from bpk.support.decide import Kind
 from bpk.support.table import Cell, SupportTable
-from bpk.verification.run import every_extension
-from tools.site.definitions import DEFINITIONS
+from tools.site.definitions import DEFINITIONS, Definition
 from tools.site.docstrings import parse, run, shown
 from tools.site.examples import scripts
-from tools.site.markdown import math, table
+from tools.site.markdown import code_block, math, table
 from tools.site.measured import cost
 
 NETWORK = """import torch
 import bpk
-from bpk.extensions import {name}
+from {package} import {name}
 from torch import nn
 
 model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3))
@@ -67,13 +68,36 @@ tried(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), loss_fn, BatchDiagGGNEx
 BETWEEN = r", \quad "
 """What stands between the formulas of a definition."""
 
-GROUPS = {"firstorder": "First order", "secondorder": "Second order", "curvmatprod": "Products with curvature blocks"}
+GROUPS = {
+    "bpk.extensions.firstorder": "First order",
+    "bpk.extensions.secondorder": "Second order",
+    "bpk.extensions.curvmatprod": "Products with curvature blocks",
+    "": "From other packages",
+}
+"""Titles of the table's parts, by what the modules begin with of those that no title before has taken."""
+
+FUNCTIONS = (Form.PRODUCT, Form.BOUNDED_PRODUCT)
 
 
 def extensions() -> tuple[BackpropExtension, ...]:
-    """All that have a page, in the order of their definitions."""
+    """All that have a page: those that are described here first, in their order."""
     names = list(DEFINITIONS)
-    return tuple(sorted((*every_extension(), HBP()), key=lambda e: names.index(type(e).__name__)))
+
+    def place(extension: BackpropExtension) -> int:
+        name = type(extension).__name__
+        return names.index(name) if name in names else len(names)
+
+    return tuple(sorted((*every_extension(), HBP()), key=place))
+
+
+def grouped() -> dict[str, list[BackpropExtension]]:
+    """By title: the extensions of each part of the table."""
+    found: dict[str, list[BackpropExtension]] = {title: [] for title in GROUPS.values()}
+    for extension in extensions():
+        found[next(title for start, title in GROUPS.items() if type(extension).__module__.startswith(start))].append(
+            extension
+        )
+    return {title: mine for title, mine in found.items() if mine}
 
 
 def page_of(extension: BackpropExtension) -> str:
@@ -84,19 +108,25 @@ def page_of(extension: BackpropExtension) -> str:
 def small_network(extension: type[BackpropExtension]) -> str:
     """Code that computes a quantity of a small network."""
     name = extension.__name__
-    return NETWORK.format(name=name, arguments=DEFINITIONS[name].arguments)
+    package = "bpk.extensions" if name in bpk.extensions.__all__ else extension.__module__
+    arguments = DEFINITIONS[name].arguments if name in DEFINITIONS else ""
+    return NETWORK.format(name=name, package=package, arguments=arguments)
 
 
 @cache
-def compared(name: str) -> tuple[str, str]:
+def compared(extension: type[BackpropExtension]) -> tuple[str, str]:
     """Code that compares a quantity of a small network with its definition, and what it prints."""
-    extension = vars(bpk.extensions)[name]
-    field = extension().savefield
+    name, field = extension.__name__, extension().savefield  # type: ignore[call-arg]
+    if name not in DEFINITIONS:
+        code = small_network(extension).partition("model, loss_fn")[0]
+        code += "x, y = torch.rand(16, 1, 8, 8), torch.randint(3, (16,))\n"
+        code += f"print(bpk.verify(model, nn.CrossEntropyLoss(), x, y, {name}()))\n"
+        return code, run(code)
     definition = DEFINITIONS[name]
     shape = f"list(p.{field}.shape)"
-    if issubclass(extension, HBP):
+    if extension.form is Form.FACTORS:
         shape = f"[list(factor.shape) for factor in p.{field}]"
-    elif issubclass(extension, MatrixProduct):
+    elif extension.form in FUNCTIONS:
         shape = "list(got.shape)"
     check = CHECK.format(value=definition.value.format(field=field), shape=shape)
     code = "\n\n".join([small_network(extension), definition.autograd.rstrip() + "\n"]).rstrip() + "\n" + check
@@ -105,7 +135,7 @@ def compared(name: str) -> tuple[str, str]:
 
 def memory(extension: type[BackpropExtension]) -> str:
     """How large the fields of the small network are."""
-    if issubclass(extension, MatrixProduct):
+    if extension.form in FUNCTIONS:
         return "The field is a function."
     namespace: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng():
@@ -130,8 +160,7 @@ def pages() -> dict[str, str]:
         "(classes), `M` Monte-Carlo samples, `V` free vectors, `*p` the parameter's shape. Any number of them "
         "share one backward pass.",
     ]
-    for group, title in GROUPS.items():
-        mine = [e for e in extensions() if type(e).__module__.split(".")[2] == group]
+    for title, mine in grouped().items():
         rows = [[f"[{e}]({page_of(e).split('/')[1]})", f"`p.{e.savefield}`", first_sentence(e)] for e in mine]
         parts += [f"## {title}", table(["extension", "field", "value"], rows)]
     parts += ["## What a mistake gets", shown(MISTAKES, run(MISTAKES))]
@@ -146,31 +175,55 @@ def first_sentence(extension: BackpropExtension) -> str:
 
 def page(extension: BackpropExtension, matrix: SupportTable) -> str:
     """One quantity."""
-    name, documented = type(extension).__name__, parse(type(extension))
-    definition = DEFINITIONS[name]
+    cls, name, documented = type(extension), type(extension).__name__, parse(type(extension))
     parts = [
         f"# {name}",
         f"Field: `p.{extension.savefield}`",
         documented.text,
-        f"**Source**: {documented.source}",
+        f"**Source**: {documented.source}" if documented.source else "",
         "## Definition",
-        f'<div class="definition" markdown="0">{"".join(map(math, definition.formula.split(BETWEEN)))}</div>',
-        definition.words,
-        f"**Used for**: {definition.uses}",
-        "## Held against its definition",
-        "Plain autograd gives the expected value, which draws approach:"
-        if definition.arguments
-        else "The same numbers by plain autograd, far slower:",
-        shown(*compared(name)),
-        "## Cost",
-        f"**Time**: {definition.time}. Measured: {cost(name)}",
-        f"**Memory**: {definition.memory}. {memory(type(extension))} [Memory and chunks](../memory.md).",
+        *(described(DEFINITIONS[name]) if name in DEFINITIONS else in_code(cls)),
+        *shown_costs(cls),
         "## Examples that use it",
         users(name),
         "## Where it is refused",
         refused([c for c in matrix.cells if c.extension == name], name),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def described(definition: Definition) -> list[str]:
+    """Formula, words and use."""
+    return [
+        f'<div class="definition" markdown="0">{"".join(map(math, definition.formula.split(BETWEEN)))}</div>',
+        definition.words,
+        f"**Used for**: {definition.uses}",
+    ]
+
+
+def in_code(extension: type[BackpropExtension]) -> list[str]:
+    """The definition as it is written, where no other words are found for it."""
+    code = textwrap.dedent(inspect.getsource(extension.definition))
+    form = f"`{extension.form.value}`, for a parameter `[*p]` and `N` samples"
+    return [form + ", in terms of what [plain autograd](../reference/extensions.md) says:", code_block(code, "python")]
+
+
+def shown_costs(extension: type[BackpropExtension]) -> list[str]:
+    """The comparison with the definition, time and memory."""
+    name = extension.__name__
+    known = DEFINITIONS.get(name)
+    of_draws = known is not None and known.arguments
+    time, room = (f"{known.time}. ", f"{known.memory}. ") if known is not None else ("", "")
+    return [
+        "## Held against its definition",
+        "Plain autograd gives the expected value, which draws approach:"
+        if of_draws
+        else "The same numbers by plain autograd, far slower:",
+        shown(*compared(extension)),
+        "## Cost",
+        f"**Time**: {time}Measured: {cost(name)}",
+        f"**Memory**: {room}{memory(extension)} [Memory and chunks](../memory.md).",
+    ]
 
 
 def users(name: str) -> str:

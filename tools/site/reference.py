@@ -20,6 +20,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "What extensions have in common. Each is described on a page of its own: [quantities](../quantities/index.md).",
         (
             "bpk.extensions.backprop_extension",
+            "bpk.extensions.definition",
             "bpk.extensions.module_extension",
             "bpk.extensions.firstorder.base",
             "bpk.extensions.secondorder.base",
@@ -30,7 +31,10 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         tuple(f"bpk.jacobians.{name}" for name in jacobians.__all__),
     ),
     "context": ("What lies behind `bpk.backpack`: the current context.", ("bpk.context",)),
-    "support": ("The answers of `bpk.support` and `bpk.support_matrix`.", ("bpk.support.table", "bpk.support.Support")),
+    "support": (
+        "The answers of `bpk.support` and `bpk.support_matrix`.",
+        ("bpk.support.table", "bpk.support.decide.Support"),
+    ),
     "custom_module": (
         "Modules for graphs written by hand.",
         ("bpk.custom_module.branching", "bpk.custom_module.permute", "bpk.custom_module.slicing"),

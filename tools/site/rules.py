@@ -19,7 +19,7 @@ from bpk.jacobians.core.example import Example
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
-from bpk.support.of_model import calls_of
+from bpk.support.matrix import calls_of
 from tools.site.formulas import formulas, hyperparameters
 from tools.site.markdown import code_block, details, table
 from tools.site.measured import speed

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from bpk.extensions.curvature import Curvature
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.sweeps.block_product import BlockProduct
@@ -24,6 +26,7 @@ class MatrixProduct(SecondOrderBackpropExtension):
     parameters, were changed.
     """
 
+    form = Form.PRODUCT
     curvature: Curvature
     sums_samples = True
 
@@ -56,6 +59,9 @@ class HMP(MatrixProduct):
     def __init__(self, savefield: str = "hmp", subsampling: Sequence[int] | None = None) -> None:
         super().__init__(savefield, subsampling=subsampling)
 
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.hessian_product
+
 
 class GGNMP(MatrixProduct):
     """Products with the diagonal blocks of the generalised Gauss-Newton matrix, in the field `ggnmp`.
@@ -79,6 +85,9 @@ class GGNMP(MatrixProduct):
     def __init__(self, savefield: str = "ggnmp", subsampling: Sequence[int] | None = None) -> None:
         super().__init__(savefield, subsampling=subsampling)
 
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.ggn_product
+
 
 class PCHMP(MatrixProduct):
     """Products with the diagonal blocks of the positive-curvature Hessian, in the field `pchmp`.
@@ -101,6 +110,7 @@ class PCHMP(MatrixProduct):
     torch.Size([2, 3, 4])
     """
 
+    form = Form.BOUNDED_PRODUCT
     curvature = Curvature.PCH_CLIP
 
     def __init__(
@@ -117,3 +127,10 @@ class PCHMP(MatrixProduct):
 
     def value(self, uses: Uses) -> Callable[[Tensor], Tensor]:
         return BlockProduct(uses, self.curvature, self.modify)
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        """It is not below the GGN, which has no residuals, nor below the Hessian, which has negative ones, too."""
+        return torch.stack([plain.ggn_product, plain.hessian_product])
+
+
+EXTENSIONS = (GGNMP, HMP, PCHMP)

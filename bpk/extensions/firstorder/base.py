@@ -25,7 +25,14 @@ class FirstOrderBackpropExtension(BackpropExtension):
 
 
 class GradientExtension(FirstOrderBackpropExtension):
-    """A first-order extension that serves every rule."""
+    """A first-order extension that serves every rule.
+
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(self.field, subsampling=subsampling)
 
     def sweep(self) -> Sweep:
         return Gradient(self.subsampling)

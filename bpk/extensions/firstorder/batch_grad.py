@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.statistics import Uses
 
@@ -30,10 +29,15 @@ class BatchGrad(GradientExtension):
     torch.Size([8, 3, 4])
     """
 
+    field = "grad_batch"
+    form = Form.SAMPLES
     needs_rows = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("grad_batch", subsampling=subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.all_rows()[0]
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.gradients
+
+
+EXTENSIONS = (BatchGrad,)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.statistics import Uses
 
@@ -28,8 +27,14 @@ class BatchL2Grad(GradientExtension):
     torch.Size([8])
     """
 
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("batch_l2", subsampling=subsampling)
+    field = "batch_l2"
+    form = Form.NUMBERS
 
     def value(self, uses: Uses) -> Tensor:
         return uses.norm_squared()
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.norms
+
+
+EXTENSIONS = (BatchL2Grad,)

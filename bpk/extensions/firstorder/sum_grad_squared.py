@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.statistics import Uses
 
@@ -28,8 +27,14 @@ class SumGradSquared(GradientExtension):
     torch.Size([3, 4])
     """
 
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("sum_grad_squared", subsampling=subsampling)
+    field = "sum_grad_squared"
+    form = Form.BATCH
 
     def value(self, uses: Uses) -> Tensor:
         return uses.squared_sum()
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.gradients.square().sum(0)
+
+
+EXTENSIONS = (SumGradSquared,)

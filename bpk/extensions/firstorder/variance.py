@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import CHUNK, Uses
@@ -37,10 +38,9 @@ class Variance(GradientExtension):
     (torch.Size([3, 4]), True)
     """
 
+    field = "variance"
+    form = Form.BATCH
     needs_gradient = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("variance", subsampling=subsampling)
 
     def value(self, uses: Uses) -> Tensor:
         n = uses.batch_size
@@ -50,6 +50,16 @@ class Variance(GradientExtension):
         if torch.is_grad_enabled():
             return (squares - (total / n).square()).clamp(min=0)
         return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return self.magnitude(plain) - (plain.gradients.sum(0) / plain.batch_size).square()
+
+    def magnitude(self, plain: PlainAutograd) -> Tensor:
+        """The first term of the difference."""
+        return plain.gradients.square().sum(0) / plain.batch_size
+
+
+EXTENSIONS = (Variance,)
 
 
 def cancels(squares: Tensor, total: Tensor, n: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.backprop_extension import BackpropExtension, positive
 from bpk.sweeps.by_hand import ByHand
 from bpk.sweeps.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
@@ -19,17 +19,38 @@ class SecondOrderBackpropExtension(BackpropExtension):
         """Default: whatever module extensions return."""
         return ByHand(self.subsampling)
 
+    @property
+    def works_by_rules(self) -> bool:
+        return not isinstance(self.sweep(), ByHand)
+
 
 class SquareRootExtension(SecondOrderBackpropExtension):
-    """An extension that listens to a square root of the GGN, exact (`mc_samples=None`) or sampled."""
+    """An extension that listens to a square root of the GGN.
 
-    def __init__(self, savefield: str, mc_samples: int | None, subsampling: Sequence[int] | None) -> None:
-        super().__init__(savefield, subsampling=subsampling)
-        self.mc_samples = mc_samples
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    mc_samples: int | None = None
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(self.field, subsampling=subsampling)
 
     def get_num_mc_samples(self) -> int | None:
-        """The number of Monte-Carlo samples (`None`: exact)."""
         return self.mc_samples
 
     def sweep(self) -> Sweep:
         return SquareRoot(self.mc_samples, self.subsampling)
+
+
+class SampledRootExtension(SquareRootExtension):
+    """An extension that listens to a sampled square root of the GGN.
+
+    Args:
+        mc_samples: Number of samples drawn per datum; extensions with equal numbers share their draws.
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(subsampling)
+        self.mc_samples = positive("mc_samples", mc_samples)

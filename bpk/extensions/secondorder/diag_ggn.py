@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from bpk.extensions.backprop_extension import positive
-from bpk.extensions.secondorder.base import SquareRootExtension
+from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.statistics import Uses
 
 
@@ -21,6 +19,9 @@ class DiagGGN(SquareRootExtension):
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
         return before + value
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.ggn_diagonals if self.needs_samples else plain.ggn_diagonals.sum(0)
 
 
 class DiagGGNExact(DiagGGN):
@@ -39,14 +40,13 @@ class DiagGGNExact(DiagGGN):
     torch.Size([3, 4])
     """
 
+    field = "diag_ggn_exact"
+    form = Form.BATCH
     sums_rows = True
     sums_samples = True
 
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("diag_ggn_exact", None, subsampling)
 
-
-class DiagGGNMC(DiagGGN):
+class DiagGGNMC(SampledRootExtension, DiagGGN):
     """Monte-Carlo estimate of the diagonal of the GGN `[*p]` in the field `diag_ggn_mc`.
 
     The loss Hessian is replaced by gradients at targets drawn from the loss's predictive distribution.
@@ -65,10 +65,9 @@ class DiagGGNMC(DiagGGN):
     torch.Size([3, 4])
     """
 
+    field = "diag_ggn_mc"
+    form = Form.BATCH
     sums_samples = True
-
-    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("diag_ggn_mc", positive("mc_samples", mc_samples), subsampling)
 
 
 class BatchDiagGGNExact(DiagGGN):
@@ -89,13 +88,12 @@ class BatchDiagGGNExact(DiagGGN):
     torch.Size([8, 3, 4])
     """
 
+    field = "diag_ggn_exact_batch"
+    form = Form.SAMPLES
     needs_samples = True
 
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("diag_ggn_exact_batch", None, subsampling)
 
-
-class BatchDiagGGNMC(DiagGGN):
+class BatchDiagGGNMC(SampledRootExtension, DiagGGN):
     """Monte-Carlo estimate of the diagonal of every sample's GGN `[N, *p]` in `diag_ggn_mc_batch`.
 
     Args:
@@ -112,7 +110,9 @@ class BatchDiagGGNMC(DiagGGN):
     torch.Size([8, 3, 4])
     """
 
+    field = "diag_ggn_mc_batch"
+    form = Form.SAMPLES
     needs_samples = True
 
-    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("diag_ggn_mc_batch", positive("mc_samples", mc_samples), subsampling)
+
+EXTENSIONS = (DiagGGNExact, BatchDiagGGNExact, DiagGGNMC, BatchDiagGGNMC)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.sweeps.signed import SignedHessian
@@ -17,6 +18,9 @@ class HessianDiagonal(SecondOrderBackpropExtension):
 
     combines = True
 
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(self.field, subsampling=subsampling)
+
     def sweep(self) -> Sweep:
         return SignedHessian(self.subsampling)
 
@@ -25,6 +29,9 @@ class HessianDiagonal(SecondOrderBackpropExtension):
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
         return before + value
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.hessian_diagonals if self.needs_samples else plain.hessian_diagonal
 
 
 class DiagHessian(HessianDiagonal):
@@ -43,10 +50,9 @@ class DiagHessian(HessianDiagonal):
     torch.Size([3, 4])
     """
 
+    field = "diag_h"
+    form = Form.BATCH
     sums_samples = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("diag_h", subsampling=subsampling)
 
 
 class BatchDiagHessian(HessianDiagonal):
@@ -67,7 +73,9 @@ class BatchDiagHessian(HessianDiagonal):
     torch.Size([8, 3, 4])
     """
 
+    field = "diag_h_batch"
+    form = Form.SAMPLES
     needs_samples = True
 
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("diag_h_batch", subsampling=subsampling)
+
+EXTENSIONS = (DiagHessian, BatchDiagHessian)

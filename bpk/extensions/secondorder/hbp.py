@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
+from bpk.extensions.definition import Form
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
@@ -75,6 +76,8 @@ class HBP(SecondOrderBackpropExtension):
     [(3, 3), (4, 4)]
     """
 
+    form = Form.FACTORS
+
     def __init__(
         self,
         curv_type: Curvature = Curvature.GGN,
@@ -110,7 +113,6 @@ class HBP(SecondOrderBackpropExtension):
         self.approximation = approximation
 
     def get_num_mc_samples(self) -> int | None:
-        """The number of Monte-Carlo samples (`None`: exact)."""
         return self.mc_samples if self.loss_hessian_strategy is LossHessianStrategy.SAMPLING else None
 
     def sweep(self) -> Sweep:
@@ -210,3 +212,6 @@ class KFRA(HBP):
             savefield="kfra",
             subsampling=subsampling,
         )
+
+
+EXTENSIONS = (KFLR, KFRA, KFAC)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from bpk.extensions.backprop_extension import positive
-from bpk.extensions.secondorder.base import SquareRootExtension
+from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.statistics import Uses
 
 
 class SqrtGGN(SquareRootExtension):
     """Common part: `V = J^T S` with `GGN = V V^T`."""
 
+    form = Form.ROOT
     needs_rows = True
     combines = True
 
@@ -23,6 +22,9 @@ class SqrtGGN(SquareRootExtension):
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
         return torch.cat([before, value])
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        return plain.ggn
 
 
 class SqrtGGNExact(SqrtGGN):
@@ -41,11 +43,10 @@ class SqrtGGNExact(SqrtGGN):
     torch.Size([3, 8, 3, 4])
     """
 
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("sqrt_ggn_exact", None, subsampling)
+    field = "sqrt_ggn_exact"
 
 
-class SqrtGGNMC(SqrtGGN):
+class SqrtGGNMC(SampledRootExtension, SqrtGGN):
     """Sampled square root of the GGN `[M, N, *p]` in the field `sqrt_ggn_mc`.
 
     Args:
@@ -62,5 +63,7 @@ class SqrtGGNMC(SqrtGGN):
     torch.Size([2, 8, 3, 4])
     """
 
-    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__("sqrt_ggn_mc", positive("mc_samples", mc_samples), subsampling)
+    field = "sqrt_ggn_mc"
+
+
+EXTENSIONS = (SqrtGGNExact, SqrtGGNMC)

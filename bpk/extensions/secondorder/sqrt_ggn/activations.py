@@ -1,49 +1,9 @@
 """Module extensions of activation layers."""
 
-from __future__ import annotations
-
 from torch import nn
 
-from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from bpk.extensions.secondorder.sqrt_ggn.base import made_for
 
-
-class SqrtGGNReLU(SqrtGGNBaseModule):
-    """For `nn.ReLU`."""
-
-    layer = nn.ReLU
-
-
-class SqrtGGNSigmoid(SqrtGGNBaseModule):
-    """For `nn.Sigmoid`."""
-
-    layer = nn.Sigmoid
-
-
-class SqrtGGNTanh(SqrtGGNBaseModule):
-    """For `nn.Tanh`."""
-
-    layer = nn.Tanh
-
-
-class SqrtGGNELU(SqrtGGNBaseModule):
-    """For `nn.ELU`."""
-
-    layer = nn.ELU
-
-
-class SqrtGGNSELU(SqrtGGNBaseModule):
-    """For `nn.SELU`."""
-
-    layer = nn.SELU
-
-
-class SqrtGGNLeakyReLU(SqrtGGNBaseModule):
-    """For `nn.LeakyReLU`."""
-
-    layer = nn.LeakyReLU
-
-
-class SqrtGGNLogSigmoid(SqrtGGNBaseModule):
-    """For `nn.LogSigmoid`."""
-
-    layer = nn.LogSigmoid
+SqrtGGNReLU, SqrtGGNSigmoid, SqrtGGNTanh, SqrtGGNELU, SqrtGGNSELU, SqrtGGNLeakyReLU, SqrtGGNLogSigmoid = made_for(
+    __name__, nn.ReLU, nn.Sigmoid, nn.Tanh, nn.ELU, nn.SELU, nn.LeakyReLU, nn.LogSigmoid
+)

@@ -1,13 +1,7 @@
 """The module extension of dropout."""
 
-from __future__ import annotations
-
 from torch import nn
 
-from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from bpk.extensions.secondorder.sqrt_ggn.base import made_for
 
-
-class SqrtGGNDropout(SqrtGGNBaseModule):
-    """For `nn.Dropout`."""
-
-    layer = nn.Dropout
+(SqrtGGNDropout,) = made_for(__name__, nn.Dropout)

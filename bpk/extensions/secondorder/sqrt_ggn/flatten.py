@@ -1,13 +1,7 @@
 """The module extension of flattening."""
 
-from __future__ import annotations
-
 from torch import nn
 
-from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from bpk.extensions.secondorder.sqrt_ggn.base import made_for
 
-
-class SqrtGGNFlatten(SqrtGGNBaseModule):
-    """For `nn.Flatten`."""
-
-    layer = nn.Flatten
+(SqrtGGNFlatten,) = made_for(__name__, nn.Flatten)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from bpk.core.derivatives import derivatives_for
 from bpk.core.derivatives.losses import LossDerivatives
+from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.module_extension import GradTuple
 from bpk.extensions.secondorder.hbp import LossHessianStrategy
-from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
-
-if TYPE_CHECKING:
-    from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule, made_for
 
 
 class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
@@ -28,23 +26,17 @@ class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
         factor = grad_out[0] if grad_out and grad_out[0] is not None else 1.0
         if options.get("loss_hessian_strategy", LossHessianStrategy.EXACT) is LossHessianStrategy.EXACT:
             return derivatives.sqrt_hessian(module, grad_inp, grad_out, subsampling=some) * factor**0.5
-        drawn = ext.get_num_mc_samples()  # type: ignore[attr-defined]  # extensions that sample say how often
+        drawn = ext.get_num_mc_samples()
+        assert drawn is not None  # extensions that sample say how often
         return derivatives.sqrt_hessian_sampled(module, grad_inp, grad_out, drawn, subsampling=some) * factor**0.5
-
-
-class SqrtGGNMSELoss(SqrtGGNBaseLossModule):
-    """For `nn.MSELoss`."""
-
-    layer = nn.MSELoss
-
-
-class SqrtGGNCrossEntropyLoss(SqrtGGNBaseLossModule):
-    """For `nn.CrossEntropyLoss`."""
-
-    layer = nn.CrossEntropyLoss
 
 
 class SqrtGGNBCEWithLogithsLoss(SqrtGGNBaseLossModule):
     """For `nn.BCEWithLogitsLoss` (spelled as in BackPACK)."""
 
     layer = nn.BCEWithLogitsLoss
+
+
+SqrtGGNMSELoss, SqrtGGNCrossEntropyLoss = made_for(
+    __name__, nn.MSELoss, nn.CrossEntropyLoss, base=SqrtGGNBaseLossModule
+)

@@ -1,12 +1,6 @@
 """The module extension of padding."""
 
-from __future__ import annotations
-
 from bpk.custom_module.pad import Pad
-from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from bpk.extensions.secondorder.sqrt_ggn.base import made_for
 
-
-class SqrtGGNPad(SqrtGGNBaseModule):
-    """For `Pad`."""
-
-    layer = Pad
+(SqrtGGNPad,) = made_for(__name__, Pad)

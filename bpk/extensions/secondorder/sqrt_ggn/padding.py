@@ -1,13 +1,7 @@
 """The module extension of padding with zeros."""
 
-from __future__ import annotations
-
 from torch import nn
 
-from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from bpk.extensions.secondorder.sqrt_ggn.base import made_for
 
-
-class SqrtGGNZeroPad2d(SqrtGGNBaseModule):
-    """For `nn.ZeroPad2d`."""
-
-    layer = nn.ZeroPad2d
+(SqrtGGNZeroPad2d,) = made_for(__name__, nn.ZeroPad2d)

@@ -1,43 +1,8 @@
 """Module extensions of pooling layers."""
 
-from __future__ import annotations
-
 from torch import nn
 
-from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from bpk.extensions.secondorder.sqrt_ggn.base import made_for
 
-
-class SqrtGGNMaxPool1d(SqrtGGNBaseModule):
-    """For `nn.MaxPool1d`."""
-
-    layer = nn.MaxPool1d
-
-
-class SqrtGGNMaxPool2d(SqrtGGNBaseModule):
-    """For `nn.MaxPool2d`."""
-
-    layer = nn.MaxPool2d
-
-
-class SqrtGGNMaxPool3d(SqrtGGNBaseModule):
-    """For `nn.MaxPool3d`."""
-
-    layer = nn.MaxPool3d
-
-
-class SqrtGGNAvgPool1d(SqrtGGNBaseModule):
-    """For `nn.AvgPool1d`."""
-
-    layer = nn.AvgPool1d
-
-
-class SqrtGGNAvgPool2d(SqrtGGNBaseModule):
-    """For `nn.AvgPool2d`."""
-
-    layer = nn.AvgPool2d
-
-
-class SqrtGGNAvgPool3d(SqrtGGNBaseModule):
-    """For `nn.AvgPool3d`."""
-
-    layer = nn.AvgPool3d
+SqrtGGNMaxPool1d, SqrtGGNMaxPool2d, SqrtGGNMaxPool3d = made_for(__name__, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+SqrtGGNAvgPool1d, SqrtGGNAvgPool2d, SqrtGGNAvgPool3d = made_for(__name__, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)

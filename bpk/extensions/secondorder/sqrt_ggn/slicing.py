@@ -1,12 +1,6 @@
 """The module extension of slicing."""
 
-from __future__ import annotations
-
 from bpk.custom_module.slicing import Slicing
-from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from bpk.extensions.secondorder.sqrt_ggn.base import made_for
 
-
-class SqrtGGNSlicing(SqrtGGNBaseModule):
-    """For `Slicing`."""
-
-    layer = Slicing
+(SqrtGGNSlicing,) = made_for(__name__, Slicing)

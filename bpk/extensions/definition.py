@@ -1,0 +1,95 @@
+"""In which words an extension says what its field must be: the field's form, and what plain autograd computes.
+
+`bpk.verify` and the tests evaluate definitions with quantities that plain autograd gives, and nothing of `bpk`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+
+from torch import Tensor
+
+
+class Form(Enum):
+    """What a field holds for a parameter `[*p]` and `N` samples, and so how it is compared with its definition."""
+
+    BATCH = "[*p]"
+    SAMPLES = "[N, *p]"
+    NUMBER = "[]"
+    NUMBERS = "[N]"
+    ROOT = "[V, N, *p]"
+    """A square root: the definition is the matrix `[N, *p, *p]` of each sample."""
+    PRODUCT = "[V, *p] -> [V, *p]"
+    """A callable: the definition is its product `[*p]` with `plain.vector`."""
+    BOUNDED_PRODUCT = "[V, *p] -> [V, *p], at least"
+    """A symmetric one: the definition is the products `[B, *p]` with matrices that are not larger than it."""
+    FACTORS = "[G, A] or [G]"
+    """Kronecker factors of the GGN, whose definition `bpk.verification.kronecker` knows."""
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether the definition is a row for each sample, so that some samples are enough to look at."""
+        return self in (Form.SAMPLES, Form.NUMBERS, Form.ROOT)
+
+    @property
+    def of_every_entry(self) -> bool:
+        """Whether each number depends on all entries of the parameter, so that the definition must see them all."""
+        return self in (Form.NUMBER, Form.NUMBERS)
+
+
+class PlainAutograd(ABC):
+    """What plain autograd says about one parameter, in terms of which definitions are written.
+
+    Here `n` counts the samples that the extension considers, as often as `subsampling` names them, and `E` entries of
+    the parameter that are looked at: all of them for the forms `[]` and `[N]`. The gradient `g_n` and the Hessian `H_n`
+    of a sample's share of the loss carry its scaling (`1/N` of a mean); `J_n` is the Jacobian of its prediction.
+    """
+
+    batch_size: int
+    """`N`, of the whole batch."""
+
+    @property
+    @abstractmethod
+    def gradients(self) -> Tensor:
+        """`[n, E]`: the gradients `g_n`."""
+
+    @property
+    @abstractmethod
+    def norms(self) -> Tensor:
+        """`[n]`: squared norms of `g_n`, of all entries, for fewer numbers in memory."""
+
+    @property
+    @abstractmethod
+    def ggn(self) -> Tensor:
+        """`[n, E, E]`: `J_n^T H_n J_n`, the generalised Gauss-Newton matrix (with the draws of a sampled extension)."""
+
+    @property
+    def ggn_diagonals(self) -> Tensor:
+        """`[n, E]`: its diagonals."""
+        return self.ggn.diagonal(dim1=1, dim2=2)
+
+    @property
+    @abstractmethod
+    def hessian_diagonals(self) -> Tensor:
+        """`[n, E]`: diagonals of the Hessians of the samples' shares of the loss."""
+
+    @property
+    @abstractmethod
+    def hessian_diagonal(self) -> Tensor:
+        """`[E]`: their sum, for fewer backward passes."""
+
+    @property
+    @abstractmethod
+    def vector(self) -> Tensor:
+        """`[*p]`: some vector to multiply with."""
+
+    @property
+    @abstractmethod
+    def ggn_product(self) -> Tensor:
+        """`[*p]`: the GGN's block, summed over samples, times `vector`."""
+
+    @property
+    @abstractmethod
+    def hessian_product(self) -> Tensor:
+        """`[*p]`: the Hessian's block, summed over samples, times `vector`."""

@@ -1,0 +1,72 @@
+"""`bpk.support_matrix`: every layer and loss that has a rule, times every extension."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.registry import every_extension
+from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.rule import Rule
+from bpk.rules import REGISTRY
+from bpk.support.decide import Kind, Support
+from bpk.support.decide import support as answer
+from bpk.support.table import Cell, SupportTable
+
+
+def support_matrix(*extensions: BackpropExtension) -> SupportTable:
+    """Every layer and loss that has a rule, times every extension.
+
+    Each cell is decided by the calls of the rule's examples: refused where all of them are, otherwise with the reasons
+    of those that are.
+
+    >>> import bpk
+    >>> table = bpk.support_matrix(bpk.extensions.DiagGGNExact())
+    >>> [(cell.layer, cell.kind.value) for cell in table.cells if cell.layer in ("Linear", "LSTM")]
+    [('Linear', 'supported'), ('LSTM', 'supported')]
+    """
+    chosen = extensions or every_extension()
+    cells: list[Cell] = []
+    for rule in REGISTRY:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            calls = calls_of(rule)
+        for module in rule.modules:
+            mine = [call for made, call in calls if made is module] or [call for _, call in calls]
+            cells += (of_rule(rule, module.__name__, mine, extension) for extension in chosen)
+    return SupportTable(tuple(cells))
+
+
+def calls_of(rule: Rule) -> list[tuple[type[nn.Module], Call]]:
+    """The examples of a rule, evaluated."""
+    found = []
+    for example in rule.examples if rule.modules else ():
+        module, inputs = example.build().double(), example.inputs()
+        binding = rule.bind(module, inputs, {})
+        results = [x.detach() for x in tensors_in(module(*(x.clone() for x in inputs)))]  # layers may work in place
+        output, used = rule.join(binding, results, (0,))
+        known = dict(module.named_parameters())
+        params = {name: known[name] for name in rule.params_of(module) if name in known}
+        found.append((type(module), Call(binding.options, binding.seen(binding.inputs), params, output, used=used)))
+    return found
+
+
+def of_rule(rule: Rule, name: str, calls: Sequence[Call], extension: BackpropExtension) -> Cell:
+    """One cell of the matrix."""
+    answers: list[Support] = [answer(extension, rule, call, name) for call in calls] or [
+        answer(extension, rule, None, name)
+    ]
+    refused = [found for found in answers if found.kind is Kind.REFUSED]
+    if len(refused) == len(answers):
+        kind = Kind.REFUSED
+    else:
+        kind = next(found.kind for found in answers if found.kind is not Kind.REFUSED)
+    texts = dict.fromkeys((found.reason, found.do) for found in (refused or answers) if found.reason)
+    partly = "In some cases: " if refused and kind is not Kind.REFUSED else ""
+    reason, do = next(iter(texts), ("", ""))
+    return Cell("", name, type(extension).__name__, kind, partly + reason if reason else "", do)

@@ -1,0 +1,86 @@
+"""What definitions of quantities are written in, evaluated by plain autograd at some entries of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from bpk.extensions.definition import Form, PlainAutograd
+from bpk.verification.place import Place
+from bpk.verification.problem import NoReference
+from bpk.verification.reference import Reference, derivatives
+
+T = TypeVar("T")
+
+MATRIX = 10
+"""How many entries the side of a whole matrix may have, for each backward pass that is allowed."""
+
+
+class AtPlace(PlainAutograd):
+    """Quantities of one parameter, for a definition of this form.
+
+    Of a costly reference they are those at the first entries, and `hessian_diagonals` those of the first samples.
+    """
+
+    def __init__(self, ref: Reference, place: Place, form: Form) -> None:
+        self.ref, self.place, self.name, self.form = ref, place, place.name, form
+        self.samples = place.numbers if form.by_sample else place.chosen
+        self.batch_size = place.n
+
+    def evaluate(self, definition: Callable[[PlainAutograd], T]) -> T:
+        """The value of a definition; what plain autograd cannot do is told as `NoReference`."""
+        with derivatives():
+            return definition(self)
+
+    def every_entry(self, passes: int) -> Tensor:
+        """All entries, if so many backward passes for a whole matrix, and its size, are not too many."""
+        size = self.place.shape.numel()
+        if passes > self.ref.passes or size > MATRIX * self.ref.passes:
+            raise NoReference(f"all {size} entries of the parameter are too many (passes=)")
+        return torch.arange(size, device=self.place.entries.device)
+
+    @cached_property
+    def gradients(self) -> Tensor:
+        of = self.ref.whole_gradient if self.form.of_every_entry else self.ref.gradient
+        return torch.stack([of(self.name, n) for n in self.samples])
+
+    @cached_property
+    def norms(self) -> Tensor:
+        return torch.stack([self.ref.norm(self.name, n) for n in self.samples])
+
+    @cached_property
+    def ggn(self) -> Tensor:
+        if not self.form.of_every_entry:
+            return self.ref.ggn(self.name, self.samples)
+        passes = min(self.place.shape.numel(), self.ref.split.pred.numel())
+        return self.ref.whole_ggn(self.name, self.every_entry(passes), self.samples)
+
+    @cached_property
+    def hessian_diagonals(self) -> Tensor:
+        samples = self.samples[: max(1, self.ref.share)] if self.form.by_sample else self.samples
+        return torch.stack([self.of_hessian((n,), len(samples)) for n in samples])
+
+    @cached_property
+    def hessian_diagonal(self) -> Tensor:
+        return self.of_hessian(self.samples, 1)
+
+    def of_hessian(self, samples: Sequence[int], parts: int) -> Tensor:
+        """`[E]`: the diagonal of the Hessian of some samples, which is one of so many parts of what is wanted."""
+        entries = self.every_entry(self.place.shape.numel()) if self.form.of_every_entry else None
+        return self.ref.hessian_diagonal(self.name, samples, parts, entries is not None, entries)
+
+    @property
+    def vector(self) -> Tensor:
+        return self.place.vector
+
+    @cached_property
+    def ggn_product(self) -> Tensor:
+        return self.ref.ggn_product(self.name, self.vector, self.samples)
+
+    @cached_property
+    def hessian_product(self) -> Tensor:
+        return self.ref.hessian_product(self.name, self.vector, self.samples)
