@@ -13,7 +13,7 @@ import bpk
 from bpk import extensions as E
 from bpk.extensions.module_extension import ModuleExtension
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.sweeps.sweeps import means
+from bpk.sweeps import means
 from tests.references.averaged import Layer, averaged, layer
 from tests.references.compare import Assembled, rand
 
