@@ -18,6 +18,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.graph import Source, connected, consumers_first
 from bpk.plan.hypotheses import (
     behind_first_axis,
+    has_no_axis,
     hypotheses,
     is_given_data,
     is_given_parameters,
@@ -178,7 +179,10 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
 
     Raises:
         Shared: If there may be none.
+        NotInFront: If there is none.
     """
+    if has_no_axis(record):
+        raise NotInFront([record])
     rows = decode(mat, n, tolerance)
     if rows is not None:
         return rows

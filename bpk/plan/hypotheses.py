@@ -88,6 +88,14 @@ def free_axes(record: Record) -> torch.Size | None:
     return None if looks_at is None else shape[1 : len(shape) - looks_at]
 
 
+def has_no_axis(record: Record) -> bool:
+    """Whether a call's input has axes only that its layer looks at. Data without another one are the user's mistake."""
+    if record.rule is None or record.problem or not record.inputs or is_given_data(record):
+        return False
+    looks_at = record.rule.acts_on(record.call())
+    return looks_at is not None and record.inputs[0].dim() <= looks_at
+
+
 def is_given_data(record: Record) -> bool:
     """Whether a call's inputs depend on no parameter."""
     return bool(record.inputs) and all(node is None for node, _ in record.edges)

@@ -79,6 +79,29 @@ def test_a_layer_on_a_parameter_has_no_batch_axis_and_needs_none() -> None:
     check(Assembled(forward, **layers), rand(4, 3), factors=False)
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("entries", [1, 2, 3])
+def test_layers_on_as_many_entries_as_there_are_samples(entries: int, samples: int) -> None:
+    """A parameter, and what layers make of it, has no batch axis, even if it has as many entries as one would."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(3, 3), "table": nn.Embedding(1, entries), "gate": nn.Linear(entries, 4)}
+    model = Assembled(
+        lambda m, x: m.last(m.first(x) * m.wide(m.act(m.gate(m.table.weight[0])))),
+        **layers, act=nn.Tanh(), wide=nn.Linear(4, 3), last=nn.Linear(3, 3),
+    )  # fmt: skip
+    check(model, rand(samples, 3), factors=False)
+
+
+def test_a_frozen_layer_on_a_parameter_and_one_sample() -> None:
+    torch.manual_seed(0)
+    layers = {"table": nn.Embedding(1, 1), "gate": nn.Linear(1, 3), "last": nn.Linear(3, 3)}
+    model = Assembled(lambda m, x: m.last(x * m.gate(m.table.weight[0]).sigmoid()), **layers)
+    model.gate.requires_grad_(False)
+    model, loss_fn = extended(model, nn.CrossEntropyLoss())
+    individual(model, loss_fn, (rand(1, 3),), torch.tensor([1]))
+    torch.testing.assert_close(model.table.weight.grad_batch, model.table.weight.grad[None])
+
+
 def test_a_second_pass_over_a_retained_graph_with_a_layer_called_twice() -> None:
     torch.manual_seed(0)
     layer, loss_fn = extended(nn.Linear(3, 3), nn.MSELoss())
