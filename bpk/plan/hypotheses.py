@@ -89,11 +89,16 @@ def free_axes(record: Record) -> torch.Size | None:
 
 
 def has_no_axis(record: Record) -> bool:
-    """Whether a call's input has axes only that its layer looks at. Data without another one are the user's mistake."""
-    if record.rule is None or record.problem or not record.inputs or is_given_data(record):
+    """Whether a call's input has axes only that its layer looks at.
+
+    A parameter or a constant needs no others. What the model was given does: it is left to those who refuse it.
+    """
+    if record.rule is None or record.problem or not record.inputs:
         return False
     looks_at = record.rule.acts_on(record.call())
-    return looks_at is not None and record.inputs[0].dim() <= looks_at
+    if looks_at is None or record.inputs[0].dim() > looks_at:
+        return False
+    return not is_given_data(record) or any(len(shape) > looks_at for shape in record.given[:1])
 
 
 def is_given_data(record: Record) -> bool:

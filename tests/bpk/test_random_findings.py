@@ -92,14 +92,17 @@ def test_layers_on_as_many_entries_as_there_are_samples(entries: int, samples: i
     check(model, rand(samples, 3), factors=False)
 
 
-def test_a_frozen_layer_on_a_parameter_and_one_sample() -> None:
+@pytest.mark.parametrize("frozen", ["gate", "table"])
+def test_a_frozen_part_of_what_has_no_batch_axis(frozen: str) -> None:
     torch.manual_seed(0)
     layers = {"table": nn.Embedding(1, 1), "gate": nn.Linear(1, 3), "last": nn.Linear(3, 3)}
     model = Assembled(lambda m, x: m.last(x * m.gate(m.table.weight[0]).sigmoid()), **layers)
-    model.gate.requires_grad_(False)
+    model.get_submodule(frozen).requires_grad_(False)
     model, loss_fn = extended(model, nn.CrossEntropyLoss())
     individual(model, loss_fn, (rand(1, 3),), torch.tensor([1]))
-    torch.testing.assert_close(model.table.weight.grad_batch, model.table.weight.grad[None])
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad_batch, p.grad[None])
 
 
 def test_a_second_pass_over_a_retained_graph_with_a_layer_called_twice() -> None:
