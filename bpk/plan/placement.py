@@ -85,7 +85,9 @@ def place(
             remember(root, form, Form(numbers_of(above, every), (), n, (), proven=False, mixed=True))
             return Placement(above, n, rows, modules)
     proof = prove(root, above, sources_of, n, rows)
-    of_calls = tuple(rows.get(id(r)) for r in (*above, root)) if proof is None else tuple(proof)
+    if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
+        rows = {id(r): each for r, each in zip((*above, root), proof, strict=True) if each is not None}
+    of_calls = tuple(rows.get(id(r)) for r in (*above, root))
     axes = tuple(record.shifted for record in (*above, root))
     remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))
     return Placement(above, n, rows, modules)

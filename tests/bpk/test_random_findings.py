@@ -226,3 +226,19 @@ def test_losses_of_results_with_different_rows() -> None:
         rows, others = model(x[n : n + 1])
         loss = (first(rows, y[2 * n : 2 * n + 2]) + second(others, z[n : n + 1])) / 4
         torch.testing.assert_close(model.p.grad_batch[n], torch.autograd.grad(loss, model.p)[0])
+
+
+def test_a_row_at_a_point_of_rest_belongs_to_its_sample() -> None:
+    """It has no gradient, which would tell whose it is, but a second derivative."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        rows = m.first(x.transpose(0, 1).flatten(0, 1)).square()
+        return m.last(rows.unflatten(0, (3, 2)).mean(0))
+
+    x = rand(2, 3, 2)
+    x[1] = 0
+    check(Assembled(forward, first=nn.Linear(2, 3, bias=False), last=nn.Linear(3, 3)), x, factors=False)
+    model = Assembled(forward, first=nn.Linear(2, 3), last=nn.Linear(3, 3))
+    nn.init.zeros_(model.first.bias)
+    check(model, x, factors=False)
