@@ -242,3 +242,18 @@ def test_a_row_at_a_point_of_rest_belongs_to_its_sample() -> None:
     model = Assembled(forward, first=nn.Linear(2, 3), last=nn.Linear(3, 3))
     nn.init.zeros_(model.first.bias)
     check(model, x, factors=False)
+
+
+def test_the_cosine_of_features_that_are_all_dead() -> None:
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.act(m.first(x)).unflatten(1, (2, 3))
+        return m.last(m.compare(h, h.flip(1)))
+
+    model = Assembled(
+        forward, first=nn.Linear(2, 6), act=nn.ReLU(), compare=nn.CosineSimilarity(dim=2), last=nn.Linear(2, 3)
+    )
+    with torch.no_grad():
+        model.first.bias[3:] = -100
+    check(model, rand(3, 2), factors=False)
