@@ -251,9 +251,8 @@ def test_the_cosine_of_features_that_are_all_dead() -> None:
         h = m.act(m.first(x)).unflatten(1, (2, 3))
         return m.last(m.compare(h, h.flip(1)))
 
-    model = Assembled(
-        forward, first=nn.Linear(2, 6), act=nn.ReLU(), compare=nn.CosineSimilarity(dim=2), last=nn.Linear(2, 3)
-    )
+    compare = nn.CosineSimilarity(dim=2, eps=0.01)  # slopes are 1 / eps there
+    model = Assembled(forward, first=nn.Linear(2, 6), act=nn.ReLU(), compare=compare, last=nn.Linear(2, 3))
     with torch.no_grad():
         model.first.bias[3:] = -100
     check(model, rand(3, 2), factors=False)
