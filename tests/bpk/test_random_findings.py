@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.custom_module.elementwise import Cos
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.random_networks.modules import Attend
 from tests.references.compare import Assembled, check, rand
@@ -242,6 +243,19 @@ def test_a_row_at_a_point_of_rest_belongs_to_its_sample() -> None:
     model = Assembled(forward, first=nn.Linear(2, 3), last=nn.Linear(3, 3))
     nn.init.zeros_(model.first.bias)
     check(model, x, factors=False)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_batch_axis_of_a_layer_at_a_point_of_rest(steps: int) -> None:
+    """As many steps as samples, and no gradient that would tell them apart: the layer behind it knows."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        return m.last(m.cos(m.first(x.transpose(0, 1))).mean(0))
+
+    model = Assembled(forward, first=nn.Linear(2, 3), cos=Cos(), last=nn.Linear(3, 3))
+    nn.init.zeros_(model.first.weight), nn.init.zeros_(model.first.bias)
+    check(model, rand(2, steps, 2), factors=False)
 
 
 def test_the_cosine_of_features_that_are_all_dead() -> None:
