@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
                 examples=(case(nn.Threshold, 0.1, 20.0, shape=(3, 4)), case(nn.Threshold, -0.2, -1, shape=(2, 3, 4)))),
     RandomizedLeakyReLU(),
     ParametricReLU(),
-    # smooth, or with kinks between smooth pieces (the piece of a single point has the derivatives that autograd chooses)
+    # smooth, or with kinks between smooth pieces (a piece of one point has the derivatives that autograd chooses)
     Elementwise("where(x < 0, alpha*expm1(x), where(x <= 0, alpha*x, x))", nn.ELU, functions=(F.elu,),
                 examples=_cases(nn.ELU, {"alpha": 0.3})),
     Elementwise("where(x < 0, alpha*expm1(x/alpha), x)", nn.CELU, functions=(F.celu, torch.celu),
