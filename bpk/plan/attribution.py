@@ -18,6 +18,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.rule import add_up
 from bpk.plan.graph import Source, connected, consumers_first
 from bpk.plan.hypotheses import (
+    axes_of_one_row,
     behind_first_axis,
     has_no_axis,
     hypotheses,
@@ -25,6 +26,7 @@ from bpk.plan.hypotheses import (
     is_given_parameters,
     mixed,
     numberings,
+    reads_all,
     reads_tables,
 )
 from bpk.recording.record import Record
@@ -146,7 +148,10 @@ def follow(
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
-    return {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+    rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+    if n > 1 and axes_of_one_row(above) and not reads_all(above, rows_of, n):
+        raise mixed(f"'{root.path}' has {n}, and what was called has one")
+    return rows_of
 
 
 def uses_of(records: Iterable[Record], sources: SourcesOf) -> dict[int, list[tuple[Record, Source]]]:

@@ -270,3 +270,35 @@ def test_the_cosine_of_features_that_are_all_dead() -> None:
     with torch.no_grad():
         model.first.bias[3:] = -100
     check(model, rand(3, 2), factors=False)
+
+
+def one_sample_with_two_rows(model: nn.Module, x: Tensor) -> None:
+    """The loss sees two rows of the only sample."""
+    model, loss_fn = extended(model, nn.CrossEntropyLoss())
+    individual(model, loss_fn, (x,), torch.tensor([0, 2]))
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch, p.grad[None])
+
+
+def test_the_pieces_of_one_sample_are_no_samples() -> None:
+    """A layer that knows its batch axis sees two pieces, and so does the loss, but one sample was given."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        pieces = m.cell(x.reshape(-1, 3, 2))[0][:, -1]
+        return m.last(pieces.unflatten(0, (len(x), 2))).flatten(0, 1)
+
+    for x in (rand(1, 12), rand(1, 1, 2, 3, 2)):
+        layers = {"cell": nn.RNN(2, 4, batch_first=True), "last": nn.Linear(4, 3)}
+        one_sample_with_two_rows(Assembled(forward, **layers), x)
+
+
+def test_two_calls_of_which_one_position_is_read() -> None:
+    """A layer is called as often as the loss has rows, one row at a time; but its calls are not the samples."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.first(x[:, :2]).tanh() - m.first(x[:, 2:])
+        return m.last(h.repeat(1, 2).unflatten(1, (2, 3)) * torch.tensor([[1.0], [0.0]])).flatten(0, 1)
+
+    one_sample_with_two_rows(Assembled(forward, first=nn.Linear(2, 3), last=nn.Linear(3, 3)), rand(1, 4))
