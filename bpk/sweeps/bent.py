@@ -15,6 +15,7 @@ from torch import Tensor
 from bpk.extensions.curvature import Curvature
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.rule import Residual
+from bpk.jacobians.second_order.factoring import eigh
 from bpk.plan.graph import Source
 from bpk.sweeps.averaged import Averaged, end
 from bpk.sweeps.residual import StretchResidual
@@ -73,5 +74,5 @@ class Bent(Averaged):
         change = torch.abs if self.curvature is Curvature.PCH_ABS else torch.relu
         if total.dim() == 1:
             return change(total)
-        values, vectors = torch.linalg.eigh((total + total.T) / 2)
+        values, vectors = eigh((total + total.T) / 2)
         return (vectors * change(values)) @ vectors.T

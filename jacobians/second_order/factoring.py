@@ -36,7 +36,7 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
             step = torch.ldexp(torch.ones_like(scale), torch.frexp(symmetric.abs().amax(2))[1] // 2)  # a power of two
             symmetric, scale = symmetric / (step[:, :, None] * step[:, None]), scale * step
     healthy = torch.isfinite(symmetric).flatten(1).all(1)
-    values, basis = torch.linalg.eigh(torch.where(healthy[:, None, None], symmetric, torch.zeros_like(symmetric)))
+    values, basis = eigh(torch.where(healthy[:, None, None], symmetric, torch.zeros_like(symmetric)))
     if not is_differentiated() and values.numel():
         size, order = values.abs().sort(1, descending=True)
         rounding = 4 * torch.finfo(values.dtype).eps * size.shape[1]
@@ -47,6 +47,15 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     columns = columns if scale is None else columns * scale
     columns = torch.where(healthy[None, :, None], columns, torch.full_like(columns, torch.nan))
     return columns.to(dense.dtype), values.sign().T.to(dense.dtype)
+
+
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.eigh`, in double precision where it fails: in single precision it sometimes does not converge."""
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+    except torch.linalg.LinAlgError:
+        values, vectors = (part.to(matrices.dtype) for part in torch.linalg.eigh(matrices.double()))
+    return values, vectors
 
 
 def residual_columns(
