@@ -29,6 +29,7 @@ from bpk.plan.hypotheses import (
     reads_all,
     reads_tables,
 )
+from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
 SourcesOf = Mapping[int, dict[int, Source]]
@@ -180,7 +181,7 @@ def fuller(
     total = torch.zeros_like(mat)
     for consumer, source in uses:
         rows = found.get(id(consumer))
-        if rows is None:  # it has none
+        if rows is None or consumer.problem or mixes(consumer):
             return mat
         here = at_input(consumer, source.index, digits(rows.clamp(min=0), n) * (rows >= 0))
         total = add_up([total, *[part for producer, part in source.pull(here) if producer is record]])

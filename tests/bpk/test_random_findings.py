@@ -302,3 +302,23 @@ def test_two_calls_of_which_one_position_is_read() -> None:
         return m.last(h.repeat(1, 2).unflatten(1, (2, 3)) * torch.tensor([[1.0], [0.0]])).flatten(0, 1)
 
     one_sample_with_two_rows(Assembled(forward, first=nn.Linear(2, 3), last=nn.Linear(3, 3)), rand(1, 4))
+
+
+def test_first_order_where_a_converted_product_mixes_samples() -> None:
+    """One of its factors has rows that are none of samples; the user is told, and other layers get what is theirs."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.first(x).tanh()
+        return m.last(h @ h.mT @ h)
+
+    for silent in (0, 1):  # with entries that have no gradient
+        model = Assembled(forward, first=nn.Linear(4, 5), last=nn.Linear(5, 3)).double()
+        with torch.no_grad():
+            model.last.weight[:, 0] *= 1 - silent
+        model, loss_fn = bpk.extend(model, use_converter=True), bpk.extend(nn.CrossEntropyLoss())
+        loss = loss_fn(model(rand(3, 4)), torch.arange(3))
+        with pytest.warns(UserWarning, match="Rows are not samples"), bpk.backpack(E.SumGradSquared(), E.BatchGrad()):
+            loss.backward()
+        for p in model.last.parameters():
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
