@@ -159,12 +159,13 @@ RULES: tuple[Rule, ...] = (
                 examples=(case(nn.Threshold, 0.1, 20.0, shape=(3, 4)), case(nn.Threshold, -0.2, -1, shape=(2, 3, 4)))),
     RandomizedLeakyReLU(),
     ParametricReLU(),
-    # smooth, or with kinks between smooth pieces
-    Elementwise("where(x <= 0, alpha*expm1(x), x)", nn.ELU, functions=(F.elu,),
+    # smooth, or with kinks between smooth pieces (a piece of one point has the derivatives that autograd chooses)
+    Elementwise("where(x < 0, alpha*expm1(x), where(x <= 0, alpha*x, x))", nn.ELU, functions=(F.elu,),
                 examples=_cases(nn.ELU, {"alpha": 0.3})),
-    Elementwise("where(x <= 0, alpha*expm1(x/alpha), x)", nn.CELU, functions=(F.celu, torch.celu),
+    Elementwise("where(x < 0, alpha*expm1(x/alpha), x)", nn.CELU, functions=(F.celu, torch.celu),
                 examples=_cases(nn.CELU, {"alpha": 0.5})),  # PyTorch rounds 1/alpha to float32: choose an exact one
-    Elementwise("where(x <= 0, scale*alpha*expm1(x), scale*x)", nn.SELU, functions=(F.selu, torch.selu), hyper=SELU),
+    Elementwise("where(x < 0, scale*alpha*expm1(x), scale*where(x <= 0, alpha*x, x))", nn.SELU,
+                functions=(F.selu, torch.selu), hyper=SELU),
     Elementwise("where(x <= -3, 0, where(x >= 3, x, x*(x + 3)/6))", nn.Hardswish, functions=(F.hardswish,)),
     Elementwise("where(beta*x > threshold, x, softplus(beta*x)/beta)", nn.Softplus, functions=(F.softplus,),
                 examples=_cases(nn.Softplus, {"beta": 2}, {"beta": 1.5, "threshold": 0.5})),

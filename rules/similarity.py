@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import nn
+from collections.abc import Mapping, Sequence
 
-from bpk.jacobians.core.call import Call
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.elementwise import FunctionLayer
@@ -33,6 +36,22 @@ class CosineRule(AlongOneAxis):
 
     def axis(self, call: Call) -> int:
         return int(call.options.dim)
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        first, second = (x / length(x, options.dim, options.eps) for x in inputs)
+        return (first * second).sum(options.dim)
+
+
+def length(x: Tensor, dim: int, least: float) -> Tensor:
+    """Norms, at `least` so large, with the derivatives that torch gives them, and finite ones where `x` is zero.
+
+    There torch's second derivative is NaN, which would spread over the sample; plain autograd never sees it where a
+    ReLU has made the zeros.
+    """
+    squares = x.square().sum(dim, keepdim=True)
+    zero = squares == 0
+    norm = torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
+    return norm + (norm.clamp(min=least) - norm).detach()
 
 
 RULES: tuple[Rule, ...] = (

@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from itertools import count, islice
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from bpk.converter.converted import ConversionReport, Holder
 
@@ -33,6 +33,8 @@ class Tree:
             holder.register_parameter(name, param)
         for name, buffer in module._buffers.items():
             holder.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+        for name in self.constants(module, path):
+            holder.register_buffer(name, getattr(module, name), persistent=False)
         for name, child in module._modules.items():
             below = f"{path}.{name}" if path else name
             if child is None:
@@ -45,6 +47,11 @@ class Tree:
             if below not in self.called and not any(path.startswith(f"{below}.") for path in self.read):
                 self.report.unused.append(f"{below} ({type(child).__name__})")
         return holder
+
+    def constants(self, module: nn.Module, path: str) -> list[str]:
+        """The names of tensors that the forward pass reads and that are plain attributes of a container."""
+        names = [name for parent, _, name in (read.rpartition(".") for read in sorted(self.read)) if parent == path]
+        return [name for name in names if isinstance(module.__dict__.get(name), Tensor)]
 
     # ---- new modules -----------------------------------------------------------------------------------
     def add(self, module: nn.Module, name: str | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bpk.context import CTX
 from bpk.fields.arrived import Averages, Columns
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -282,9 +283,13 @@ def without_graph(use: Use, n: int) -> Use:
 
 
 def value_of(extension: Quantity, uses: Uses) -> Any:
-    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
+    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet.
+
+    A rule may evaluate its layer again, also after the visit of a call, where the user's settings are in force.
+    """
     try:
-        return extension.value(uses)
+        with CTX.quietly(), engine.without_autocast(uses.param.device.type):
+            return extension.value(uses)
     except RuntimeError as error:
         sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})
         if isinstance(error, NotImplementedError) or len(sizes) < 2:

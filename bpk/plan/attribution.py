@@ -8,23 +8,28 @@ either the first one or zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.products import add_up
 from bpk.plan.graph import Source, connected, consumers_first
 from bpk.plan.hypotheses import (
+    axes_of_one_row,
     behind_first_axis,
+    has_no_axis,
     hypotheses,
     is_given_data,
     is_given_parameters,
     mixed,
     numberings,
+    reads_all,
     reads_tables,
 )
+from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
 SourcesOf = Mapping[int, dict[int, Source]]
@@ -111,8 +116,11 @@ def follow(
     reached: set[int] = set()
     shared: dict[int, tuple[Record, Shared]] = {}
     tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root))
+    uses = uses_of((*above, root), sources)
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
+        if n > 1 and not mat[0].all():
+            mat = fuller(record, mat, uses[id(record)], found, n, tolerance)
         try:
             found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
             is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
@@ -141,7 +149,44 @@ def follow(
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
-    return {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+    rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+    if n > 1 and axes_of_one_row(above) and not reads_all(above, rows_of, n):
+        raise mixed(f"'{root.path}' has {n}, and what was called has one")
+    return rows_of
+
+
+def uses_of(records: Iterable[Record], sources: SourcesOf) -> dict[int, list[tuple[Record, Source]]]:
+    """By `id` of a record: the calls that it feeds, and how it comes there."""
+    uses: dict[int, list[tuple[Record, Source]]] = {}
+    for consumer in records:
+        for source in sources[id(consumer)].values():
+            for record, _ in source.targets:
+                uses.setdefault(id(record), []).append((consumer, source))
+    return uses
+
+
+def fuller(
+    record: Record,
+    mat: Tensor,
+    uses: Sequence[tuple[Record, Source]],
+    found: dict[int, Tensor],
+    n: int,
+    tolerance: float,
+) -> Tensor:
+    """Gradients of which fewer entries are zero, if they tell samples apart: of any numbers at inputs of calls behind.
+
+    Entries without a gradient (at a point of rest, such as the square of zero) may have a second derivative. As rules
+    keep rows apart, an entry belongs to the sample of the row of which it becomes a part.
+    """
+    total = torch.zeros_like(mat)
+    for consumer, source in uses:
+        rows = found.get(id(consumer))
+        if rows is None or consumer.problem or mixes(consumer):
+            return mat
+        here = at_input(consumer, source.index, digits(rows.clamp(min=0), n) * (rows >= 0))
+        total = add_up([total, *[part for k, part in source.pull(here).items() if source.targets[k][0] is record]])
+    told = decode(total, n, tolerance) is not None or batch_axis(total, n, tolerance)[0]
+    return total if told else mat
 
 
 def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
@@ -178,7 +223,10 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
 
     Raises:
         Shared: If there may be none.
+        NotInFront: If there is none.
     """
+    if has_no_axis(record):
+        raise NotInFront([record])
     rows = decode(mat, n, tolerance)
     if rows is not None:
         return rows
@@ -239,10 +287,7 @@ def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor
     """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
     arrived: dict[int, Tensor] = {}
     for index, source in sources[id(root)].items():
-        start = root.entrance(index).one_to_rule(root.inputs[index])
-        probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
-        spread = weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
-        send(source, (probe * spread).to(wide(start.dtype)), arrived)
+        send(source, at_input(root, index, weights), arrived)
     nodes = {id(r): node for found in sources.values() for s in found.values() for r, (node, _) in s.targets}
     with torch.no_grad():
         for record in consumers_first(root, above, sources):
@@ -253,6 +298,13 @@ def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor
                 if record.shifted != before:
                     mat = mat.movedim(1 + record.shifted, 1)
                 pass_on(record, nodes[id(record)], mat, sources[id(record)], arrived)
+
+
+def at_input(record: Record, index: int, weights: Tensor) -> Tensor:
+    """Gradients `[V, R]` of rows, spread over the entries of an input."""
+    start = record.entrance(index).one_to_rule(record.inputs[index])
+    probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
+    return (probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))).to(wide(start.dtype))
 
 
 def pass_on(

@@ -131,7 +131,7 @@ def prove(
             if rows is None:
                 return None
             known[record] = rows
-        if mixes(record):  # not row by row, whatever its values say here
+        if record.problem or mixes(record):  # not row by row, whatever its values say here
             return None
         for source in sources[id(record)].values():
             for target, part in sent(source, known[record], weights):

@@ -27,6 +27,9 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     sizes = numbers_of_samples(root, above)
     if root.batch_size > 1 and not may_be_one_sample(above):
         sizes = [n for n in sizes if n != 1]
+    axes = axes_of_one_row(above)
+    if axes and not one_by_one(root, above):
+        sizes = sorted({1, *axes.intersection(sizes)}, reverse=True)
     last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
     sizes = [n for n in sizes if n not in last]
     whole = [n for n in sizes if n == root.batch_size]
@@ -46,6 +49,24 @@ def may_be_one_sample(above: list[Record]) -> bool:
     first = [shapes[0] for shapes in {record.given for record in above} if shapes]
     tables = [shape for shape in first if len(shape) < 2]  # of positions, maybe, where parts of a model are called
     return all(shape[:1] in ((), (1,)) for shape in first if shape not in tables or len(tables) == len(first))
+
+
+def axes_of_one_row(above: list[Record]) -> set[int]:
+    """If the first tensor with which a model was called has one row: how many samples there may be all the same.
+
+    The batch axis may come second, behind time.
+    """
+    given = {record.given for record in above if record.given}
+    if not all(shapes[0][:1] == (1,) for shapes in given):
+        return set()
+    return {size for shapes in given for shape in shapes for size in shape[:2]}
+
+
+def reads_all(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+    """Whether calls that are given data could have been given that of all `n` samples."""
+    calls = [record for record in above if is_given_data(record)]
+    told = {number for record in calls for number in (rows[id(record)].tolist() if id(record) in rows else range(n))}
+    return not calls or len(told - {-1}) + sum(-1 in rows[id(r)] for r in calls if id(r) in rows) >= n
 
 
 def one_by_one(root: Record, above: list[Record]) -> bool:
@@ -86,6 +107,19 @@ def free_axes(record: Record) -> torch.Size | None:
     looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
     shape = record.inputs[0].shape
     return None if looks_at is None else shape[1 : len(shape) - looks_at]
+
+
+def has_no_axis(record: Record) -> bool:
+    """Whether a call's input has axes only that its layer looks at.
+
+    A parameter or a constant needs no others. What the model was given does: it is left to those who refuse it.
+    """
+    if record.rule is None or record.problem or not record.inputs:
+        return False
+    looks_at = record.rule.acts_on(record.call())
+    if looks_at is None or record.inputs[0].dim() > looks_at:
+        return False
+    return not is_given_data(record) or any(len(shape) > looks_at for shape in record.given[:1])
 
 
 def is_given_data(record: Record) -> bool:

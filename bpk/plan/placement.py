@@ -12,6 +12,7 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.attribution import NotInFront, attribute, confirms
 from bpk.plan.forms import Form, form_of, prove, recall, remember
 from bpk.plan.graph import Source
+from bpk.plan.hypotheses import has_no_axis, is_given_parameters
 from bpk.plan.survey import upstream
 from bpk.recording.record import DISSOLVED, Record, leave_to_autograd
 
@@ -42,11 +43,14 @@ def place(
     """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
 
     Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
-    layers without parameters whose rule cannot have the batch axis where it is. `forget` drops what `sources_of`
+    calls whose input has no axis for samples (a layer that is given a parameter), and layers without parameters whose
+    rule cannot have the batch axis where it is. `forget` drops what `sources_of`
     remembers. Where samples mix, second-order quantities are refused; for first-order ones the user is told once.
     """
     above = upstream(root, sources_of)
-    unknown = [record for record in above if record.rule is None and not by_hand(record)]
+    single = root.batch_size == 1  # to which all belongs in any case
+    unknown = [r for r in above if r.rule is None or (has_no_axis(r) and (single or is_given_parameters(r)))]
+    unknown = [record for record in unknown if not by_hand(record)]
     modules = [record.module for record in unknown]
     if unknown:
         leave(unknown, (*above, root), sources_of, forget)
@@ -81,7 +85,9 @@ def place(
             remember(root, form, Form(numbers_of(above, every), (), n, (), proven=False, mixed=True))
             return Placement(above, n, rows, modules)
     proof = prove(root, above, sources_of, n, rows)
-    of_calls = tuple(rows.get(id(r)) for r in (*above, root)) if proof is None else tuple(proof)
+    if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
+        rows = {id(r): each for r, each in zip((*above, root), proof, strict=True) if each is not None}
+    of_calls = tuple(rows.get(id(r)) for r in (*above, root))
     axes = tuple(record.shifted for record in (*above, root))
     remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))
     return Placement(above, n, rows, modules)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -39,6 +40,11 @@ def current_task() -> int:
 def current_node() -> Node:
     """The node of the graph that the engine is about to evaluate, or is evaluating."""
     return torch._C._current_autograd_node()
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Everything in the precision of its arguments, also where `backward` was called under autocast."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def keeps_graph() -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.second_order.factoring import eigh
 from bpk.plan.plan import Link, Step
 from bpk.plan.stretch import StretchCall
 from bpk.sweeps.averaged import Averaged
@@ -73,5 +74,5 @@ class AveragedHessian(Averaged):
         change = torch.abs if self.curvature is Curvature.PCH_ABS else torch.relu
         if total.dim() == 1:
             return change(total)
-        values, vectors = torch.linalg.eigh((total + total.T) / 2)
+        values, vectors = eigh((total + total.T) / 2)
         return (vectors * change(values)) @ vectors.T

@@ -36,7 +36,7 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     finite = symmetric.isfinite().flatten(1).all(1)[:, None]
     regular = finite & (symmetric != 0).flatten(1).any(1, keepdim=True)
     distinct = torch.arange(1, symmetric.shape[1] + 1).diag().to(symmetric)  # its eigenvectors have derivatives
-    values, basis = torch.linalg.eigh(torch.where(regular[..., None], symmetric, distinct))
+    values, basis = eigh(torch.where(regular[..., None], symmetric, distinct))
     size = values.abs()
     rounding = 4 * torch.finfo(values.dtype).eps * size.shape[1]
     kept = regular & (size > rounding * (size.amax(1, keepdim=True) if size.numel() else size))
@@ -48,6 +48,15 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     columns = (basis * roots[:, None, :]).permute(2, 0, 1)
     columns = columns if scale is None else columns * scale
     return torch.where(finite, columns, torch.nan).to(dense.dtype), signs.T.to(dense.dtype)
+
+
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.eigh`, in double precision where it fails: in single precision it sometimes does not converge."""
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+    except torch.linalg.LinAlgError:
+        values, vectors = (part.to(matrices.dtype) for part in torch.linalg.eigh(matrices.double()))
+    return values, vectors
 
 
 def residual_columns(

@@ -861,3 +861,19 @@ def test_the_original_still_works() -> None:
     expected = model(x)
     convert_module_to_backpack(model)
     assert torch.equal(model(x), expected)
+
+
+def test_a_tensor_that_is_a_plain_attribute() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.factor = nn.Linear(2, 2), torch.tensor([2.0, 3.0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.factor
+
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(3, 2)
+    expected, names = model(x), list(model.state_dict())
+    converted = bpk.extend(model, use_converter=True)
+    torch.testing.assert_close(converted(x), expected)
+    assert list(converted.state_dict()) == names

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.custom_module.elementwise import Cos
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.random_networks.modules import Attend
 from tests.references.compare import Assembled, check, rand
@@ -77,6 +78,32 @@ def test_a_layer_on_a_parameter_has_no_batch_axis_and_needs_none() -> None:
         return m.last(m.first(x) * m.gate(m.table.weight[0]).sigmoid())
 
     check(Assembled(forward, **layers), rand(4, 3), factors=False)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("entries", [1, 2, 3])
+def test_layers_on_as_many_entries_as_there_are_samples(entries: int, samples: int) -> None:
+    """A parameter, and what layers make of it, has no batch axis, even if it has as many entries as one would."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(3, 3), "table": nn.Embedding(1, entries), "gate": nn.Linear(entries, 4)}
+    model = Assembled(
+        lambda m, x: m.last(m.first(x) * m.wide(m.act(m.gate(m.table.weight[0])))),
+        **layers, act=nn.Tanh(), wide=nn.Linear(4, 3), last=nn.Linear(3, 3),
+    )  # fmt: skip
+    check(model, rand(samples, 3), factors=False)
+
+
+@pytest.mark.parametrize("frozen", ["gate", "table"])
+def test_a_frozen_part_of_what_has_no_batch_axis(frozen: str) -> None:
+    torch.manual_seed(0)
+    layers = {"table": nn.Embedding(1, 1), "gate": nn.Linear(1, 3), "last": nn.Linear(3, 3)}
+    model = Assembled(lambda m, x: m.last(x * m.gate(m.table.weight[0]).sigmoid()), **layers)
+    model.get_submodule(frozen).requires_grad_(False)
+    model, loss_fn = extended(model, nn.CrossEntropyLoss())
+    individual(model, loss_fn, (rand(1, 3),), torch.tensor([1]))
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad_batch, p.grad[None])
 
 
 def test_a_second_pass_over_a_retained_graph_with_a_layer_called_twice() -> None:
@@ -200,3 +227,98 @@ def test_losses_of_results_with_different_rows() -> None:
         rows, others = model(x[n : n + 1])
         loss = (first(rows, y[2 * n : 2 * n + 2]) + second(others, z[n : n + 1])) / 4
         torch.testing.assert_close(model.p.grad_batch[n], torch.autograd.grad(loss, model.p)[0])
+
+
+def test_a_row_at_a_point_of_rest_belongs_to_its_sample() -> None:
+    """It has no gradient, which would tell whose it is, but a second derivative."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        rows = m.first(x.transpose(0, 1).flatten(0, 1)).square()
+        return m.last(rows.unflatten(0, (3, 2)).mean(0))
+
+    x = rand(2, 3, 2)
+    x[1] = 0
+    check(Assembled(forward, first=nn.Linear(2, 3, bias=False), last=nn.Linear(3, 3)), x, factors=False)
+    model = Assembled(forward, first=nn.Linear(2, 3), last=nn.Linear(3, 3))
+    nn.init.zeros_(model.first.bias)
+    check(model, x, factors=False)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_batch_axis_of_a_layer_at_a_point_of_rest(steps: int) -> None:
+    """As many steps as samples, and no gradient that would tell them apart: the layer behind it knows."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        return m.last(m.cos(m.first(x.transpose(0, 1))).mean(0))
+
+    model = Assembled(forward, first=nn.Linear(2, 3), cos=Cos(), last=nn.Linear(3, 3))
+    nn.init.zeros_(model.first.weight), nn.init.zeros_(model.first.bias)
+    check(model, rand(2, steps, 2), factors=False)
+
+
+def test_the_cosine_of_features_that_are_all_dead() -> None:
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.act(m.first(x)).unflatten(1, (2, 3))
+        return m.last(m.compare(h, h.flip(1)))
+
+    compare = nn.CosineSimilarity(dim=2, eps=0.01)  # slopes are 1 / eps there
+    model = Assembled(forward, first=nn.Linear(2, 6), act=nn.ReLU(), compare=compare, last=nn.Linear(2, 3))
+    with torch.no_grad():
+        model.first.bias[3:] = -100
+    check(model, rand(3, 2), factors=False)
+
+
+def one_sample_with_two_rows(model: nn.Module, x: Tensor) -> None:
+    """The loss sees two rows of the only sample."""
+    model, loss_fn = extended(model, nn.CrossEntropyLoss())
+    individual(model, loss_fn, (x,), torch.tensor([0, 2]))
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch, p.grad[None])
+
+
+def test_the_pieces_of_one_sample_are_no_samples() -> None:
+    """A layer that knows its batch axis sees two pieces, and so does the loss, but one sample was given."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        pieces = m.cell(x.reshape(-1, 3, 2))[0][:, -1]
+        return m.last(pieces.unflatten(0, (len(x), 2))).flatten(0, 1)
+
+    for x in (rand(1, 12), rand(1, 1, 2, 3, 2)):
+        layers = {"cell": nn.RNN(2, 4, batch_first=True), "last": nn.Linear(4, 3)}
+        one_sample_with_two_rows(Assembled(forward, **layers), x)
+
+
+def test_two_calls_of_which_one_position_is_read() -> None:
+    """A layer is called as often as the loss has rows, one row at a time; but its calls are not the samples."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.first(x[:, :2]).tanh() - m.first(x[:, 2:])
+        return m.last(h.repeat(1, 2).unflatten(1, (2, 3)) * torch.tensor([[1.0], [0.0]])).flatten(0, 1)
+
+    one_sample_with_two_rows(Assembled(forward, first=nn.Linear(2, 3), last=nn.Linear(3, 3)), rand(1, 4))
+
+
+def test_first_order_where_a_converted_product_mixes_samples() -> None:
+    """One of its factors has rows that are none of samples; the user is told, and other layers get what is theirs."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = m.first(x).tanh()
+        return m.last(h @ h.mT @ h)
+
+    for silent in (0, 1):  # with entries that have no gradient
+        model = Assembled(forward, first=nn.Linear(4, 5), last=nn.Linear(5, 3)).double()
+        with torch.no_grad():
+            model.last.weight[:, 0] *= 1 - silent
+        model, loss_fn = bpk.extend(model, use_converter=True), bpk.extend(nn.CrossEntropyLoss())
+        loss = loss_fn(model(rand(3, 4)), torch.arange(3))
+        with pytest.warns(UserWarning, match="Rows are not samples"), bpk.backpack(E.SumGradSquared(), E.BatchGrad()):
+            loss.backward()
+        for p in model.last.parameters():
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)

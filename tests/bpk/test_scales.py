@@ -220,3 +220,19 @@ def test_balanced_factors() -> None:
     torch.testing.assert_close(found / (sizes[:, None] * sizes), inner + inner.mT, rtol=1e-5, atol=1e-5)
     zero, _ = factor(torch.zeros(N, C, C), balanced=True)
     assert not zero.any()
+
+
+def test_eigenvalues_that_single_precision_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAPACK's divide and conquer fails on about one in a thousand batches of matrices with repeated eigenvalues."""
+    found = torch.linalg.eigh
+
+    def fails_in_single(matrices: Tensor) -> object:
+        if matrices.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("linalg.eigh: (Batch element 1): The algorithm failed to converge")
+        return found(matrices)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails_in_single)
+    dense = matrix(1.0, "sample", ("channels",)).float()
+    columns, signs = factor(dense)
+    assert columns.dtype == torch.float32
+    torch.testing.assert_close(torch.einsum("kn,kni,knj->nij", signs, columns, columns), dense)

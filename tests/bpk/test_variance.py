@@ -155,3 +155,34 @@ def test_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(w.variance, expected)
     found = torch.autograd.grad(w.variance.sum(), w, retain_graph=True)[0]
     torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), w)[0])
+
+
+def test_of_a_function_of_a_parameter_whose_rows_are_one_sample() -> None:
+    """Its rule evaluates it again, when autograd has brought the gradient: not as another call."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        rows = (m.first(x).flatten(0, 1) + m.table.weight[m.at, 0]).sin()
+        return m.last(rows.unflatten(0, (1, 3)).flatten(1))
+
+    model = Assembled(forward, first=nn.Linear(2, 2), table=nn.Embedding(3, 1), last=nn.Linear(6, 3)).double()
+    model.at = torch.tensor([0, 2])
+    model, loss_fn = bpk.extend(model, use_converter=True), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.Variance()):
+        loss_fn(model(torch.randn(1, 3, 2).double()), torch.tensor([1])).backward()
+    for p in model.parameters():
+        assert float(p.variance.abs().max()) < 1e-15
+
+
+def test_a_backward_pass_under_autocast() -> None:
+    """What is computed once autograd has brought the gradient has the precision of all the rest."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(nn.MSELoss())
+    x, y = torch.randn(6, 5, 4), torch.randn(6, 5, 3)
+    found = []
+    for extensions in ((E.Variance(),), (E.Variance(), E.BatchGrad())):
+        loss = loss_fn(model(x), y)
+        with torch.autocast("cpu"), bpk.backpack(*extensions):
+            loss.backward()
+        found.append(model.weight.variance)
+    torch.testing.assert_close(*found)

@@ -71,7 +71,9 @@ def test_value_and_two_derivatives(rule: Elementwise, example: Example) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_kinks_belong_where_autograd_puts_them(rule: Elementwise, example: Example, dtype: torch.dtype) -> None:
     layer, x = example.build(), points(example, *KINKS).to(dtype)
-    for order in (0, 1):
+    if isinstance(layer, nn.Softplus):
+        x = x[layer.beta * x != layer.threshold]  # there it jumps
+    for order in range(2 if isinstance(layer, nn.Hardsigmoid) else 3):
         torch.testing.assert_close(
             derived(rule, layer, x, order), autograd(layer, x, order), rtol=1e-6, atol=1e-6, equal_nan=True
         )
