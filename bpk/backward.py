@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from bpk.context import CTX, backpack
 from bpk.fields.hooks import Hooks
 from bpk.fields.parameters import Parameters, is_trained, require_own
 from bpk.fields.statistics import Use
@@ -45,7 +44,9 @@ from bpk.plan.whole import one_sample, place_or_merge, require_before
 from bpk.recording import engine
 from bpk.recording.bystanders import Onlookers
 from bpk.recording.membership import Held, around
+from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 from bpk.recording.surroundings import require_whole
 from bpk.support.decide import announce, check_samples, require_axis, require_batch, require_support, tell
 from bpk.sweeps.positions import ByPosition
@@ -60,11 +61,11 @@ if TYPE_CHECKING:
 class Backward:
     """One backward pass under one context; `under_way` lists it by its number until it is over."""
 
-    def __init__(self, context: backpack, task: int, under_way: dict[int, Backward]) -> None:
+    def __init__(self, context: Settings, task: int, under_way: dict[int, Pass]) -> None:
         self.context = context
         self.task = task
         self.under_way = under_way
-        self.extensions = context.extensions
+        self.extensions: tuple[BackpropExtension, ...] = context.extensions
         self.sweeps: dict[Hashable, Sweep] = {}
         self.listens: list[Hashable | None] = []
         for extension in self.extensions:

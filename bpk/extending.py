@@ -153,7 +153,7 @@ def attach(module: nn.Module, path: str, debug: bool) -> None:
             hook(module, path, [record_composed])
         for name, child in children.items():
             attach(child, f"{path}.{name}" if path else name, debug)
-    mark(module)
+    mark(module, detach)
     module._backpack_extend = True  # type: ignore[assignment]
 
 

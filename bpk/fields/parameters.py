@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.graph import parameter_edges
 from bpk.recording import engine
+from bpk.recording.graph_nodes import parameter_edges
 from bpk.recording.membership import around
 from bpk.recording.record import Record, calls_by_parameter
 from bpk.recording.surroundings import may_shard, require_whole
 from bpk.sweeps.sweeps import Columns
+
+if TYPE_CHECKING:
+    from bpk.extensions.backprop_extension import BackpropExtension
 
 
 class ParameterState:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import VIEWS, Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 
 
 def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:

@@ -14,7 +14,8 @@ from torch.autograd.graph import Node
 from bpk.jacobians.attention.function import ScaledDotProductAttention
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
-from bpk.recording.record import LEFT, OWNER, Edge, Record, Visit
+from bpk.recording.graph_nodes import Edge
+from bpk.recording.record import LEFT, OWNER, Record, Visit
 from bpk.rules import REGISTRY
 
 MASKS = {

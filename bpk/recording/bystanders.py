@@ -15,11 +15,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.recording import engine
-
-Edge = tuple[Node | None, int]
+from bpk.recording.graph_nodes import Edge
+from bpk.recording.state import CTX
 
 SEEN = "bpk.quiet"
 """Key under which a node says that it has been made quiet."""

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.losses.autodiff_loss import is_loss
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.losses.loss_call import tensors_anywhere
-from bpk.plan.objective import is_linear
 from bpk.recording import engine
+from bpk.recording.graph_nodes import is_linear
 from bpk.recording.record import leave_to_autograd, owner_of
 from bpk.recording.recorder import record
+from bpk.recording.state import CTX
 
 
 def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -20,7 +20,8 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.function_module import Plain, TimesWeight
 from bpk.recording import engine
-from bpk.recording.record import LEFT, OWNER, Edge, Record, Visit
+from bpk.recording.graph_nodes import Edge
+from bpk.recording.record import LEFT, OWNER, Record, Visit
 from bpk.rules import REGISTRY
 
 TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")

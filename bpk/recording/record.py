@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.errors import explain
@@ -25,8 +24,10 @@ from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.rule import Rule, add_up
 from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
+from bpk.recording.graph_nodes import Edge
 from bpk.recording.ports import PLAIN, Port
 from bpk.recording.recomputed import Recomputed
+from bpk.recording.state import CTX
 
 OWNER = "bpk.record"
 """Key under which a graph node owns the record of the layer call that produced it."""
@@ -39,9 +40,6 @@ LIVE: set[weakref.ref[Record]] = set()
 
 NOTHING = torch.empty(0)
 """Stands in for tensors that were let go."""
-
-Edge = tuple[Node | None, int]
-
 
 DISSOLVED = nn.Identity()
 """The module of a record that was dissolved."""
@@ -416,8 +414,20 @@ class Visit:
             return None
         if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
             return (None,) * len(grads)
-        CTX.visit(self.record, grads)
+        reach(self.record, grads)
         return None
+
+
+def reach(record: Record, grads: tuple[Tensor | None, ...]) -> None:
+    """A backward pass has reached a recorded call: let the active context work on it."""
+    if CTX.stack and any(grads[nr] is not None for nr in record.places):
+        CTX.stack[-1].visit(record, record.path, grads)
+        return
+    if record.contexts is not CTX.entered:
+        for opened in record.contexts[-1:]:  # the thread that wrote the call down waits for it in a context
+            opened.elsewhere = True
+    if not engine.keeps_graph():
+        record.release()
 
 
 class Left:

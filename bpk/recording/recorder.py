@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.binding import Binding, tensors_in
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.function_module import FunctionModule
@@ -21,12 +20,13 @@ from bpk.jacobians.core.rule import Rule
 from bpk.jacobians.core.several import SeveralOutputs
 from bpk.jacobians.losses.autodiff_loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.graph import parameter_edges
 from bpk.recording import engine
 from bpk.recording.activations import leave_on, nothing
 from bpk.recording.bystanders import passes_on
+from bpk.recording.graph_nodes import Edge, parameter_edges
 from bpk.recording.identity import Keep, Together
-from bpk.recording.record import OWNER, Edge, Left, Record, Visit, owner_of, parameters_of, path_of
+from bpk.recording.record import OWNER, Left, Record, Visit, owner_of, parameters_of, path_of
+from bpk.recording.state import CTX
 from bpk.rules import REGISTRY
 
 

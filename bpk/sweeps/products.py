@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bpk.context import CTX
 from bpk.extensions.curvature import Curvature
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.call import Call, Wrt
@@ -24,6 +23,7 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source
 from bpk.recording.ports import Port
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 from bpk.sweeps.stretch import Modify, Stretch, positive, through_columns
 from bpk.sweeps.sweeps import Direct, Step, Sweep, matched
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from bpk.context import CTX
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.vjp import pull_columns
 from bpk.recording.ports import Port
+from bpk.recording.state import CTX
 from bpk.sweeps.residual import Group, StretchResidual, differentiable_twice
 
 if TYPE_CHECKING:

@@ -1,35 +1,79 @@
-"""One stay inside a `backpack` context: what happened there, and what its user is told at the end."""
+"""One stay inside a `backpack` context: what was asked for, what happened, and what its user is told at the end."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
 from bpk.recording import engine
-
-if TYPE_CHECKING:
-    from bpk.backward import Backward
-    from bpk.context import backpack
+from bpk.recording.surroundings import require_plain_pass
 
 EXTEND = "call bpk.extend(model) and bpk.extend(loss_fn) before the forward pass."
+
+ExtensionHook = Callable[[nn.Module], Any]
+
+
+class Settings:
+    """What a user asks for with `backpack(...)`, which describes each of these."""
+
+    def __init__(
+        self,
+        extensions: tuple[Any, ...] = (),
+        extension_hook: ExtensionHook | None = None,
+        debug: bool = False,
+        retain_graph: bool = False,
+        chunk_size: int | None = None,
+        memory: int | None = None,
+    ) -> None:
+        self.extensions = extensions
+        self.extension_hook = extension_hook
+        self.debug = debug
+        self.retain_graph = retain_graph
+        self.chunk_size = chunk_size
+        self.memory = memory
+        self.checks_objective = True  # whether it must be made of extended losses only (`objective.py`)
+
+
+class Pass(Protocol):
+    """A backward pass under way."""
+
+    def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> None:
+        """Work on a recorded call that the pass has reached, with the gradients of its node's outputs."""
+
+    def abort(self) -> None:
+        """The pass did not finish."""
 
 
 class Opened:
     """A context between entering and leaving it (one context can be entered again, and by several threads).
 
-    `backwards` are the passes under way, by the number of the engine's task. `recorded` says whether a call was written
-    down, `reached` whether a pass has come to one, and `elsewhere` whether a pass in another thread has come to a call
-    of this thread.
+    `begin` is called when a pass comes to a recorded call for the first time, with the number of the engine's task and
+    with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended. `recorded` says
+    whether a call was written down, `reached` whether a pass has come to one, and `elsewhere` whether a pass in another
+    thread has come to a call of this thread.
     """
 
-    def __init__(self, context: backpack) -> None:
+    def __init__(self, context: Settings, begin: Callable[[int, dict[int, Pass]], Pass]) -> None:
         self.context = context
-        self.backwards: dict[int, Backward] = {}
+        self.begin = begin
+        self.backwards: dict[int, Pass] = {}
         self.recorded = False
         self.reached = False
         self.elsewhere = False
         self.passes_before = engine.PROBE.passes() if context.extensions else 0
+
+    def visit(self, record: Any, path: str, grads: tuple[Tensor | None, ...]) -> None:
+        """A backward pass has reached a recorded call."""
+        self.reached = True
+        task = engine.current_task()
+        if task not in self.backwards:
+            require_plain_pass(path, grads)
+            self.backwards[task] = self.begin(task, self.backwards)
+        self.backwards[task].visit(record, grads)
 
     def abort(self) -> None:
         """Passes that are still under way did not finish: what ends well takes itself off the list."""
