@@ -18,9 +18,10 @@ from bpk.recording.attention_kernels import recover
 from bpk.recording.bystanders import beyond, make_quiet, quieten_inside
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.membership import Held
+from bpk.recording.ownership import owner_of
 from bpk.recording.parameter_products import recover_product
 from bpk.recording.ports import Port
-from bpk.recording.record import Record, owner_of
+from bpk.recording.record import Record
 from bpk.recording.state import CTX
 
 REARRANGING = frozenset(

@@ -112,7 +112,7 @@ def reads_tables(record: Record, sources: Mapping[int, dict[int, Source]]) -> bo
 
 def is_part(x: Tensor, whole: Tensor) -> bool:
     """Whether a tensor is another one, or a view of it."""
-    return x is whole or x._base is whole
+    return x.untyped_storage() is whole.untyped_storage()
 
 
 def is_given_parameters(record: Record) -> bool:

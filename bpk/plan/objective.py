@@ -20,7 +20,8 @@ from bpk.plan.graph import Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.graph_nodes import Edge, is_linear
-from bpk.recording.record import Record, owner_of
+from bpk.recording.ownership import owner_of
+from bpk.recording.record import Record
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 

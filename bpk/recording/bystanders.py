@@ -8,7 +8,7 @@ autograd, the engine evaluates them; then their hooks, and what they do themselv
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.recording import engine
-from bpk.recording.graph_nodes import Edge
+from bpk.recording.graph_nodes import Edge, between
 from bpk.recording.state import CTX
 
 SEEN = "bpk.quiet"
@@ -131,15 +131,10 @@ def quieten(node: Node) -> None:
         node.apply = apply  # type: ignore[attr-defined]
 
 
-def quieten_inside(node: Node, stop: Iterable[Node | None]) -> None:
+def quieten_inside(node: Node, stop: Container[Node | None]) -> None:
     """Make quiet what lies within a call: from the node of its output, up to those of its inputs."""
-    seen, waiting = {node, *stop}, [node]
-    while waiting:
-        here = waiting.pop()
+    for here in between(node, stop.__contains__):
         if passes_on(here):
             quieten(here)
         else:
             make_quiet(engine.hooks_behind(here))
-        fresh = {above for above, _ in here.next_functions if above is not None} - seen
-        seen |= fresh
-        waiting += fresh

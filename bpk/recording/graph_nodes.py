@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -36,25 +36,35 @@ def is_linear(node: Node) -> bool:
     return name in LINEAR or (name in BILINEAR and sum(differentiable) == 1)
 
 
-def parameter_edges(node: Node, inputs: Sequence[Edge], params: dict[str, Tensor]) -> dict[str, tuple[Node, int]]:
+def between(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
+    """A node and all that autograd's graph has behind it, on each way until the first end."""
+    waiting, seen = [node], {node}
+    while waiting:
+        here = waiting.pop()
+        if is_end(here):
+            continue
+        yield here
+        fresh = {above for above, _ in here.next_functions if above is not None} - seen
+        seen |= fresh
+        waiting += fresh
+
+
+def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Tensor]) -> dict[str, tuple[Node, int]]:
     """By name: the node inside a call that sends a parameter its gradient, and through which output.
 
     Only parameters that the call reaches exactly once are listed.
     """
-    stop = {edge[0] for edge in inputs if edge[0] is not None}
+    stop = {edge[0] for edge in inputs}
     names = {id(p): name for name, p in params.items()}
     found: dict[str, list[tuple[Node, int]]] = {}
-    waiting, seen = [node], {node}
-    while waiting:
-        here = waiting.pop()
+    for here in between(node, stop.__contains__):
         for k, (above, _) in enumerate(here.next_functions):
-            if above is None or above in stop:
-                continue
-            if above.name() == engine.ACCUMULATE:
-                leaf = above.variable  # type: ignore[attr-defined]
-                if id(leaf) in names:
-                    found.setdefault(names[id(leaf)], []).append((here, k))
-            elif above not in seen:
-                seen.add(above)
-                waiting.append(above)
+            name = names.get(id(leaf_of(above))) if above not in stop else None
+            if name is not None:
+                found.setdefault(name, []).append((here, k))
     return {name: hits[0] for name, hits in found.items() if len(hits) == 1}
+
+
+def leaf_of(node: Node | None) -> Tensor | None:
+    """The leaf whose gradient a node accumulates."""
+    return node.variable if node is not None and node.name() == engine.ACCUMULATE else None  # type: ignore[attr-defined]
