@@ -13,7 +13,7 @@ from bpk.jacobians.core.random_state import RandomState
 from bpk.recording import engine
 from bpk.recording.activations import nothing
 from bpk.recording.graph_nodes import Edge
-from bpk.recording.identity import Keep
+from bpk.recording.identity import alias
 from bpk.recording.ownership import owner_of
 from bpk.recording.state import CTX
 from bpk.rules import REGISTRY
@@ -84,7 +84,7 @@ def keep_input(module: nn.Module, x: Tensor, before: Before) -> Tensor:
         before.viewed = x
         x = x.clone()
     kept, before.edge = keep(x)
-    before.kept = Keep.apply(x.clone()) if copied else kept
+    before.kept = alias(x.clone()) if copied else kept
     return x
 
 
@@ -92,7 +92,7 @@ def keep(x: Tensor) -> tuple[Tensor, Edge]:
     """An alias of `x` that in-place operations cannot move, and the graph edge that leads to `x`."""
     if not x.requires_grad:
         return x.detach(), (None, 0)
-    kept = Keep.apply(x)
+    kept = alias(x)
     return kept, kept.grad_fn.next_functions[0]
 
 

@@ -27,7 +27,8 @@ class Connected:
     def __init__(
         self, binding: Binding, edges: tuple[Edge, ...], places: dict[int, int], rows: tuple[int, ...]
     ) -> None:
-        self.binding = Binding(binding.options, (), binding.axes, binding.out_axes, binding.problem, binding.do)
+        binding.inputs = ()  # they move on where they are changed in place, maybe to nodes behind this call
+        self.binding = binding
         self.edges = edges
         self.places = places
         self.rows = rows

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
+from torch.autograd import Function, Variable
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel.distributed import _DDPSink
@@ -83,6 +83,12 @@ def set_multithreaded(mode: bool) -> None:
 def is_transformed() -> bool:
     """Whether a `torch.func` transform is running the forward pass."""
     return torch._C._are_functorch_transforms_active()
+
+
+def applying(function: type[Function]) -> Callable[..., Any]:
+    """What `function.apply` calls once it has seen that no transform of `torch.func` is running."""
+    apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from bpk.recording import engine
+
 
 class Keep(torch.autograd.Function):
     """Identity whose result shares memory and version with its input, but not its future.
@@ -40,6 +42,9 @@ class Together(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return grads
 
+
+alias, together = engine.applying(Keep), engine.applying(Together)
+"""The functions themselves."""
 
 IDENTITIES = tuple(function._backward_cls for function in (Keep, Together))
 """The classes of their nodes."""

@@ -43,8 +43,12 @@ def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
     own = module._parameters
     if rule is None:
         return {name: p for name, p in own.items() if p is not None}
-    found = {name: own[name] if name in own else attrgetter(name)(module) for name in rule.params_of(module)}
-    return {name: p for name, p in found.items() if p is not None}
+    found: dict[str, Tensor] = {}
+    for name in rule.params_of(module):
+        p = own[name] if name in own else attrgetter(name)(module)
+        if p is not None:
+            found[name] = p
+    return found
 
 
 class Record(Connected):

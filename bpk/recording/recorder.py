@@ -20,10 +20,11 @@ from bpk.jacobians.core.several import SeveralOutputs
 from bpk.jacobians.losses.autodiff_loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.losses.loss import Loss
 from bpk.recording import engine
+from bpk.recording.activations import leave_on
 from bpk.recording.before import BEFORE, Before, keep
 from bpk.recording.bystanders import passes_on
 from bpk.recording.graph_nodes import Edge, parameter_edges
-from bpk.recording.identity import Keep, Together
+from bpk.recording.identity import alias, together
 from bpk.recording.ownership import give, owner_of
 from bpk.recording.record import Record, parameters_of
 from bpk.recording.state import CTX
@@ -66,7 +67,8 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     params = parameters_of(module, rule) if results else {}
     treatment = treatment_of(module, rule, binding, results, params) if results else Treatment.LEAVE
     if treatment is Treatment.RECORD:
-        return substitute(output, write_down(module, rule, binding, results, params, before))
+        changed = write_down(module, rule, binding, results, params, before)
+        return substitute(output, changed) if changed else None
     leave_unrecorded(module, binding.inputs, tensors, None if before is None else before.kept)
     return mark_results(module, output) if treatment is Treatment.PASSAGE else None
 
@@ -119,17 +121,23 @@ def write_down(
     returned = at_one_node(results, binding.inputs, before)
     node = returned[0].grad_fn
     assert node is not None
-    places = {x.output_nr: k for k, x in zip(results, returned, strict=True)}
-    detached = {k: x.detach() for k, x in zip(results, returned, strict=True)}
+    handed = [weakref.ref(x) for x in (*binding.inputs, *returned) if x.requires_grad]
+    places, detached, changed = dict[int, int](), dict[int, Tensor](), dict[int, Tensor]()
+    for (number, old), new in zip(results.items(), returned, strict=True):
+        places[new.output_nr] = number
+        detached[number] = new.detach()
+        if new is not old:
+            changed[id(old)] = new
     written = Record(module, rule, binding, inputs, edges, detached, places, again, params)
-    written.handed = [weakref.ref(x) for x in (*binding.inputs, *returned) if x.requires_grad]
-    written.drawn = None if before is None else before.drawn
+    written.handed = handed
+    if before is not None:
+        written.drawn = before.drawn
     if rule is not None and (module._modules or len(module._parameters) > len(params)):
         require_names(written, node)
     give(node, written)
     if again is None:
-        written.leave()
-    return {id(old): new for old, new in zip(results.values(), returned, strict=True) if old is not new}
+        written.left = leave_on(module, inputs, next(iter(detached.values())))
+    return changed
 
 
 def connect(inputs: tuple[Tensor, ...], before: Before | None) -> tuple[tuple[Tensor, ...], tuple[Edge, ...]]:
@@ -143,16 +151,23 @@ def connect(inputs: tuple[Tensor, ...], before: Before | None) -> tuple[tuple[Te
 def at_one_node(results: Mapping[int, Tensor], inputs: tuple[Tensor, ...], before: Before | None) -> tuple[Tensor, ...]:
     """The results of a layer, at a graph node that belongs to this call only."""
     if len(results) > 1:
-        return Together.apply(*results.values())
+        found: tuple[Tensor, ...] = together(*results.values())
+        return found
     (out,) = results.values()
     node = out.grad_fn
-    moved = before is not None and before.kept is not None and before.edge[0] is not node  # the input, in place
-    same = not moved and any(out is x for x in inputs)
-    if same or node is None or owner_of(node) is not None or passes_on(node):
+    if node is None or owner_of(node) is not None or passes_on(node) or is_given(out, inputs, before):
         return (out.view_as(out),)  # the layer returned its input (nn.Identity, Dropout in evaluation)
     if out._is_view() and not shares_memory(out, inputs):
-        return (Keep.apply(out),)  # no view of something internal, so that it may be changed in place
+        return (alias(out),)  # no view of something internal, so that it may be changed in place
     return (out,)
+
+
+def is_given(out: Tensor, inputs: tuple[Tensor, ...], before: Before | None) -> bool:
+    """Whether a result is an input of the layer, which is still at the same node."""
+    for x in inputs:
+        if out is x:
+            return before is None or before.kept is None or before.edge[0] is out.grad_fn
+    return False
 
 
 def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
@@ -187,13 +202,14 @@ def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def mark_results(module: nn.Module, output: Any) -> Any:
     """Write down that parameters of a module are used somewhere before its results."""
-    return substitute(output, {id(x): passage(module, x) for x in tensors_in(output) if x.requires_grad})
+    changed = {id(x): passage(module, x) for x in tensors_in(output) if x.requires_grad}
+    return substitute(output, changed) if changed else None
 
 
 def passage(module: nn.Module, result: Tensor) -> Tensor:
     """One result of a container, marked. Each is on its own: their rows need not be the same."""
     kept, edge = keep(result)
-    (marked,) = Together.apply(result)
+    (marked,) = together(result)
     binding, results = Binding(module, (kept,)), {0: marked.detach()}
     written = Record(module, PASSAGE, binding, (kept,), (edge,), results, {0: 0}, engine.checkpointing())
     written.handed = [weakref.ref(result), weakref.ref(marked)]
@@ -221,15 +237,10 @@ def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: di
 
 
 def substitute(output: Any, changed: Mapping[int, Tensor]) -> Any:
-    """Nested results with some tensors replaced; `None` where none is."""
-    return replaced(output, changed) if changed else None
-
-
-def replaced(output: Any, changed: Mapping[int, Tensor]) -> Any:
     """Nested results with some tensors replaced."""
     if isinstance(output, Tensor):
         return changed.get(id(output), output)
     if isinstance(output, (tuple, list)):
-        parts = [replaced(part, changed) for part in output]
+        parts = [substitute(part, changed) for part in output]
         return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)  # a named tuple
     return output
