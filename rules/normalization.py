@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.engine import axes_without_batch
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.gemm import wide
 from bpk.jacobians.core.rule import Rule, case
@@ -101,7 +102,7 @@ class InstanceNormRule(PerChannel):
         return not (call.options.training or not call.options.track_running_stats)
 
     def obstacle(self, call: Call) -> str | None:
-        without = call.inputs[0].dim() == call.options._get_no_batch_dim()
+        without = call.inputs[0].dim() == axes_without_batch(call.options)
         return "its input has no batch axis" if without else super().obstacle(call)
 
     def shared_axes(self, call: Call) -> tuple[int, ...]:

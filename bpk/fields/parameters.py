@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.recording import engine
@@ -177,7 +178,7 @@ class Parameters:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
         old = param.__dict__.pop(extension.savefield, None)
         if not torch.is_grad_enabled():
-            uses.spare = engine.spare_memory(old)
+            uses.spare = spare_memory(old)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""

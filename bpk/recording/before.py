@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.latest import same
 from bpk.jacobians.core.random_state import RandomState
 from bpk.recording import engine
 from bpk.recording.activations import nothing
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.identity import alias
 from bpk.recording.ownership import owner_of
+from bpk.recording.record import Record
 from bpk.recording.state import CTX
 from bpk.rules import REGISTRY
 
@@ -79,13 +81,26 @@ def keep_input(module: nn.Module, x: Tensor, before: Before) -> Tensor:
     memory = x if x._base is None else x._base
     producer = None if memory.grad_fn is None else owner_of(memory.grad_fn)
     if producer is not None:
-        producer.keep_output()
+        keep_output(producer)
     if x._is_view():
         before.viewed = x
         x = x.clone()
     kept, before.edge = keep(x)
     before.kept = alias(x.clone()) if copied else kept
     return x
+
+
+def keep_output(record: Record) -> None:
+    """Before the output of a call is overwritten: copy it where it stands in for an input that it overwrote itself."""
+    if record.rule is None or not record.rule.from_output or record.recomputed is not None:
+        return
+    out = record.output
+    if any(same(x, out) for x in record.inputs):
+        number = next(iter(record.results))
+        record.results[number] = out.clone()
+        record.versions[len(record.inputs)] = record.results[number]._version
+        if record.left is not None and record.module.__dict__.get("output") is record.left:
+            record.leave()
 
 
 def keep(x: Tensor) -> tuple[Tensor, Edge]:

@@ -109,8 +109,16 @@ def beyond(edge: Edge) -> Edge:
         node, number = edge
         assert node is not None
         quieten(node)
-        edge = engine.passed_on(node, number)
+        edge = passed_on(node, number)
     return edge
+
+
+def passed_on(node: Node, number: int) -> Edge:
+    """The edge to which such a node hands on what arrives at one of its outputs."""
+    needed: tuple[bool, ...] = node.needs_input_grad  # type: ignore[attr-defined]  # of all arguments
+    place = number + engine.PASSING_ON[type(node)]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return edges[sum(needed[:place])] if needed[place] else (None, 0)
 
 
 def quieten(node: Node) -> None:

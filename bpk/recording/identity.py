@@ -46,7 +46,7 @@ class Together(torch.autograd.Function):
 alias, together = engine.applying(Keep), engine.applying(Together)
 """The functions themselves."""
 
-IDENTITIES = tuple(function._backward_cls for function in (Keep, Together))
+IDENTITIES = (engine.node_class(Keep), engine.node_class(Together))
 """The classes of their nodes."""
 
 

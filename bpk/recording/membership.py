@@ -45,6 +45,11 @@ def mark(module: nn.Module, undo: Callable[[nn.Module], None]) -> None:
     CTX.add_module(module, undo)
 
 
+def path_of(module: nn.Module) -> str:
+    """Where a layer sits in the extended model, for messages."""
+    return module.__dict__.get("_bpk_path", "") or type(module).__name__
+
+
 def mark_as(module: nn.Module, fields: Mapping[str, Any]) -> None:
     """Note that a module is extended if the one with these attributes is."""
     if MARK in fields:

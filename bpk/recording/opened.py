@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
 from bpk.recording import engine
+from bpk.recording.probe import PROBE
 from bpk.recording.surroundings import require_plain_pass
 
 EXTEND = "call bpk.extend(model) and bpk.extend(loss_fn) before the forward pass."
@@ -64,7 +65,7 @@ class Opened:
         self.recorded = False
         self.reached = False
         self.elsewhere = False
-        self.passes_before = engine.PROBE.passes() if context.extensions else 0
+        self.passes_before = PROBE.passes() if context.extensions else 0
 
     def visit(self, record: Any, path: str, grads: tuple[Tensor | None, ...]) -> None:
         """A backward pass has reached a recorded call."""
@@ -91,7 +92,7 @@ class Opened:
                 "a context is seen by its own thread only, so that threads can train different models.",
                 "enter backpack(...) in the thread that calls backward().",
             )
-        elif not self.reached and engine.PROBE.passes() > self.passes_before:
+        elif not self.reached and PROBE.passes() > self.passes_before:
             report(
                 is_only_thread(),  # otherwise, the pass may be that of another one
                 "backpack(...) saw a backward pass that reached no extended module.",

@@ -23,6 +23,7 @@ from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
 from bpk.recording.connections import Connected
 from bpk.recording.graph_nodes import Edge
+from bpk.recording.membership import path_of
 from bpk.recording.recomputed import Recomputed
 from bpk.recording.state import CTX
 
@@ -31,11 +32,6 @@ LIVE: set[weakref.ref[Record]] = set()
 
 NOTHING = torch.empty(0)
 """Stands in for tensors that were let go."""
-
-
-def path_of(module: nn.Module) -> str:
-    """Where a layer sits in the extended model, for messages."""
-    return module.__dict__.get("_bpk_path", "") or type(module).__name__
 
 
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
@@ -113,7 +109,6 @@ class Record(Connected):
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
 
-    # ---- its tensors -------------------------------------------------------------------------------
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """What the layer was given."""
@@ -151,7 +146,6 @@ class Record(Connected):
         """Where the layer sits in the extended model, for messages."""
         return path_of(self.module)
 
-    # ---- how the rule sees it ----------------------------------------------------------------------
     @property
     def plain(self) -> bool:
         """Whether the rule sees all tensors as they are."""
@@ -177,15 +171,12 @@ class Record(Connected):
         if self.plain:
             number, out = self.used[0], self.results[self.used[0]]
             return Call(self.in_mode(self.module), inputs, self.params, out, used={number: out.shape[1:]})
-        used = self.used or list(self.results)[:1]
         assert self.rule is not None
+        binding, axes = self.binding, (self.shifted,)
         if self.shifted:
-            results = {k: self.results[k].movedim(self.shifted, 0) for k in used}
-            output, shapes = self.rule.join(Binding(self.module, ()), results, used)
-            seen = [x.movedim(self.shifted, 0) for x in inputs]
-            return Call(self.in_mode(self.module), seen, self.params, output, used=shapes)
-        output, shapes = self.rule.join(self.binding, {**self.results}, used)
-        return Call(self.in_mode(self.binding.options), self.binding.seen(inputs), self.params, output, used=shapes)
+            binding = Binding(self.module, (), axes * len(inputs), axes * (1 + max(self.results)))
+        output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])
+        return Call(self.in_mode(binding.options), binding.seen(inputs), self.params, output, used=shapes)
 
     def in_mode(self, options: Options) -> Options:
         """The options of the call as they were: training or evaluation may have been switched since."""
@@ -210,19 +201,6 @@ class Record(Connected):
                 )
             )
         return self.output
-
-    def keep_output(self) -> None:
-        """The output is about to be overwritten: keep a copy where it stands in for an input that it overwrote."""
-        if self.rule is None or not self.rule.from_output or self.recomputed is not None:
-            return
-        out = self.output
-        if not any(x.is_set_to(out) for x in self.inputs):
-            return
-        number = next(iter(self.results))
-        self.results[number] = out.clone()
-        self.versions[len(self.inputs)] = self.results[number]._version
-        if self.left is not None and self.module.__dict__.get("output") is self.left:
-            self.leave()
 
     def reopen(self) -> None:
         """Another backward pass may come: this use of the parameters is to be expected again."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
 from bpk.recording.activations import leave_on
+from bpk.recording.membership import path_of
 from bpk.recording.ownership import Forget
-from bpk.recording.record import path_of
 from bpk.recording.state import CTX
 
 

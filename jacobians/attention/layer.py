@@ -7,7 +7,7 @@ parameters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +24,16 @@ from bpk.jacobians.attention.parts import (
     at_mask,
     beside,
     evaluate_heads,
+    is_one,
     mask_tangent,
     projection,
     projection_tangent,
-    same,
     weight_tangent,
 )
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.latest import Latest
 from bpk.jacobians.core.rule import Residual
 from bpk.jacobians.second_order.probing import precision
 
@@ -142,13 +143,8 @@ class AttentionLayer(LinearInside):
 
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
         """Columns at the projections; remembered for the blocks of columns that came last."""
-        kept: dict[Hashable, tuple[Tensor, Pulled]] = call.memo((self, "pulled"), dict)
-        key = (mat.data_ptr(), mat._version, mat.shape, mat.stride(), torch.is_grad_enabled())
-        if key not in kept:
-            kept[key] = mat, self.pull_in_pieces(call, mat)
-            while len(kept) > 1 and 3 * sum(m.numel() for m, _ in kept.values()) > KEPT:
-                del kept[next(iter(kept))]
-        return kept[key][1]
+        latest: Latest[Pulled] = call.memo((self, "pulled"), lambda: Latest(KEPT))
+        return latest.find(mat, lambda: self.pull_in_pieces(call, mat), lambda kept, _: 3 * kept.numel())
 
     def pull_in_pieces(self, call: Call, mat: Tensor) -> Pulled:
         """A few columns at a time, so that what is as large as the weights stays in the processor's cache."""
@@ -191,7 +187,7 @@ class AttentionLayer(LinearInside):
         if param == "out_proj.weight":
             return [self.merged(call)]
         if param == "in_proj_weight":
-            return list(call.inputs[:1] if same(call.inputs[:3]) else call.inputs[:3])
+            return list(call.inputs[:1] if is_one(call.inputs[:3]) else call.inputs[:3])
         return [call.inputs[PROJECTIONS.index(param)]] if param in PROJECTIONS else []
 
     def columns(self, call: Call, mat: Tensor, param: str) -> list[Tensor]:
@@ -201,7 +197,7 @@ class AttentionLayer(LinearInside):
         found = self.pulled(call, mat)
         if param in PROJECTIONS:
             return [found.roles[PROJECTIONS.index(param)]]
-        return [found.packed] if found.packed is not None and same(call.inputs[:3]) else list(found.roles)
+        return [found.packed] if found.packed is not None and is_one(call.inputs[:3]) else list(found.roles)
 
     def vectors(self, call: Call, mat: Tensor, param: str) -> Tensor:
         if param == "out_proj.bias":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.attention.attention import Heads, Triple, additive, plus, split_heads
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.latest import same
 
 PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 APPENDED = {1: "bias_k", 2: "bias_v"}
@@ -169,8 +170,6 @@ def beside(pieces: Sequence[Pulled]) -> Pulled:
     return Pulled((q, k, v), None, appended)
 
 
-def same(tensors: Sequence[Tensor]) -> bool:
+def is_one(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors are the same one."""
-    first = tensors[0]
-    like = (first.data_ptr(), first.shape, first.stride(), first.dtype)
-    return all((x.data_ptr(), x.shape, x.stride(), x.dtype) == like for x in tensors[1:])
+    return all(same(x, tensors[0]) for x in tensors[1:])

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core import engine
+
 Patches = Callable[[slice], Tensor]
 Empty = Callable[[Sequence[int], Tensor], Tensor]
 CACHE = 1 << 18
@@ -51,13 +53,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         or x.device.type != "cpu"
         or not torch.backends.mkldnn.is_available()
         or x.numel() * weight.shape[0] < LARGE
-        or torch._C._functorch.maybe_current_level() is not None
+        or engine.is_transformed()
     ):
         return torch.nn.functional.linear(x, weight)
     if not (weight.is_contiguous() or weight.T.is_contiguous()):
         weight = weight.contiguous()  # oneDNN has no fast way for rows with gaps between them
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return product
+    return engine.onednn_linear(x, weight)
 
 
 def one_by_one(m: Tensor, width: int) -> bool:

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.rule import Rule
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
@@ -22,7 +23,7 @@ FEW = 2
 
 def is_differentiated() -> bool:
     """Whether results have to be differentiable themselves: nothing may be kept for later then."""
-    return torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None
+    return torch.is_grad_enabled() or is_transformed()
 
 
 def by_sample(rule: Rule, call: Call, copies: Mapping[str, Tensor]) -> Tensor:

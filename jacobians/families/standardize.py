@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.gemm import wide
 
 BLOCK = 1 << 17
@@ -27,7 +28,7 @@ BLOCK = 1 << 17
 
 def eager() -> bool:
     """Whether buffers may be written to: no graph is built, and no `torch.func` transform runs."""
-    return not torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None
+    return not torch.is_grad_enabled() and not is_transformed()
 
 
 class Standardized(ABC):

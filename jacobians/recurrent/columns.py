@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import gemm
+from bpk.jacobians.core import engine, gemm
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.latest import Latest
 from bpk.jacobians.recurrent.layer import ADD_AXIS, UNBATCHED, RecurrentForward
 from bpk.jacobians.recurrent.stack import Pulled, Stack
 
@@ -19,25 +19,6 @@ KEEP = 1 << 22
 
 COLUMNS = 1 << 22
 """How many numbers a backward recurrence finds at a time (on a processor): memory of this size is used again."""
-
-
-class Latest:
-    """What was computed from the columns that came last, for those who ask with the same columns again."""
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, tuple[Tensor, Pulled]] = {}
-
-    def find(self, mat: Tensor, compute: Callable[[], Pulled]) -> Pulled:
-        """`compute()`, evaluated once for these columns (they are held, so that their memory stays theirs)."""
-        if mat.requires_grad or torch._C._functorch.maybe_current_level() is not None:
-            return compute()
-        key = (mat.data_ptr(), mat._version, mat.shape, mat.stride(), torch.is_grad_enabled())
-        if key not in self.kept:
-            found = compute()
-            while self.kept and sum(pulled.size for _, pulled in self.kept.values()) + found.size > KEEP:
-                del self.kept[next(iter(self.kept))]
-            self.kept[key] = (mat, found)
-        return self.kept[key][1]
 
 
 class RecurrentColumns(RecurrentForward):
@@ -55,8 +36,11 @@ class RecurrentColumns(RecurrentForward):
 
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
         """The backward recurrence for columns `[V, N, *out]`, shared by all who ask with the same columns."""
-        stack, latest = self.at(call), call.memo((self, "latest"), Latest)
-        return latest.find(mat, lambda: stack.pull(self.seeds(self.split(call, gemm.wide(mat)))))
+        stack, latest = self.at(call), call.memo((self, "latest"), lambda: Latest[Pulled](KEEP))
+        found: Pulled = latest.find(
+            mat, lambda: stack.pull(self.seeds(self.split(call, gemm.wide(mat)))), lambda _, pulled: pulled.size
+        )
+        return found
 
     def pieces(self, call: Call, mat: Tensor) -> Iterator[tuple[Tensor | None, Pulled]]:
         """Backward recurrences of some columns at a time, and which these are (`None`: all of them).
@@ -65,7 +49,7 @@ class RecurrentColumns(RecurrentForward):
         """
         stack = self.at(call)
         step = max(1, COLUMNS // stack.size) if mat.device.type == "cpu" else len(mat)
-        if len(mat) <= step or torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None:
+        if len(mat) <= step or torch.is_grad_enabled() or engine.is_transformed():
             yield None, self.pulled(call, mat)
             return
         order, ends = torch.arange(len(mat), device=mat.device), None

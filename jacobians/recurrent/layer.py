@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.attention.dropout import agrees
+from bpk.jacobians.core import engine
 from bpk.jacobians.core.binding import Binding, tensors_in
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -49,7 +50,7 @@ class RecurrentForward(SeveralOutputs):
         self.cell = cell
 
     def params_of(self, module: Any) -> Sequence[str]:
-        return module._flat_weights_names
+        return engine.flat_weight_names(module)
 
     def bind(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         given = (*args, *kwargs.values())

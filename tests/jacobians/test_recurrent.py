@@ -17,10 +17,10 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.rule import Example, Rule, case
 from bpk.jacobians.families.autodiff import Autodiff
-from bpk.jacobians.recurrent import Recurrent
 from bpk.jacobians.recurrent import back as recurrent_back
 from bpk.jacobians.recurrent import columns as recurrent_columns
 from bpk.jacobians.recurrent.layer import RecurrentForward
+from bpk.jacobians.recurrent.recurrent import Recurrent
 from bpk.rules import REGISTRY
 from tests.references.reference import Reference
 from tests.references.symbolic_forwards import recurrent_step
