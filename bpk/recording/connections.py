@@ -9,8 +9,11 @@ from torch import Tensor
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.rule import add_up
+from bpk.recording import engine
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.ports import PLAIN, Port
+from bpk.recording.recomputed import Recomputed
+from bpk.recording.state import CTX
 
 
 class Connected:
@@ -19,13 +22,19 @@ class Connected:
     `edges` lead to the inputs. `results` are those that are differentiable, by number; `places` says which of them an
     output of the graph node is, and `used` are those that something behind the call has asked for. `binding` says how
     the rule sees them. The batch axis may be found elsewhere, `shifted`. `rows` are axes that autograd's graph sees as
-    one, in front of inputs and results (of calls written down from the graph).
+    one, in front of inputs and results (of calls written down from the graph). Where `hooks` are given, tensors are
+    computed again on demand.
     """
 
-    __slots__ = ("binding", "edges", "places", "rows", "shifted", "used")
-
     def __init__(
-        self, binding: Binding, edges: tuple[Edge, ...], places: dict[int, int], rows: tuple[int, ...]
+        self,
+        binding: Binding,
+        inputs: tuple[Tensor, ...],
+        edges: tuple[Edge, ...],
+        results: dict[int, Tensor],
+        places: dict[int, int],
+        hooks: engine.SavedTensorHooks | None,
+        rows: tuple[int, ...],
     ) -> None:
         binding.inputs = ()  # they move on where they are changed in place, maybe to nodes behind this call
         self.binding = binding
@@ -33,17 +42,34 @@ class Connected:
         self.places = places
         self.rows = rows
         self.shifted = 0
-        self.used: list[int] = [] if len(places) > 1 else list(places.values())
+        self.used: list[int] = [] if len(results) > 1 else list(results)
+        self.versions = [x._version for x in (*inputs, *results.values())]
+        self.recomputed = None if hooks is None else Recomputed(hooks, (*inputs, *results.values()))
+        self._inputs: tuple[Tensor, ...] | None = inputs if hooks is None else None
+        self._results: dict[int, Tensor] | None = results if hooks is None else None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """What the layer was given."""
-        raise NotImplementedError
+        if self._inputs is None:
+            self.compute_again()
+        return self._inputs or ()
 
     @property
     def results(self) -> dict[int, Tensor]:
         """What it returned, by number."""
-        raise NotImplementedError
+        if self._results is None:
+            self.compute_again()
+        return self._results or {}
+
+    def compute_again(self) -> None:
+        """Get the tensors of a call inside of `torch.utils.checkpoint`."""
+        assert self.recomputed is not None
+        with CTX.aloud():
+            found = self.recomputed.tensors()
+        numbers = list(self.places.values())
+        self._inputs = tuple(found[: -len(numbers)])
+        self._results = dict(zip(numbers, found[-len(numbers) :], strict=True))
 
     @property
     def problem(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -18,25 +19,17 @@ EXTEND = "call bpk.extend(model) and bpk.extend(loss_fn) before the forward pass
 ExtensionHook = Callable[[nn.Module], Any]
 
 
+@dataclass(eq=False, repr=False)
 class Settings:
-    """What a user asks for with `backpack(...)`, which describes each of these."""
+    """What a user asks for with `backpack(...)`, and whether the objective must be made of extended losses only."""
 
-    def __init__(
-        self,
-        extensions: tuple[Any, ...] = (),
-        extension_hook: ExtensionHook | None = None,
-        debug: bool = False,
-        retain_graph: bool = False,
-        chunk_size: int | None = None,
-        memory: int | None = None,
-    ) -> None:
-        self.extensions = extensions
-        self.extension_hook = extension_hook
-        self.debug = debug
-        self.retain_graph = retain_graph
-        self.chunk_size = chunk_size
-        self.memory = memory
-        self.checks_objective = True  # whether it must be made of extended losses only (`objective.py`)
+    extensions: tuple[Any, ...]
+    extension_hook: ExtensionHook | None
+    debug: bool
+    retain_graph: bool
+    chunk_size: int | None
+    memory: int | None
+    checks_objective: bool = True
 
 
 class Pass(Protocol):

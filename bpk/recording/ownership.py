@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -24,7 +26,7 @@ DISSOLVED = nn.Identity()
 def give(node: Node, record: Record) -> None:
     """Let a node own the record of the call whose output is there, and hand it to backward passes that arrive."""
     engine.belongings(node)[OWNER] = record
-    node.register_prehook(Visit(record))
+    node.register_prehook(partial(visit, record))
 
 
 def owner_of(node: Node) -> Record | None:
@@ -42,29 +44,21 @@ def leave_to_autograd(record: Record, node: Node) -> None:
     del engine.belongings(node)[OWNER]
     engine.belongings(node)[LEFT] = record.rule is not None
     if record.left is not None:
-        node.register_prehook(Forget(record.module, record.left))
+        node.register_prehook(partial(take_away, record.module, record.left))
     record.module = DISSOLVED
 
 
-class Visit:
+def visit(record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
     """The hook on a layer's output node: hands the layer's gradient to the active context."""
-
-    __slots__ = ("record",)
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        record = self.record
-        if CTX.passing is record or record.module is DISSOLVED:
-            return None
-        if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
-            return (None,) * len(grads)
-        if CTX.stack and any(grads[nr] is not None for nr in record.places):
-            CTX.stack[-1].visit(record, record.path, grads)
-        else:
-            pass_by(record)
+    if CTX.passing is record or record.module is DISSOLVED:
         return None
+    if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
+        return (None,) * len(grads)
+    if CTX.stack and any(grads[nr] is not None for nr in record.places):
+        CTX.stack[-1].visit(record, record.path, grads)
+    else:
+        pass_by(record)
+    return None
 
 
 def pass_by(record: Record) -> None:
@@ -76,26 +70,14 @@ def pass_by(record: Record) -> None:
         record.release()
 
 
-class Forget:
+def take_away(module: nn.Module, output: Tensor, grads: tuple[Tensor | None, ...]) -> None:
     """The hook on the output of a call that is not recorded: a backward pass takes away what was left on the module.
 
     An extension hook that may read it comes first.
     """
-
-    __slots__ = ("module", "output")
-
-    def __init__(self, module: nn.Module, output: Tensor) -> None:
-        self.module = module
-        self.output = output
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        if CTX.quiet or CTX.get_retain_graph() or engine.keeps_graph():
-            return
-        if CTX.get_extension_hook() is not None:
-            engine.when_finished(self.forget)
-        else:
-            self.forget()
-
-    def forget(self) -> None:
-        """Remove what this call has left."""
-        forget(self.module, self.output)
+    if CTX.quiet or CTX.get_retain_graph() or engine.keeps_graph():
+        return
+    if CTX.get_extension_hook() is not None:
+        engine.when_finished(partial(forget, module, output))
+    else:
+        forget(module, output)

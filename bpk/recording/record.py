@@ -24,7 +24,6 @@ from bpk.recording.activations import forget, leave_on
 from bpk.recording.connections import Connected
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.membership import path_of
-from bpk.recording.recomputed import Recomputed
 from bpk.recording.state import CTX
 
 LIVE: set[weakref.ref[Record]] = set()
@@ -53,27 +52,8 @@ class Record(Connected):
     `given` are the shapes of the tensors with which the whole model was called. `contexts` are those that the thread of
     the forward pass is in. `handed` refers to the tensors that the layer was given and has returned, for as long as
     they live. `drawn` is the state of the generators before the call. `left` is what was left of the output on the
-    module. Where `hooks` are given, tensors are computed again on demand. `open`: a backward pass is awaited.
+    module. `open`: a backward pass is awaited.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_inputs",
-        "_results",
-        "contexts",
-        "drawn",
-        "given",
-        "handed",
-        "left",
-        "module",
-        "open",
-        "params",
-        "recomputed",
-        "rule",
-        "seen",
-        "training",
-        "versions",
-    )
 
     def __init__(
         self,
@@ -88,7 +68,7 @@ class Record(Connected):
         params: dict[str, Tensor] | None = None,
         rows: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(binding, edges, places, rows)
+        super().__init__(binding, inputs, edges, results, places, hooks, rows)
         self.module = module
         self.rule = rule
         self.params = parameters_of(module, rule) if params is None else params
@@ -97,10 +77,6 @@ class Record(Connected):
         self.contexts = CTX.entered
         for opened in self.contexts[-1:]:
             opened.recorded = True
-        self.versions = [x._version for x in (*inputs, *results.values())]
-        self.recomputed = None if hooks is None else Recomputed(hooks, (*inputs, *results.values()))
-        self._inputs: tuple[Tensor, ...] | None = inputs if hooks is None else None
-        self._results: dict[int, Tensor] | None = results if hooks is None else None
         self.handed: list[weakref.ref[Tensor]] = []
         self.drawn: RandomState | None = None
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
@@ -108,29 +84,6 @@ class Record(Connected):
         self.open = True
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What the layer was given."""
-        if self._inputs is None:
-            self.compute_again()
-        return self._inputs or ()
-
-    @property
-    def results(self) -> dict[int, Tensor]:
-        """What it returned, by number."""
-        if self._results is None:
-            self.compute_again()
-        return self._results or {}
-
-    def compute_again(self) -> None:
-        """Get the tensors of a call inside of `torch.utils.checkpoint`."""
-        assert self.recomputed is not None
-        with CTX.aloud():
-            found = self.recomputed.tensors()
-        numbers = list(self.places.values())
-        self._inputs = tuple(found[: -len(numbers)])
-        self._results = dict(zip(numbers, found[-len(numbers) :], strict=True))
 
     def leave(self) -> None:
         """Leave what user-written module extensions read on the layer."""

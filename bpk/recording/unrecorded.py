@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
 from bpk.recording.activations import leave_on
 from bpk.recording.membership import path_of
-from bpk.recording.ownership import Forget
+from bpk.recording.ownership import take_away
 from bpk.recording.state import CTX
 
 
@@ -40,30 +41,23 @@ def leave_unrecorded(
         whole = result._base if result._is_view() else result  # what was changed in place lives on in the viewed tensor
         node = result.grad_fn if whole is None or whole.grad_fn is None else whole.grad_fn
         if node is not None:
-            node.register_prehook(Forget(module, stored))
+            node.register_prehook(partial(take_away, module, stored))
             return
-
-
-class Complain:
-    """The hook that a forward pass under `disable` leaves: it stores nothing and complains if it is needed."""
-
-    __slots__ = ("path",)
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        CTX.complain_if_active(
-            explain(
-                f"The forward pass of '{self.path}' ran under bpk.disable().",
-                "nothing was stored that the active extensions could use.",
-                "run the forward pass outside of disable(), or backward() outside of backpack(...).",
-            )
-        )
 
 
 def leave_note(module: nn.Module, results: Sequence[Tensor]) -> None:
     """Under `disable`: make a later backward pass with active extensions fail with the reason."""
     differentiable = next((x for x in results if x.requires_grad), None)
     if differentiable is not None and differentiable.grad_fn is not None:
-        differentiable.grad_fn.register_prehook(Complain(path_of(module)))
+        differentiable.grad_fn.register_prehook(partial(complain, path_of(module)))
+
+
+def complain(path: str, grads: tuple[Tensor | None, ...]) -> None:
+    """The hook that a forward pass under `disable` leaves: it complains if something is missing that was not stored."""
+    CTX.complain_if_active(
+        explain(
+            f"The forward pass of '{path}' ran under bpk.disable().",
+            "nothing was stored that the active extensions could use.",
+            "run the forward pass outside of disable(), or backward() outside of backpack(...).",
+        )
+    )
