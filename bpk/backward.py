@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.context import CTX, backpack
+from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.fields.functions import reach_functions
 from bpk.fields.hooks import Hooks
 from bpk.fields.parameters import Parameters, ParameterState, is_trained, require_own
@@ -34,7 +34,9 @@ from bpk.plan.inspection import Inspection
 from bpk.plan.plan import Plan, Step, matched
 from bpk.recording import engine
 from bpk.recording.membership import around
+from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 from bpk.recording.surroundings import require_whole
 from bpk.support.decide import announce, check_samples, require_batch
 from bpk.sweeps.hand import Hand
@@ -47,11 +49,11 @@ from bpk.sweeps.tape import Tape
 class Backward:
     """One backward pass under one context; `under_way` lists it by its number until it is over."""
 
-    def __init__(self, context: backpack, task: int, under_way: dict[int, Backward]) -> None:
+    def __init__(self, context: Settings, task: int, under_way: dict[int, Pass]) -> None:
         self.context = context
         self.task = task
         self.under_way = under_way
-        self.extensions = context.extensions
+        self.extensions: tuple[BackpropExtension, ...] = context.extensions
         self.sweeps: dict[Hashable, Sweep] = {}
         self.listens: list[Hashable] = []
         for extension in self.extensions:

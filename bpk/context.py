@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-
+from bpk.backward import Backward, Ending
+from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
-from bpk.opened import Opened
 from bpk.recording import engine
-from bpk.recording.surroundings import require_eager, require_plain_pass, require_visible
+from bpk.recording.opened import ExtensionHook, Opened, Pass, Settings
+from bpk.recording.state import CTX
+from bpk.recording.surroundings import require_eager
 
-if TYPE_CHECKING:
-    from bpk.extensions.backprop_extension import BackpropExtension
-    from bpk.recording.record import Record
-
-ExtensionHook = Callable[[nn.Module], Any]
+__all__ = ["CTX", "backpack", "disable"]
 
 
-class backpack:
+class backpack(Settings):
     """Activate extensions for the backward passes inside the context.
 
     Args:
@@ -65,18 +57,13 @@ class backpack:
         for extension in extensions:
             check_extension(extension)
         check_fields(extensions)
-        self.extensions = extensions
-        self.extension_hook = extension_hook
-        self.debug = debug
-        self.retain_graph = retain_graph
-        self.chunk_size = positive("chunk_size", chunk_size)
-        self.memory = positive("memory", memory)
-        self.checks_objective = True  # whether it must be made of extended losses only (`objective.py`)
+        chunk_size, memory = positive("chunk_size", chunk_size), positive("memory", memory)
+        super().__init__(extensions, extension_hook, debug, retain_graph, chunk_size, memory)
         self._opened: list[Opened] = []
 
     def __enter__(self) -> backpack:
         require_eager()
-        opened = Opened(self)
+        opened = Opened(self, self.begin)
         self._opened.append(opened)
         CTX.enter(opened)
         return self
@@ -92,6 +79,12 @@ class backpack:
             CTX.stack[-1].reached |= opened.reached
         if kind is None:
             opened.check()
+
+    def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
+        """A backward pass of this number has come to a recorded call for the first time."""
+        backward = Backward(self, task, under_way)
+        engine.when_finished(Ending(backward))
+        return backward
 
 
 def positive(name: str, number: int | None) -> int | None:
@@ -125,8 +118,6 @@ def check_fields(extensions: Sequence[BackpropExtension]) -> None:
 
 def check_extension(extension: object) -> None:
     """Refuse a class instead of an instance, or anything else, saying what to write."""
-    from bpk.extensions.backprop_extension import BackpropExtension
-
     if isinstance(extension, BackpropExtension):
         return
     if isinstance(extension, type) and issubclass(extension, BackpropExtension):
@@ -145,166 +136,6 @@ def check_extension(extension: object) -> None:
             "write for example backpack(BatchGrad(), KFAC()).",
         )
     )
-
-
-class Context(threading.local):
-    """What is active right now, in this thread: the `backpack` contexts, and whether recording is disabled.
-
-    `stack` are the contexts that backward passes see, `entered` those that this thread is in (the same, except during
-    passes that are nobody's business). While the forward pass of a model runs, it is `called`, and `given` are the
-    shapes of its tensors. Extended `modules` are those of all threads. `transformed` is the path of the layer that ran
-    last under a transform of `torch.func`, if any did since the last pass.
-    """
-
-    modules: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-    lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self) -> None:
-        self.entered: list[Opened] = []
-        self.stack = self.entered
-        self.disabled = False
-        self.quiet = False
-        self.passing: Record | None = None
-        self.throughout = False
-        self.given: tuple[torch.Size, ...] = ()
-        self.called: nn.Module | None = None
-        self.multithreaded = True
-        self.transformed: list[str] = []
-
-    def enter(self, opened: Opened) -> None:
-        """From now on, a context is the active one, and backward passes of this thread stay in it."""
-        if not self.entered:
-            self.multithreaded = engine.multithreaded()
-        engine.set_multithreaded(False)
-        self.entered.append(opened)
-
-    def innermost(self, stays: Sequence[Opened]) -> Opened:
-        """The last of several stays of this thread."""
-        return next((one for one in reversed(stays) if one in self.entered), stays[-1])
-
-    def leave(self, opened: Opened) -> None:
-        """A context is not active any more."""
-        if opened not in self.entered:
-            raise RuntimeError(
-                explain(
-                    "backpack(...) is left by another thread than the one that has entered it.",
-                    "a context belongs to a thread.",
-                    "enter and leave it in the same one.",
-                )
-            )
-        self.entered.remove(opened)
-        if not self.entered:
-            engine.set_multithreaded(self.multithreaded)
-
-    def get_active_exts(self) -> tuple[BackpropExtension, ...]:
-        """The active extensions (of the innermost context)."""
-        return self.stack[-1].context.extensions if self.stack else ()
-
-    def get_extension_hook(self) -> ExtensionHook | None:
-        """The active extension hook."""
-        return self.stack[-1].context.extension_hook if self.stack else None
-
-    def get_debug(self) -> bool:
-        """Whether the active context prints what it does."""
-        return bool(self.stack) and self.stack[-1].context.debug
-
-    def get_retain_graph(self) -> bool:
-        """Whether the active context keeps what the forward pass stored."""
-        return bool(self.stack) and self.stack[-1].context.retain_graph
-
-    def add_module(self, module: nn.Module) -> None:
-        """One more module was extended."""
-        with self.lock:
-            self.modules.add(module)
-
-    def remove_module(self, module: nn.Module) -> None:
-        """A module is extended no more."""
-        with self.lock:
-            self.modules.discard(module)
-
-    def all_modules(self) -> list[nn.Module]:
-        """Those that are extended now."""
-        with self.lock:
-            return list(self.modules)
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks of every extended module; `extend` works again afterwards."""
-        from bpk.extending import detach
-
-        with self.lock:
-            extended = tuple(self.modules)
-            self.modules.clear()
-        for module in extended:
-            detach(module)
-
-    def complain_if_active(self, message: str) -> None:
-        """Raise where extensions wait for something that was not recorded."""
-        if self.get_active_exts() and not self.quiet:
-            raise RuntimeError(message)
-
-    @contextmanager
-    def quietly(self, passing: Record | None = None, throughout: bool = False) -> Iterator[None]:
-        """Let `bpk` itself differentiate a part of the graph (in this thread), or evaluate a layer.
-
-        Nothing is recorded, and recorded calls are where that part ends, except for the one in `passing`; `throughout`,
-        none of them is.
-        """
-        before, threads = (self.quiet, self.passing, self.throughout), engine.multithreaded()
-        self.quiet, self.passing, self.throughout = True, passing, throughout
-        try:
-            engine.set_multithreaded(False)
-            yield
-        finally:
-            self.quiet, self.passing, self.throughout = before
-            engine.set_multithreaded(threads)
-
-    @contextmanager
-    def aloud(self) -> Iterator[None]:
-        """The opposite of `quietly`, for the user's own code inside of a visit."""
-        before = self.quiet, self.passing, self.throughout
-        self.quiet, self.passing, self.throughout = False, None, False
-        try:
-            yield
-        finally:
-            self.quiet, self.passing, self.throughout = before
-
-    def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
-        """A backward pass has reached a recorded call: let the active context work on it."""
-        if not self.stack or all(grads[nr] is None for nr in record.places):
-            if record.contexts is not self.entered:
-                for opened in record.contexts[-1:]:  # the thread that wrote the call down waits for it in a context
-                    opened.elsewhere = True
-            if not engine.keeps_graph():
-                record.release()
-            return
-        opened = self.stack[-1]
-        opened.reached = True
-        task = engine.current_task()
-        if task not in opened.backwards:
-            from bpk.backward import Backward, Ending
-
-            require_plain_pass(record.path, grads)
-            opened.backwards[task] = Backward(opened.context, task, opened.backwards)
-            engine.when_finished(Ending(opened.backwards[task]))
-        opened.backwards[task].visit(record, grads)
-
-    def check_transforms(self, reached: bool) -> None:
-        """A pass has reached parameters, or none: say so if that is because of a transform."""
-        paths, self.transformed = self.transformed, []
-        if not reached:
-            require_visible(paths)
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Hide a pass from the extensions of an enclosing `backpack(...)`: it is no backward pass of the user's."""
-        before, self.stack = self.stack, []
-        try:
-            yield
-        finally:
-            self.stack = before
-
-
-CTX = Context()
 
 
 class disable:

@@ -12,9 +12,10 @@ from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import forget
+from bpk.recording.before import forget_inputs, note_inputs, prepare
 from bpk.recording.loss_recorder import record_composed
 from bpk.recording.membership import mark, unmark
-from bpk.recording.recorder import forget_inputs, note_inputs, record, record_passage, remember_generators, stash
+from bpk.recording.recorder import record, record_passage
 from bpk.recording.surroundings import require_local
 from bpk.rules import REGISTRY
 from bpk.sweeps.block_product import BlockProduct
@@ -153,7 +154,7 @@ def attach(module: nn.Module, path: str, debug: bool) -> None:
             hook(module, path, [record_composed])
         for name, child in children.items():
             attach(child, f"{path}.{name}" if path else name, debug)
-    mark(module)
+    mark(module, detach)
     module._backpack_extend = True  # type: ignore[assignment]
 
 
@@ -168,18 +169,17 @@ def hook(module: nn.Module, path: str, recorders: Iterable[Callable[..., Any]]) 
     module.__dict__["_bpk_path"] = path
     for recorder in reversed(list(recorders)):
         module.register_forward_hook(recorder, with_kwargs=True, prepend=True)
-    if isinstance(module.__dict__.get("inplace"), bool):
-        module.register_forward_pre_hook(stash)
     rule = REGISTRY.find(module)
-    if rule is not None and type(rule).draws is not Rule.draws:
-        module.register_forward_pre_hook(remember_generators)
+    may_draw = rule is not None and type(rule).draws is not Rule.draws
+    if may_draw or isinstance(module.__dict__.get("inplace"), bool):
+        module.register_forward_pre_hook(prepare)
 
 
 def detach(module: nn.Module) -> None:
     """Take the forward hooks of one module away again."""
     for hooks, ours in (
         (module._forward_hooks, (*RECORDERS, forget_inputs)),
-        (module._forward_pre_hooks, (note_inputs, stash, remember_generators)),
+        (module._forward_pre_hooks, (note_inputs, prepare)),
     ):
         for key in [key for key, function in hooks.items() if function in ours]:
             del hooks[key]

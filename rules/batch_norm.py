@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.engine import axes_without_batch
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.normalization import trained
@@ -60,7 +61,7 @@ class InstanceNormRule(WithRunningStatistics):
         return bool(options.training or not options.track_running_stats)
 
     def obstacle(self, call: Call) -> str | None:
-        without = call.inputs[0].dim() == call.options._get_no_batch_dim()
+        without = call.inputs[0].dim() == axes_without_batch(call.options)
         return "its input has no batch axis" if without else super().obstacle(call)
 
     def shared_axes(self, call: Call) -> tuple[int, ...]:

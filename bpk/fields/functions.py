@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import Tensor
 
-from bpk.context import CTX
 from bpk.fields.arrived import Columns
 from bpk.fields.parameters import Parameters
 from bpk.fields.statistics import Use
@@ -19,6 +18,7 @@ from bpk.plan.samples import to_samples
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 from bpk.sweeps.sweep import Gradient
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from bpk.context import CTX
 from bpk.recording.activations import forget
 from bpk.recording.membership import containers_of
+from bpk.recording.state import CTX
 
 
 class Hooks:

@@ -9,16 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bpk.context import CTX
 from bpk.fields.arrived import Averages, Columns
+from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import add_up
-from bpk.plan.graph import parameter_edges
 from bpk.plan.stretch import StretchCall
 from bpk.recording import engine
+from bpk.recording.graph_nodes import parameter_edges
 from bpk.recording.membership import around
 from bpk.recording.record import Record, calls_by_parameter
+from bpk.recording.state import CTX
 from bpk.recording.surroundings import may_shard, require_whole
 
 
@@ -220,7 +221,7 @@ class Parameters:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
         old = param.__dict__.pop(extension.savefield, None)
         if not torch.is_grad_enabled():
-            uses.spare = engine.spare_memory(old)
+            uses.spare = spare_memory(old)
 
     def save(self, param: Tensor, name: str, value: Any) -> None:
         """Attach a result to its parameter."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bpk.context import CTX
 from bpk.hessianfree.hvp import hessian_vector_product
 from bpk.hessianfree.lop import transposed_jacobian_vector_product
 from bpk.hessianfree.rop import jacobian_vector_product
 from bpk.hessianfree.vectors import Tensors, as_list, as_vectors
 from bpk.jacobians.core.errors import explain
+from bpk.recording.state import CTX
 
 
 def ggn_vector_product(

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bpk.context import CTX
 from bpk.jacobians.core.errors import explain
+from bpk.recording.state import CTX
 
 Tensors = Tensor | Iterable[Tensor]
 """One tensor, or several."""

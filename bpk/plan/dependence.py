@@ -23,8 +23,8 @@ from torch.autograd.graph import Node
 from bpk.plan.graph import Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
+from bpk.recording.graph_nodes import Edge
 from bpk.recording.identity import function_name, name_of, words
-from bpk.recording.record import Edge
 
 Parts = list[Tensor | None]
 """Columns `[V, *in]` by argument (`None`: not differentiable, or not known)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.call import Call
 from bpk.plan.vjp import pull_columns
 from bpk.recording import engine
 from bpk.recording.attention_kernels import recover
 from bpk.recording.bystanders import beyond, make_quiet, quieten_inside
+from bpk.recording.graph_nodes import Edge
 from bpk.recording.membership import Held
+from bpk.recording.ownership import owner_of
 from bpk.recording.parameter_products import recover_product
 from bpk.recording.ports import Port
-from bpk.recording.record import Edge, Record, owner_of
+from bpk.recording.record import Record
+from bpk.recording.state import CTX
 
 REARRANGING = frozenset(
     f"{name}Backward0"
@@ -214,27 +216,3 @@ def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dic
                 if feeds[id(producer)] == 0:
                     waiting.append(producer)
     return order[1:]
-
-
-def parameter_edges(node: Node, inputs: Sequence[Edge], params: dict[str, Tensor]) -> dict[str, tuple[Node, int]]:
-    """By name: the node inside a call that sends a parameter its gradient, and through which output.
-
-    Only parameters that the call reaches exactly once are listed.
-    """
-    stop = {edge[0] for edge in inputs if edge[0] is not None}
-    names = {id(p): name for name, p in params.items()}
-    found: dict[str, list[tuple[Node, int]]] = {}
-    waiting, seen = [node], {node}
-    while waiting:
-        here = waiting.pop()
-        for k, (above, _) in enumerate(here.next_functions):
-            if above is None or above in stop:
-                continue
-            if above.name() == engine.ACCUMULATE:
-                leaf = above.variable  # type: ignore[attr-defined]
-                if id(leaf) in names:
-                    found.setdefault(names[id(leaf)], []).append((here, k))
-            elif above not in seen:
-                seen.add(above)
-                waiting.append(above)
-    return {name: hits[0] for name, hits in found.items() if len(hits) == 1}

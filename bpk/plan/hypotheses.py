@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import VIEWS, Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 
 
 def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
@@ -146,7 +146,7 @@ def reads_tables(record: Record, sources: Mapping[int, dict[int, Source]]) -> bo
 
 def is_part(x: Tensor, whole: Tensor) -> bool:
     """Whether a tensor is another one, or a view of it."""
-    return x is whole or x._base is whole
+    return x.untyped_storage() is whole.untyped_storage()
 
 
 def is_given_parameters(record: Record) -> bool:

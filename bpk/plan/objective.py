@@ -18,22 +18,12 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source
 from bpk.recording import engine
-from bpk.recording.bystanders import beyond, passes_on
-from bpk.recording.identity import function_name, words
-from bpk.recording.record import Edge, Record, owner_of
+from bpk.recording.bystanders import beyond
+from bpk.recording.graph_nodes import Edge, is_linear
+from bpk.recording.ownership import owner_of
+from bpk.recording.record import Record
 
 SourcesOf = Callable[[Record], dict[int, Source]]
-
-LINEAR = words("""Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone Expand Identity Index LeakyRelu Max Maximum
-Mean Min Minimum Neg Permute Relu Repeat ReshapeAlias Rsub Select Slice Split Squeeze Stack Sub Sum T Threshold ToCopy
-Transpose Unbind UnsafeView Unsqueeze View Where""")
-"""What autograd calls functions that are linear in all their arguments (almost everywhere)."""
-
-BILINEAR = words("Bmm Dot Mm Mul Mv")
-"""Those that are linear where only one argument is differentiable."""
-
-FRACTION = "Div"
-"""Linear in its first argument."""
 
 
 @dataclass
@@ -104,17 +94,6 @@ def inside_of_loss(loss: Record, node: Node) -> Outside:
                 if not found.ends_at(above):
                     waiting.append(above)
     return found
-
-
-def is_linear(node: Node) -> bool:
-    """Whether autograd's function at a node is linear in all of its differentiable arguments, taken together."""
-    if passes_on(node):
-        return True
-    name = function_name(node)
-    differentiable = [above is not None for above, _ in node.next_functions]
-    if name == FRACTION:
-        return differentiable == [True, False] or differentiable == [True]
-    return name in LINEAR or (name in BILINEAR and sum(differentiable) == 1)
 
 
 def require_linear(loss: Record, outside: Outside) -> None:

@@ -14,7 +14,8 @@ from bpk.plan.forms import Form, form_of, prove, recall, remember
 from bpk.plan.graph import Source
 from bpk.plan.hypotheses import has_no_axis, is_given_parameters
 from bpk.plan.survey import upstream
-from bpk.recording.record import DISSOLVED, Record, leave_to_autograd
+from bpk.recording.ownership import DISSOLVED, leave_to_autograd
+from bpk.recording.record import Record
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
@@ -26,6 +25,7 @@ from bpk.recording import engine
 from bpk.recording.bystanders import make_quiet
 from bpk.recording.ports import Port
 from bpk.recording.record import Record
+from bpk.recording.state import CTX, EVERY_CALL
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 
@@ -230,7 +230,7 @@ class Plan:
         for loss, node in self.losses.items():
             if loss.module._backward_hooks:
                 make_quiet(engine.hooks_behind(node))
-        with CTX.quietly(throughout=True):
+        with CTX.quietly(EVERY_CALL):
             found = iter(
                 torch.autograd.grad(
                     ends,

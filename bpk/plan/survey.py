@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from bpk.context import CTX
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 
 if TYPE_CHECKING:
     from bpk.extensions.backprop_extension import BackpropExtension

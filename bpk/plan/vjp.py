@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bpk.context import CTX
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
+from bpk.recording.state import CTX
 
 
 def pull_columns(

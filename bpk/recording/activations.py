@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from bpk.recording import engine
 
 INPUT_NAMES = tuple(f"input{k}" for k in range(16))
 """Under which names the inputs of a layer are left on it."""
@@ -19,7 +20,7 @@ def nothing() -> None:
 class Left(Tensor):
     """A tensor that a forward pass has left on a layer: copies of the layer, and files, do without."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = engine.no_torch_function  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[], None], tuple[()]]:
         return nothing, ()
@@ -30,7 +31,7 @@ class Left(Tensor):
 
 def left(x: Tensor) -> Tensor:
     """An alias without a graph."""
-    return Left._make_subclass(Left, x) if type(x) is Tensor else x.detach()
+    return engine.make_subclass(Left, x) if type(x) is Tensor else x.detach()
 
 
 def leave_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:

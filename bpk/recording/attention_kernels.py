@@ -14,7 +14,9 @@ from torch.autograd.graph import Node
 from bpk.jacobians.attention.function import ScaledDotProductAttention
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
-from bpk.recording.record import LEFT, OWNER, Edge, Record, Visit
+from bpk.recording.graph_nodes import Edge
+from bpk.recording.ownership import LEFT, give
+from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
 MASKS = {
@@ -77,6 +79,5 @@ def recover(edge: Edge) -> Record | None:
         return None
     edges = tuple(node.next_functions[:3]) + ((None, 0),) * len(given)
     record = Record(module, rule, binding, binding.inputs, edges, {0: output.detach()}, {0: 0})
-    engine.belongings(node)[OWNER] = record
-    node.register_prehook(Visit(record))
+    give(node, record)
     return record

@@ -8,18 +8,17 @@ autograd, the engine evaluates them; then their hooks, and what they do themselv
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.recording import engine
-
-Edge = tuple[Node | None, int]
+from bpk.recording.graph_nodes import Edge, between
+from bpk.recording.state import CTX
 
 SEEN = "bpk.quiet"
 """Key under which a node says that it has been made quiet."""
@@ -110,8 +109,16 @@ def beyond(edge: Edge) -> Edge:
         node, number = edge
         assert node is not None
         quieten(node)
-        edge = engine.passed_on(node, number)
+        edge = passed_on(node, number)
     return edge
+
+
+def passed_on(node: Node, number: int) -> Edge:
+    """The edge to which such a node hands on what arrives at one of its outputs."""
+    needed: tuple[bool, ...] = node.needs_input_grad  # type: ignore[attr-defined]  # of all arguments
+    place = number + engine.PASSING_ON[type(node)]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return edges[sum(needed[:place])] if needed[place] else (None, 0)
 
 
 def quieten(node: Node) -> None:
@@ -132,15 +139,10 @@ def quieten(node: Node) -> None:
         node.apply = apply  # type: ignore[attr-defined]
 
 
-def quieten_inside(node: Node, stop: Iterable[Node | None]) -> None:
+def quieten_inside(node: Node, stop: Container[Node | None]) -> None:
     """Make quiet what lies within a call: from the node of its output, up to those of its inputs."""
-    seen, waiting = {node, *stop}, [node]
-    while waiting:
-        here = waiting.pop()
+    for here in between(node, stop.__contains__):
         if passes_on(here):
             quieten(here)
         else:
             make_quiet(engine.hooks_behind(here))
-        fresh = {above for above, _ in here.next_functions if above is not None} - seen
-        seen |= fresh
-        waiting += fresh

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from bpk.recording import engine
+
 
 class Keep(torch.autograd.Function):
     """Identity whose result shares memory and version with its input, but not its future.
@@ -41,7 +43,10 @@ class Together(torch.autograd.Function):
         return grads
 
 
-IDENTITIES = tuple(function._backward_cls for function in (Keep, Together))
+alias, together = engine.applying(Keep), engine.applying(Together)
+"""The functions themselves."""
+
+IDENTITIES = (engine.node_class(Keep), engine.node_class(Together))
 """The classes of their nodes."""
 
 

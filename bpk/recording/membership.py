@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from bpk.context import CTX
+from bpk.recording.state import CTX
 
 MARK = "_bpk_mark"
 """Under which name an extended module keeps its mark."""
@@ -18,36 +18,42 @@ MARK = "_bpk_mark"
 class Mark:
     """Says that a module is extended; so are a copy of the module, and what is made from a pickle of it.
 
-    It refers weakly to its module, so that each copy finds its own.
+    `undo` takes the hooks of the module away. The module is referred to weakly, so that each copy finds its own.
     """
 
-    def __init__(self, module: nn.Module | None = None) -> None:
+    def __init__(self, undo: Callable[[nn.Module], None], module: nn.Module | None = None) -> None:
+        self.undo = undo
         self.module = (lambda: None) if module is None else weakref.ref(module)
         if module is not None:
-            CTX.add_module(module)
+            CTX.add_module(module, undo)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
-        return Mark(memo.get(id(self.module())))
+        return Mark(self.undo, memo.get(id(self.module())))
 
-    def __reduce__(self) -> tuple[type[Mark], tuple[nn.Module, ...]]:
+    def __reduce__(self) -> tuple[type[Mark], tuple[Any, ...]]:
         module = self.module()
         if module is None or type(module).__reduce__ is not object.__reduce__:
-            return Mark, ()  # what pickles itself in its own way (fx.GraphModule) may not have begun to exist
-        return Mark, (module,)
+            return Mark, (self.undo,)  # what pickles itself (fx.GraphModule) may not have begun to exist
+        return Mark, (self.undo, module)
 
 
-def mark(module: nn.Module) -> None:
-    """Note that a module is extended."""
+def mark(module: nn.Module, undo: Callable[[nn.Module], None]) -> None:
+    """Note that a module is extended, and what takes its hooks away."""
     fields = module.__dict__
     if MARK not in fields or fields[MARK].module() is not module:
-        fields[MARK] = Mark(module)
-    CTX.add_module(module)
+        fields[MARK] = Mark(undo, module)
+    CTX.add_module(module, undo)
+
+
+def path_of(module: nn.Module) -> str:
+    """Where a layer sits in the extended model, for messages."""
+    return module.__dict__.get("_bpk_path", "") or type(module).__name__
 
 
 def mark_as(module: nn.Module, fields: Mapping[str, Any]) -> None:
     """Note that a module is extended if the one with these attributes is."""
     if MARK in fields:
-        mark(module)
+        mark(module, fields[MARK].undo)
 
 
 def unmark(module: nn.Module) -> None:

@@ -20,7 +20,9 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.function_module import Plain, TimesWeight
 from bpk.recording import engine
-from bpk.recording.record import LEFT, OWNER, Edge, Record, Visit
+from bpk.recording.graph_nodes import Edge
+from bpk.recording.ownership import LEFT, OWNER, give
+from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
 TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
@@ -89,8 +91,7 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     module = FUNCTIONS[transposed]
     rule = REGISTRY.find(module)
     record = Record(module, rule, Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params, rows=rows)
-    owned[OWNER] = record
-    node.register_prehook(Visit(record))
+    give(node, record)
     return record
 
 

@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
+from bpk.recording import engine
 
 SHARDING = ("torch.distributed.tensor", "torch.distributed.fsdp")
 """Where classes of parameters and modules live whose parameters are spread over processes (not imported here)."""
@@ -60,14 +61,9 @@ def require_local(modules: Iterable[tuple[str, nn.Module]]) -> None:
             require_whole(f"{path}.{name}" if path else name, param)
 
 
-def is_compiled() -> bool:
-    """Whether Python runs for torch.compile: what is called now would be traced."""
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-
-
 def require_eager() -> None:
     """Refuse to enter a context in code that torch.compile runs."""
-    if is_compiled():
+    if engine.is_compiled():
         raise RuntimeError(
             explain(
                 "backpack(...) was entered in a function that torch.compile has compiled.",
@@ -87,7 +83,7 @@ def require_plain_pass(path: str, grads: tuple[Tensor | None, ...]) -> None:
                 "move model and data to a device first: model.to_empty(device='cpu').",
             )
         )
-    if is_compiled():
+    if engine.is_compiled():
         raise RuntimeError(
             explain(
                 "backward() runs as compiled autograd.",

@@ -15,9 +15,9 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import Source, trace
 from bpk.plan.placement import place
+from bpk.recording.before import keep
 from bpk.recording.membership import Held, parts_of
 from bpk.recording.record import Record
-from bpk.recording.recorder import keep
 from bpk.rules import REGISTRY
 from bpk.support.decide import Kind, Support
 from bpk.support.decide import support as answer

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.context import CTX
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.losses.loss import Loss
+from bpk.recording.state import CTX
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.linearised import Modify
 from bpk.sweeps.tape import Frame

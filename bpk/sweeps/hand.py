@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.context import CTX
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.plan import Step
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 
 Gradients = tuple[Tensor | None, ...]
 

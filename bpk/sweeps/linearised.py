@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bpk.context import CTX
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.graph import Source
 from bpk.plan.vjp import pull_columns
 from bpk.recording.ports import Port
+from bpk.recording.state import CTX
 from bpk.sweeps.stretch_residual import Group, StretchResidual, differentiable_twice
 
 Modify = Literal["clip", "abs"]

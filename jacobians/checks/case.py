@@ -211,8 +211,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _share_storage(a: Tensor, b: Tensor) -> bool:
-    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    return same and a.numel() > 0 and b.numel() > 0
+    return a.untyped_storage() is b.untyped_storage() and a.numel() > 0 and b.numel() > 0
 
 
 def _worst(got: Tensor, expected: Tensor, bad: Tensor) -> tuple[int, ...]:

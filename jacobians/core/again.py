@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as of_all
+
+from bpk.jacobians.core import engine
 
 
 def call_again(
@@ -23,7 +24,7 @@ def call_again(
 def without_backward_hooks(module: nn.Module) -> Iterator[None]:
     """Let a module, and all inside, put no hooks into the graph."""
     every = [hooks for m in module.modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)]
-    every += [of_all._global_backward_hooks, of_all._global_backward_pre_hooks]
+    every += engine.global_backward_hooks()
     taken = [(hooks, dict(hooks)) for hooks in every if hooks]
     for hooks, _ in taken:
         hooks.clear()

@@ -13,7 +13,7 @@ Axis = int | None
 """Where a tensor has its batch axis; `None`: it has none, all samples share it."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Binding:
     """How one forward call is seen by a rule.
 
@@ -36,10 +36,6 @@ class Binding:
     def out_axis(self, number: int) -> int:
         """The batch axis of a result."""
         return self.out_axes[number] if self.out_axes else 0
-
-    def without_tensors(self) -> Binding:
-        """Where batch axes are, and nothing that takes memory."""
-        return Binding(None, (), self.axes, self.out_axes)
 
     def seen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Inputs as the rule sees them: batch axis in front, what is shared repeated (as a view)."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.engine import is_transformed, onednn_linear
+
 CACHE = 1 << 18
 """How many numbers a buffer holds that should stay in cache (on a processor)."""
 
@@ -20,7 +22,7 @@ is squared on its own: this saves memory, and from here on no time is lost."""
 
 def is_differentiated() -> bool:
     """Whether results have to be differentiable themselves: no buffers then, and nothing may be kept for later."""
-    return torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None
+    return torch.is_grad_enabled() or is_transformed()
 
 
 def wide(x: Tensor) -> Tensor:
@@ -58,8 +60,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, weight)
     if not (weight.is_contiguous() or weight.T.is_contiguous()):
         weight = weight.contiguous()  # oneDNN has no fast way for rows with gaps between them
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return product
+    return onednn_linear(x, weight)
 
 
 def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.engine import is_transformed
+
 T = TypeVar("T")
 
 
@@ -22,7 +24,7 @@ class Latest(Generic[T]):
 
     def find(self, mat: Tensor, compute: Callable[[], T], size: Callable[[T], int], limit: int) -> T:
         """`compute()`, evaluated once for these columns; what it finds has `size` numbers."""
-        if mat.requires_grad or torch._C._functorch.maybe_current_level() is not None:
+        if mat.requires_grad or is_transformed():
             return compute()
         for columns, version, graph, _, found in self.kept:
             if columns.is_set_to(mat) and (version, graph) == (mat._version, torch.is_grad_enabled()):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.latest import Latest
@@ -49,7 +50,7 @@ class RecurrentColumns(RecurrentForward):
         """
         stack = self.at(call)
         step = max(1, COLUMNS // stack.size) if mat.device.type == "cpu" else len(mat)
-        if len(mat) <= step or torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None:
+        if len(mat) <= step or torch.is_grad_enabled() or is_transformed():
             yield None, self.pulled(call, mat)
             return
         order, ends = torch.arange(len(mat), device=mat.device), None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding, tensors_in
 from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.engine import flat_weight_names
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.families.redrawn import agrees
@@ -49,7 +50,7 @@ class RecurrentForward(SeveralOutputs):
         self.cell = cell
 
     def params_of(self, module: Any) -> Sequence[str]:
-        return module._flat_weights_names
+        return flat_weight_names(module)
 
     def bind(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         given = (*args, *kwargs.values())

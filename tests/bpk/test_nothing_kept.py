@@ -108,6 +108,52 @@ def test_uses_end_with_their_calls() -> None:
     assert len(LIVE) == before
 
 
+class Gate(nn.Module):
+    """Changes in place what a layer has read, by what the layer has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(4, 4), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x += self.gate(x)
+        return x
+
+
+class Shift(nn.Module):
+    """A layer that keeps nothing of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class Shifted(nn.Module):
+    """The same with an input that depends on no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x += self.shift(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Gate, Shifted])
+def test_what_was_changed_in_place_leads_to_no_record(kind: type[nn.Module]) -> None:
+    model, before = bpk.extend(kind()), len(LIVE)
+    out = model(torch.ones(2, 4))
+    assert len(LIVE) > before
+    del out
+    assert len(LIVE) == before
+
+
 # ---- checkpoints -------------------------------------------------------------------------------------
 class Spy(nn.Module):
     """The identity, which remembers the memory of what it sees, without keeping it."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.recording import engine
+from bpk.fields import spare_memory
 from tests.helpers import backward, data, extended
 
 
@@ -45,7 +45,7 @@ def found_in_file(handle: Any) -> Tensor:
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, all memory is worth being used again."""
-    monkeypatch.setattr(engine, "WORTH", 0)
+    monkeypatch.setattr(spare_memory, "WORTH", 0)
 
 
 HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
@@ -97,13 +97,13 @@ def test_memory_of_an_array_in_place_of_a_field(wrap: Callable[..., Tensor]) -> 
 def test_memory_that_nothing_refers_to_is_found() -> None:
     alone, held = torch.zeros(3), torch.zeros(3)
     other = held
-    assert engine.spare_memory(alone) is not None
-    assert engine.spare_memory(held) is None
+    assert spare_memory.spare_memory(alone) is not None
+    assert spare_memory.spare_memory(held) is None
     assert other is held
-    assert engine.spare_memory(torch.zeros(4)[1:]) is None
-    assert engine.spare_memory(torch.zeros(3, requires_grad=True)) is None
-    assert engine.spare_memory(torch.zeros(3).to_sparse()) is None
-    assert engine.spare_memory(None) is None
+    assert spare_memory.spare_memory(torch.zeros(4)[1:]) is None
+    assert spare_memory.spare_memory(torch.zeros(3, requires_grad=True)) is None
+    assert spare_memory.spare_memory(torch.zeros(3).to_sparse()) is None
+    assert spare_memory.spare_memory(None) is None
 
 
 def test_a_field_that_nobody_holds_is_used_again() -> None:

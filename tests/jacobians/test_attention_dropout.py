@@ -264,7 +264,7 @@ def test_refuses_what_does_not_agree(extension: Any, monkeypatch: pytest.MonkeyP
     x = torch.randn(N, T, D)
     first = RandomState.now(CPU)
     torch.rand(1)
-    monkeypatch.setattr("bpk.recording.recorder.RandomState.now", lambda device: first)
+    monkeypatch.setattr("bpk.recording.before.RandomState.now", lambda device: first)
     out = layer(x, x, x)[0]
     with bpk.backpack(extension()), pytest.raises(UnsupportedLayer, match="drops attention weights at random"):
         lossfunc(out, torch.zeros_like(out)).backward()

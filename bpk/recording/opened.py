@@ -1,35 +1,73 @@
-"""One stay inside a `backpack` context: what happened there, and what its user is told at the end."""
+"""One stay inside a `backpack` context: what was asked for, what happened, and what its user is told at the end."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
 from bpk.recording import engine
-
-if TYPE_CHECKING:
-    from bpk.backward import Backward
-    from bpk.context import backpack
+from bpk.recording.probe import PROBE
+from bpk.recording.surroundings import require_plain_pass
 
 EXTEND = "call bpk.extend(model) and bpk.extend(loss_fn) before the forward pass."
+
+ExtensionHook = Callable[[nn.Module], Any]
+
+
+@dataclass(eq=False, repr=False)
+class Settings:
+    """What a user asks for with `backpack(...)`, and whether the objective must be made of extended losses only."""
+
+    extensions: tuple[Any, ...]
+    extension_hook: ExtensionHook | None
+    debug: bool
+    retain_graph: bool
+    chunk_size: int | None
+    memory: int | None
+    checks_objective: bool = True
+
+
+class Pass(Protocol):
+    """A backward pass under way."""
+
+    def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> None:
+        """Work on a recorded call that the pass has reached, with the gradients of its node's outputs."""
+
+    def abort(self) -> None:
+        """The pass did not finish."""
 
 
 class Opened:
     """A context between entering and leaving it (one context can be entered again, and by several threads).
 
-    `backwards` are the passes under way, by the number of the engine's task. `recorded` says whether a call was written
-    down, `reached` whether a pass has come to one, and `elsewhere` whether a pass in another thread has come to a call
-    of this thread.
+    `begin` is called when a pass comes to a recorded call for the first time, with the number of the engine's task and
+    with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended. `recorded` says
+    whether a call was written down, `reached` whether a pass has come to one, and `elsewhere` whether a pass in another
+    thread has come to a call of this thread.
     """
 
-    def __init__(self, context: backpack) -> None:
+    def __init__(self, context: Settings, begin: Callable[[int, dict[int, Pass]], Pass]) -> None:
         self.context = context
-        self.backwards: dict[int, Backward] = {}
+        self.begin = begin
+        self.backwards: dict[int, Pass] = {}
         self.recorded = False
         self.reached = False
         self.elsewhere = False
-        self.passes_before = engine.PROBE.passes() if context.extensions else 0
+        self.passes_before = PROBE.passes() if context.extensions else 0
+
+    def visit(self, record: Any, path: str, grads: tuple[Tensor | None, ...]) -> None:
+        """A backward pass has reached a recorded call."""
+        self.reached = True
+        task = engine.current_task()
+        if task not in self.backwards:
+            require_plain_pass(path, grads)
+            self.backwards[task] = self.begin(task, self.backwards)
+        self.backwards[task].visit(record, grads)
 
     def abort(self) -> None:
         """Passes that are still under way did not finish: what ends well takes itself off the list."""
@@ -47,7 +85,7 @@ class Opened:
                 "a context is seen by its own thread only, so that threads can train different models.",
                 "enter backpack(...) in the thread that calls backward().",
             )
-        elif not self.reached and engine.PROBE.passes() > self.passes_before:
+        elif not self.reached and PROBE.passes() > self.passes_before:
             report(
                 is_only_thread(),  # otherwise, the pass may be that of another one
                 "backpack(...) saw a backward pass that reached no extended module.",

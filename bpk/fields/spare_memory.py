@@ -1,0 +1,58 @@
+"""The memory of a field that is about to be overwritten, where nobody can see that it is used again."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from bpk.recording import engine
+
+
+def handles(tensor: Tensor) -> tuple[int, ...]:
+    """What refers to a tensor and to its storage: objects of Python, and handles within torch."""
+    storage = tensor.untyped_storage()
+    within = engine.handles_inside(tensor)
+    return sys.getrefcount(tensor), sys.getrefcount(storage), *within
+
+
+def handles_of_argument(tensor: Tensor) -> tuple[int, ...]:
+    """The same, for the argument of a function."""
+    return handles(tensor)
+
+
+def handles_of_one_variable() -> tuple[int, ...]:
+    """The same, if the variable of a function's caller is the only thing that refers to the argument."""
+    variable = torch.empty(1, device="cpu")
+    return handles_of_argument(variable)
+
+
+ALONE = handles_of_one_variable()
+"""Versions of Python differ: a reference more or less is counted for each function that is called."""
+
+
+WORTH = 1 << 14
+"""How many numbers a field has whose memory is worth the question: small blocks are handed out again anyway."""
+
+
+def spare_memory(tensor: object) -> Tensor | None:
+    """The memory of a tensor as a flat tensor, if it would be freed with the caller's variable.
+
+    Nothing else refers to tensor or storage then. The memory is torch's own (that of arrays and files cannot be
+    resized), and no other process has it. Only on processors: elsewhere, work under way may still read it.
+    """
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.numel() < WORTH
+        or tensor.requires_grad
+        or tensor.layout is not torch.strided
+    ):
+        return None
+    if tensor.device.type != "cpu" or any(n > alone for n, alone in zip(handles(tensor), ALONE, strict=True)):
+        return None
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+    if not whole or not storage.resizable() or storage.is_shared() or tensor.is_pinned():
+        return None
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))

@@ -1,0 +1,123 @@
+"""Before a forward pass: the shapes that the model is given, and of a layer what its call will overwrite or draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.random_state import RandomState
+from bpk.recording import engine
+from bpk.recording.activations import nothing
+from bpk.recording.graph_nodes import Edge
+from bpk.recording.identity import alias
+from bpk.recording.ownership import owner_of
+from bpk.recording.record import Record
+from bpk.recording.state import CTX
+from bpk.rules import REGISTRY
+
+BEFORE = "_bpk_before"
+"""Under which name a layer keeps what is noted before its forward pass, until that is over."""
+
+
+class Before:
+    """What is noted before the forward pass of a layer.
+
+    Of a layer that draws random numbers: the state of their generators (`drawn`). Of a layer that works in place: its
+    input as it was (`kept`), where that comes from in autograd's graph (`edge`) and, if the layer got a copy of a view,
+    that view.
+    """
+
+    __slots__ = ("drawn", "edge", "kept", "viewed")
+
+    def __init__(self, drawn: RandomState | None) -> None:
+        self.drawn = drawn
+        self.kept: Tensor | None = None
+        self.edge: Edge = (None, 0)
+        self.viewed: Tensor | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return nothing, ()
+
+
+def prepare(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of layers that may work in place, or that draw random numbers."""
+    fields = module.__dict__
+    fields.pop(BEFORE, None)  # of a call that failed
+    if CTX.disabled or CTX.quiet or engine.is_transformed() or not torch.is_grad_enabled():
+        return None
+    drawn = generators_of(module)
+    in_place = fields.get("inplace") is True and bool(args) and isinstance(args[0], Tensor)
+    if drawn is None and not in_place:
+        return None
+    before = fields[BEFORE] = Before(drawn)
+    return (keep_input(module, args[0], before), *args[1:]) if in_place else None
+
+
+def generators_of(module: nn.Module) -> RandomState | None:
+    """The state from which the random numbers of a call can be drawn again, if its rule needs them."""
+    rule = REGISTRY.find(module)
+    if rule is None or not rule.draws(module):
+        return None
+    parameter = next(module.parameters(), None)
+    return RandomState.now(torch.device("cpu") if parameter is None else parameter.device)
+
+
+def keep_input(module: nn.Module, x: Tensor, before: Before) -> Tensor:
+    """Keep the input that a layer will overwrite; returns what the layer is given.
+
+    Where that is a view, autograd rebuilds the graph around the viewed tensor, and no call could be found there. So the
+    layer works on a copy, and its result is copied into the view.
+    """
+    rule = REGISTRY.find(module)
+    copied = rule is not None and not rule.from_output
+    if not x.requires_grad:
+        before.kept = x.detach().clone() if copied else x
+        return x
+    memory = x if x._base is None else x._base
+    producer = None if memory.grad_fn is None else owner_of(memory.grad_fn)
+    if producer is not None:
+        keep_output(producer)
+    if x._is_view():
+        before.viewed = x
+        x = x.clone()
+    kept, before.edge = keep(x)
+    before.kept = alias(x.clone()) if copied else kept
+    return x
+
+
+def keep_output(record: Record) -> None:
+    """Before the output of a call is overwritten: copy it where it stands in for an input that it overwrote itself."""
+    if record.rule is None or not record.rule.from_output or record.recomputed is not None:
+        return
+    out = record.output
+    if any(x.is_set_to(out) for x in record.inputs):
+        number = next(iter(record.results))
+        record.results[number] = out.clone()
+        record.versions[len(record.inputs)] = record.results[number]._version
+        if record.left is not None and record.module.__dict__.get("output") is record.left:
+            record.leave()
+
+
+def keep(x: Tensor) -> tuple[Tensor, Edge]:
+    """An alias of `x` that in-place operations cannot move, and the graph edge that leads to `x`."""
+    if not x.requires_grad:
+        return x.detach(), (None, 0)
+    kept = alias(x)
+    return kept, kept.grad_fn.next_functions[0]
+
+
+def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
+    if CTX.called is None:
+        given = tensors_in((*args, *kwargs.values()))
+        CTX.called, CTX.given = module, tuple([x.shape for x in given if not x.is_nested])
+
+
+def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of the same module, called also where its forward pass has failed."""
+    if CTX.called is module:
+        CTX.called, CTX.given = None, ()

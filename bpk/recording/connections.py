@@ -1,0 +1,147 @@
+"""How the inputs and results of a recorded call are connected to autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.products import add_up
+from bpk.recording import engine
+from bpk.recording.graph_nodes import Edge
+from bpk.recording.ports import PLAIN, Port
+from bpk.recording.recomputed import Recomputed
+from bpk.recording.state import CTX
+
+
+class Connected:
+    """Inputs and results of a call, their batch axes, and where they are in the graph.
+
+    `edges` lead to the inputs. `results` are those that are differentiable, by number; `places` says which of them an
+    output of the graph node is, and `used` are those that something behind the call has asked for. `binding` says how
+    the rule sees them. The batch axis may be found elsewhere, `shifted`. `rows` are axes that autograd's graph sees as
+    one, in front of inputs and results (of calls written down from the graph). Where `hooks` are given, tensors are
+    computed again on demand.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        inputs: tuple[Tensor, ...],
+        edges: tuple[Edge, ...],
+        results: dict[int, Tensor],
+        places: dict[int, int],
+        hooks: engine.SavedTensorHooks | None,
+        rows: tuple[int, ...],
+    ) -> None:
+        binding.inputs = ()  # they move on where they are changed in place, maybe to nodes behind this call
+        self.binding = binding
+        self.edges = edges
+        self.places = places
+        self.rows = rows
+        self.shifted = 0
+        self.used: list[int] = [] if len(results) > 1 else list(results)
+        self.versions = [x._version for x in (*inputs, *results.values())]
+        self.recomputed = None if hooks is None else Recomputed(hooks, (*inputs, *results.values()))
+        self._inputs: tuple[Tensor, ...] | None = inputs if hooks is None else None
+        self._results: dict[int, Tensor] | None = results if hooks is None else None
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the layer was given."""
+        if self._inputs is None:
+            self.compute_again()
+        return self._inputs or ()
+
+    @property
+    def results(self) -> dict[int, Tensor]:
+        """What it returned, by number."""
+        if self._results is None:
+            self.compute_again()
+        return self._results or {}
+
+    def compute_again(self) -> None:
+        """Get the tensors of a call inside of `torch.utils.checkpoint`."""
+        assert self.recomputed is not None
+        with CTX.aloud():
+            found = self.recomputed.tensors()
+        numbers = list(self.places.values())
+        self._inputs = tuple(found[: -len(numbers)])
+        self._results = dict(zip(numbers, found[-len(numbers) :], strict=True))
+
+    @property
+    def problem(self) -> str:
+        """Why the rule cannot serve this call (`""`: it can)."""
+        return self.binding.problem
+
+    def use(self, number: int) -> None:
+        """Something behind the call depends on this result."""
+        if number not in self.used:
+            self.used = sorted((*self.used, number))
+
+    @property
+    def knows_batch(self) -> bool:
+        """Whether the layer itself says which axis is the batch axis."""
+        return bool(self.binding.axes)
+
+    def shift(self, axis: int) -> None:
+        """The batch axis is not in front, but here (in all inputs and results)."""
+        self.shifted = axis
+
+    def axis(self, index: int) -> int:
+        """The batch axis of an input."""
+        return self.shifted or self.binding.axis(index) or 0
+
+    def out_axis(self, number: int) -> int:
+        """The batch axis of a result."""
+        return self.shifted or self.binding.out_axis(number)
+
+    def entrance(self, index: int) -> Port:
+        """How an input is connected."""
+        return self.port(self.axis(index))
+
+    def exit(self, number: int, used: Sequence[int] | None = None) -> Port:
+        """How a result is connected, where these results are used (by default: those that are)."""
+        used = self.used if used is None else used
+        if len(used) == 1:
+            return self.port(self.out_axis(number))
+        shapes = {k: self.shape_of(k) for k in used}
+        sizes = [shape.numel() for shape in shapes.values()]
+        start = sum(sizes[: used.index(number)])
+        return Port(self.out_axis(number), shapes[number], start, sum(sizes))
+
+    def port(self, axis: int) -> Port:
+        """How a tensor with this batch axis is connected."""
+        return Port(axis, rows=self.rows) if axis or self.rows else PLAIN
+
+    def relaid(self, mat: Tensor, before: Sequence[int]) -> Tensor:
+        """Columns at the results that were used before, as columns at those that are used now."""
+        return add_up([self.exit(k).to_rule(self.exit(k, before).to_graph(mat)) for k in before])
+
+    def shape_of(self, number: int) -> torch.Size:
+        """The shape `[*out]` of one sample of a result."""
+        shape, axis = self.results[number].shape, self.out_axis(number)
+        return torch.Size((*shape[:axis], *shape[axis + 1 :]))
+
+    @property
+    def largest(self) -> int:
+        """The number of entries of what is used of the results."""
+        return max(1, sum(self.results[k].numel() for k in self.used))
+
+    @property
+    def batch_size(self) -> int:
+        """`N`."""
+        for k, x in enumerate(self.inputs):
+            if x.dim() and (not self.binding.axes or self.binding.axes[k] is not None):
+                return x.shape[self.axis(k)]
+        return 1
+
+    def gradient(self, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """The gradient of the output as the rule sees it, from those of the graph node's outputs."""
+        known = {number: grad for nr, number in self.places.items() if (grad := grads[nr]) is not None}
+        for number in known if len(self.places) > 1 else ():
+            self.use(number)
+        found = [self.exit(number).one_to_rule(grad) for number, grad in known.items()]
+        return add_up(found) if found else None

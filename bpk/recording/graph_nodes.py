@@ -1,0 +1,70 @@
+"""Nodes of autograd's graph: what their functions are like, and where they lead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.recording import engine
+from bpk.recording.identity import function_name, words
+
+Edge = tuple[Node | None, int]
+"""Where a tensor leaves autograd's graph: a node, and the number of its output."""
+
+LINEAR = words("""Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone Expand Identity Index LeakyRelu Max Maximum
+Mean Min Minimum Neg Permute Relu Repeat ReshapeAlias Rsub Select Slice Split Squeeze Stack Sub Sum T Threshold ToCopy
+Transpose Unbind UnsafeView Unsqueeze View Where""")
+"""What autograd calls functions that are linear in all their arguments (almost everywhere)."""
+
+BILINEAR = words("Bmm Dot Mm Mul Mv")
+"""Those that are linear where only one argument is differentiable."""
+
+FRACTION = "Div"
+"""Linear in its first argument."""
+
+
+def is_linear(node: Node) -> bool:
+    """Whether autograd's function at a node is linear in all of its differentiable arguments, taken together."""
+    if type(node) in engine.PASSING_ON:
+        return True
+    name = function_name(node)
+    differentiable = [above is not None for above, _ in node.next_functions]
+    if name == FRACTION:
+        return differentiable == [True, False] or differentiable == [True]
+    return name in LINEAR or (name in BILINEAR and sum(differentiable) == 1)
+
+
+def between(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
+    """A node and all that autograd's graph has behind it, on each way until the first end."""
+    waiting, seen = [node], {node}
+    while waiting:
+        here = waiting.pop()
+        if is_end(here):
+            continue
+        yield here
+        fresh = {above for above, _ in here.next_functions if above is not None} - seen
+        seen |= fresh
+        waiting += fresh
+
+
+def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Tensor]) -> dict[str, tuple[Node, int]]:
+    """By name: the node inside a call that sends a parameter its gradient, and through which output.
+
+    Only parameters that the call reaches exactly once are listed.
+    """
+    stop = {edge[0] for edge in inputs}
+    names = {id(p): name for name, p in params.items()}
+    found: dict[str, list[tuple[Node, int]]] = {}
+    for here in between(node, stop.__contains__):
+        for k, (above, _) in enumerate(here.next_functions):
+            name = names.get(id(leaf_of(above))) if above not in stop else None
+            if name is not None:
+                found.setdefault(name, []).append((here, k))
+    return {name: hits[0] for name, hits in found.items() if len(hits) == 1}
+
+
+def leaf_of(node: Node | None) -> Tensor | None:
+    """The leaf whose gradient a node accumulates."""
+    return node.variable if node is not None and node.name() == engine.ACCUMULATE else None  # type: ignore[attr-defined]

@@ -1,0 +1,63 @@
+"""Calls that are not recorded: what they leave behind nevertheless."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.errors import explain
+from bpk.recording import engine
+from bpk.recording.activations import leave_on
+from bpk.recording.membership import path_of
+from bpk.recording.ownership import take_away
+from bpk.recording.state import CTX
+
+
+def is_seen() -> bool:
+    """Whether what runs now is a forward pass of the user's, and builds a graph."""
+    if CTX.quiet and engine.checkpointing() is None:  # what runs again saves what it has saved before
+        return False
+    return torch.is_grad_enabled() and not engine.is_transformed()
+
+
+def note_transform(module: nn.Module) -> None:
+    """Note a layer that is not seen because the user has started a transform of `torch.func`."""
+    if torch.is_grad_enabled() and engine.is_transformed() and not CTX.quiet:
+        CTX.transformed = [path_of(module)]
+
+
+def leave_unrecorded(
+    module: nn.Module, inputs: Sequence[Tensor], results: Sequence[Tensor], overwritten: Tensor | None
+) -> None:
+    """Leave inputs and output on a module whose call is not recorded; `overwritten` is an input as it was.
+
+    If the output has a graph, a backward pass through it takes them away.
+    """
+    stored = leave_on(module, inputs if overwritten is None else (overwritten, *inputs[1:]), results[0])
+    for result in results:
+        whole = result._base if result._is_view() else result  # what was changed in place lives on in the viewed tensor
+        node = result.grad_fn if whole is None or whole.grad_fn is None else whole.grad_fn
+        if node is not None:
+            node.register_prehook(partial(take_away, module, stored))
+            return
+
+
+def leave_note(module: nn.Module, results: Sequence[Tensor]) -> None:
+    """Under `disable`: make a later backward pass with active extensions fail with the reason."""
+    differentiable = next((x for x in results if x.requires_grad), None)
+    if differentiable is not None and differentiable.grad_fn is not None:
+        differentiable.grad_fn.register_prehook(partial(complain, path_of(module)))
+
+
+def complain(path: str, grads: tuple[Tensor | None, ...]) -> None:
+    """The hook that a forward pass under `disable` leaves: it complains if something is missing that was not stored."""
+    CTX.complain_if_active(
+        explain(
+            f"The forward pass of '{path}' ran under bpk.disable().",
+            "nothing was stored that the active extensions could use.",
+            "run the forward pass outside of disable(), or backward() outside of backpack(...).",
+        )
+    )

@@ -1,0 +1,91 @@
+"""What `jacobians` and `rules` need of torch that has no public name: here, and in no other file of theirs.
+
+Each entry says what replaces it if it goes. A test says which of `ENTRIES` a version of torch lacks.
+
+Names with an underscore that are as good as public are used where they are needed, in `bpk`, too (`IN_PRACTICE`): those
+by which modules keep parameters, children, buffers and hooks, those by which tensors keep hooks, version and base, and
+two base classes of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all
+
+ENTRIES = (
+    "torch._C._are_functorch_transforms_active",
+    "torch.ops.mkldnn._linear_pointwise",
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.nn.InstanceNorm1d(1)._get_no_batch_dim",
+    "torch.nn.RNN(1, 1)._flat_weights_names",
+)
+"""What this file uses."""
+
+IN_PRACTICE = (
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._base",
+    "torch.Tensor._is_view",
+    "torch.Tensor._version",
+    "torch.nn.Module()._backward_hooks",
+    "torch.nn.Module()._backward_pre_hooks",
+    "torch.nn.Module()._buffers",
+    "torch.nn.Module()._forward_hooks",
+    "torch.nn.Module()._forward_hooks_always_called",
+    "torch.nn.Module()._forward_hooks_with_kwargs",
+    "torch.nn.Module()._forward_pre_hooks",
+    "torch.nn.Module()._forward_pre_hooks_with_kwargs",
+    "torch.nn.Module()._modules",
+    "torch.nn.Module()._non_persistent_buffers_set",
+    "torch.nn.Module()._parameters",
+    "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.nn.modules.loss._Loss",
+)
+"""What other files may use."""
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is running.
+
+    If it goes: whether `torch.func.functionalize`, `vmap` or `grad` is on the stack of frames.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x weight^T` by oneDNN, which torch uses for convolutions: in float32, on processors, without a graph.
+
+    If it goes: `torch.nn.functional.linear`, which is slower on some processors.
+    """
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+def global_backward_hooks() -> list[dict[int, Any]]:
+    """The backward hooks that users have registered for all modules.
+
+    If it goes: nothing; such hooks are then called when `bpk` calls a module again.
+    """
+    return [of_all._global_backward_hooks, of_all._global_backward_pre_hooks]
+
+
+def flat_weight_names(layer: nn.RNNBase) -> Sequence[str]:
+    """The names of a recurrent layer's weights, in its order.
+
+    If it goes: they follow from `num_layers`, `bidirectional`, `bias` and `proj_size`.
+    """
+    names: Sequence[str] = layer._flat_weights_names
+    return names
+
+
+def axes_without_batch(layer: nn.Module) -> int:
+    """How many axes the input of an instance normalisation has without a batch axis.
+
+    If it goes: 2, 3 and 4 for the three classes.
+    """
+    axes: int = layer._get_no_batch_dim()  # type: ignore[operator]
+    return axes
