@@ -12,7 +12,7 @@ and at the end what the networks were made of, what was refused, and why.
 | `structures.py`, `parameters.py` | the moves: branches and batch axes, direct and shared parameters |
 | `expressions.py`, `modules.py` | what they write: functions, and modules beside those of `torch.nn` |
 | `losses.py`, `problem.py` | losses, and how a network is run |
-| `check.py` | the comparison |
+| `check.py`, `precision.py` | the comparison, and what single precision is compared with |
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.time()
     for seed in range(given.seed, given.seed + given.count):
         if given.show:
-            print(build(draw(seed)), flush=True)
+            with suppress(Unfit):
+                print(build(draw(seed)), flush=True)
         found = run(draw(seed), given.without)
         if found is None:
             counts["no network"] += 1

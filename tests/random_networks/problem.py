@@ -47,6 +47,11 @@ class Network:
     """Whether a second backward pass follows, through the same graph."""
     subsampling: tuple[int, ...] | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which precision `bpk` computes."""
+        return torch.float32 if self.single else torch.float64
+
     def simpler(self) -> Iterator[Network]:
         """Networks with something left out."""
         for moves in shorter(self.moves):

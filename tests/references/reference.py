@@ -40,6 +40,12 @@ def hard_sigmoid(module: nn.Module, x: Tensor) -> Tensor:
     return torch.clamp(x / 6 + 0.5, 0, 1)
 
 
+def prelu(module: nn.PReLU, x: Tensor) -> Tensor:
+    """The same function with one slope at zero: torch takes that of the other side for second derivatives."""
+    weight = module.weight if x.dim() < 2 else module.weight.reshape(1, -1, *[1] * (x.dim() - 2))
+    return torch.where(x > 0, x, weight * x)
+
+
 def embedding_bag(
     module: nn.EmbeddingBag, tokens: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> Tensor:
@@ -67,8 +73,9 @@ def embedding_bag(
 SUBSTITUTES: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Hardsigmoid: hard_sigmoid,
     nn.EmbeddingBag: embedding_bag,
+    nn.PReLU: prelu,
 }
-"""Layers of torch without a second derivative."""
+"""Layers of torch without a second derivative, or with another one than their own gradient has."""
 
 
 def gradients(output: Tensor, wrt: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:
