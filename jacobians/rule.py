@@ -181,7 +181,7 @@ class Rule(ABC):
 
     # ---- shortcuts: correct defaults in terms of the products ------------------------------------
     def has_cheap_squares(self, call: Call, param: str) -> bool:
-        """Whether `squared_sum` and `norm_squared` cost less than reading individual rows that exist already."""
+        """Whether `squared_sum` and `norm_squared` cost less than reading individual gradients that exist already."""
         return False
 
     def squared_sum(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.again import call_again
-from bpk.jacobians.core.binding import Binding, Bound
+from bpk.jacobians.core.binding import Binding, WithArguments
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.function_module import ParametricFunction, Slot, Step, common_dtype, is_float
@@ -32,7 +32,7 @@ class DirectUse(Autodiff):
         problem = "its inputs have no common batch axis in front." if len(sizes) != 1 else ""
         if not problem and not self.takes_one(module, batched, args[module.batched :]):
             problem = "it cannot be computed for one sample alone."
-        options = Bound(module, {"constants": args[module.batched :]}) if len(args) > module.batched else module
+        options = WithArguments(module, {"constants": args[module.batched :]}) if len(args) > module.batched else module
         return Binding(options, tuple(batched), problem=problem, do="expand them to the batch size.")
 
     def takes_one(self, module: ParametricFunction, inputs: Sequence[Tensor], constants: Sequence[Any]) -> bool:
@@ -54,7 +54,7 @@ class DirectUse(Autodiff):
         return module.shapes[shapes]
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        if not isinstance(options, Bound):
+        if not isinstance(options, WithArguments):
             return call_again(options, params, tuple(inputs))
         dtype = common_dtype([*params.values(), *inputs])
         constants = [c.to(dtype) if is_float(c) else c for c in options.arguments["constants"]]

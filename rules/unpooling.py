@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.core.binding import Binding, Bound
+from bpk.jacobians.core.binding import Binding, WithArguments
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.families.linear_map import ZeroResidual
@@ -27,14 +27,14 @@ class Unpooling(ZeroResidual):
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         given = {**dict(zip(("input", "indices", "output_size"), args, strict=False)), **kwargs}
         size = given.get("output_size")
-        options = module if size is None else Bound(module, {"output_size": size})
+        options = module if size is None else WithArguments(module, {"output_size": size})
         return Binding(options, (given["input"], given["indices"]))
 
     def obstacle(self, call: Call) -> str | None:
         return None if call.inputs[0].dim() > self.axes + 1 else "its input has no batch axis"
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        if isinstance(options, Bound):
+        if isinstance(options, WithArguments):
             return options.module.forward(*inputs, **options.arguments)
         return options.forward(*inputs)
 

@@ -81,8 +81,8 @@ class DotProductRule(Rule):
         elif shared:
             inputs[3] = inputs[3] if inputs[3].dim() < inputs[0].dim() else inputs[3][0]
             axes[3] = None  # all samples share it
-        apart = inputs[0].dim() >= 3 and len({(x.dim(), x.shape[0]) for x in inputs[:3]}) == 1
-        problem = "" if apart else "its inputs have no common batch axis in front."
+        common = inputs[0].dim() >= 3 and len({(x.dim(), x.shape[0]) for x in inputs[:3]}) == 1
+        problem = "" if common else "its inputs have no common batch axis in front."
         return Binding(module, tuple(inputs), tuple(axes), problem=problem, do="expand them to the batch size.")
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:

@@ -174,7 +174,7 @@ class AttentionLayer(LinearInside):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         if isinstance(wrt, str):
-            return self.rows(call, mat, wrt, sum_batch)
+            return self.param_products(call, mat, wrt, sum_batch)
         if wrt < 3:
             return linear(self.pulled(call, mat).roles[wrt], projection(call.params, wrt)[0].T)
         return at_mask(call, self.at(call).pull_scores(*self.columns_at_heads(call, mat)), wrt)

@@ -41,7 +41,7 @@ class LinearInside(SeveralOutputs):
         """Columns `[V, N, *p]` of a parameter that is no weight."""
 
     # ---- rows ----------------------------------------------------------------------------------------
-    def rows(self, call: Call, mat: Tensor, param: str, sum_batch: bool) -> Tensor:
+    def param_products(self, call: Call, mat: Tensor, param: str, sum_batch: bool) -> Tensor:
         """Parameter products: `[V, *p]`, or `[V, N, *p]` where `sum_batch` is false."""
         inputs = self.operands(call, param)
         if not inputs:

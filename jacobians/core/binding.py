@@ -56,7 +56,7 @@ class Binder(Protocol):
 
 
 @dataclass(frozen=True)
-class Bound:
+class WithArguments:
     """A module together with the arguments of one call that are no tensors."""
 
     module: nn.Module

@@ -124,10 +124,10 @@ def _pairs(x: Tensor, double: bool, other: Tensor | None = None) -> Tensor:
     """Products `x_t y_s` `[..., P]` of pairs of positions `t <= s` (`y`: `other`, or `x`); pairs `t < s` doubled."""
     t, y = x.shape[-1], x if other is None else other
     out, start = x.new_empty(*x.shape[:-1], t * (t + 1) // 2), 0
-    for apart in range(t):
-        here = out[..., start : start + t - apart]
-        torch.mul(x[..., : t - apart], y[..., apart:], out=here)
-        start += t - apart
+    for gap in range(t):
+        here = out[..., start : start + t - gap]
+        torch.mul(x[..., : t - gap], y[..., gap:], out=here)
+        start += t - gap
     if double:
         out[..., t:] *= 2
     return out
@@ -146,7 +146,7 @@ def _pairs_of_columns(blocks: Sequence[Tensor], part: slice, weights: Tensor | N
             found = _pairs(scaled[0], True, m[0])
         else:
             gram = torch.matmul(scaled.permute(1, 2, 3, 4, 0), m.permute(1, 2, 3, 0, 4))  # [B, G, O, T, T]
-            bands = [gram.diagonal(apart, -2, -1) for apart in range(gram.shape[-1])]
+            bands = [gram.diagonal(gap, -2, -1) for gap in range(gram.shape[-1])]
             found = torch.cat([bands[0], *(2 * band for band in bands[1:])], -1)
         total = found if total is None else total.add_(found)
     assert total is not None

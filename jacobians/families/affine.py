@@ -86,7 +86,7 @@ class Affine(LinearInEach):
             columns = self.as_columns(call, mat)
             rows = gemm.per_sample(partial(self.patches, call), columns, width, call.empty)
             return self.as_weight(call, rows)
-        rows = self._bias_rows(call, mat)
+        rows = self._over_positions(call, mat)
         return rows.sum(1) if sum_batch else rows
 
     def has_cheap_squares(self, call: Call, param: str) -> bool:
@@ -103,7 +103,7 @@ class Affine(LinearInEach):
             patches = partial(self.patches, call)
             squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
             return self.as_weight(call, squares)
-        squares = sum_of_squares(self._bias_rows(call, mat), weights)
+        squares = sum_of_squares(self._over_positions(call, mat), weights)
         return (squares if per_sample else squares.sum(0)).to(mat.dtype)
 
     def squared_sum_of_blocks(
@@ -125,7 +125,7 @@ class Affine(LinearInEach):
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         if param != "weight":
-            return wide(self._bias_rows(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
+            return wide(self._over_positions(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
         return gemm.norm_squared(partial(self.patches, call), columns, width)
 
@@ -153,7 +153,7 @@ class Affine(LinearInEach):
         """Rows whose Gram matrix is `G` `[G O, G O]`: positions summed, or one row for each ("expand")."""
         if approximation == "expand" and param == "weight":
             return self.as_columns(call, mat).movedim(-1, 2).flatten(3)  # [V, N, T, G O]
-        return self._bias_rows(call, mat)
+        return self._over_positions(call, mat)
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
@@ -167,8 +167,8 @@ class Affine(LinearInEach):
             return super().congruence(call, matrix, wrt)
         size, out = matrix.shape[0], call.output.shape[1:]
         one = call.subset([0])
-        half = self._bias_rows(one, matrix.reshape(size, 1, *out))[:, 0]  # [D, G O]
-        return self._bias_rows(one, half.T.reshape(-1, 1, *out))[:, 0]
+        half = self._over_positions(one, matrix.reshape(size, 1, *out))[:, 0]  # [D, G O]
+        return self._over_positions(one, half.T.reshape(-1, 1, *out))[:, 0]
 
     def positions(self, call: Call) -> int:
         """`T`."""
@@ -178,6 +178,6 @@ class Affine(LinearInEach):
     def _matrix_shape(self, call: Call) -> torch.Size:
         return self.as_matrix(call, call.params["weight"]).shape
 
-    def _bias_rows(self, call: Call, mat: Tensor) -> Tensor:
+    def _over_positions(self, call: Call, mat: Tensor) -> Tensor:
         """Columns summed over positions: `[V, N, G O]`."""
         return self.as_columns(call, mat).sum(-1).flatten(2)

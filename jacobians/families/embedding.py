@@ -109,7 +109,7 @@ class TableLookup(LinearInEach):
         return add_rows(flat, place.flatten(), n * vocab, into).view(shape).to(rows.dtype)
 
     def has_cheap_squares(self, call: Call, param: str) -> bool:
-        """Most entries of individual rows are zero, and need not be read."""
+        """Most entries of individual gradients are zero, and need not be read."""
         return True
 
     def squared_sum(

@@ -141,8 +141,8 @@ class GroupStatistics(Standardized):
         h = self.project(self.fold(wide(grad)[None]))
         c = (h * x).sum(-1, keepdim=True)
         along_x, along_h = (rows * x).sum(-1, keepdim=True), (rows * h).sum(-1, keepdim=True)
-        bent = h * along_x + x * (along_h - (3 / self.size) * c * along_x) + c * self.project(rows)
-        return self.unfold(bent * (-self.rstd.square() / self.size)).to(mat.dtype)
+        product = h * along_x + x * (along_h - (3 / self.size) * c * along_x) + c * self.project(rows)
+        return self.unfold(product * (-self.rstd.square() / self.size)).to(mat.dtype)
 
     def columns(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Orthogonal columns of `R` in closed form: `[G (D + 2), N, *in]`, and signs `[G (D + 2), N]`.

@@ -41,12 +41,12 @@ def pull(
     dy: Tensor | None,
     dh: Tensor | None,
     dc: Tensor | None,
-    bend: Tensor | None = None,
+    local: Tensor | None = None,
     middle: Tensor | None = None,
 ) -> Adjoint:
     """From the gradients of the output `[T, V, N, P]` and of the last states `[V, N, *]`.
 
-    `bend` `[T, V, N, K, H]` is added to the gradients of the local variables, `middle` `[T, V, N, H]` to those of the
+    `local` `[T, V, N, K, H]` is added to the gradients of the local variables, `middle` `[T, V, N, H]` to those of the
     hidden states before the projection. If `dy` has fewer steps, the rest of the sequence is left out.
     """
     like = next(x for x in (dh, dc, None if dy is None else dy[0]) if x is not None)
@@ -54,8 +54,8 @@ def pull(
         dh = like.new_zeros(*like.shape[:2], trace.before.shape[-1])
     dh, dc = dh[:, :, None], None if dc is None else dc[:, :, None]  # as one local variable
     given = None if dy is None else dy[:, :, :, None].unbind()
-    if torch.is_grad_enabled() or bend is not None or middle is not None:
-        return _pull(trace, given, dh, dc, bend, middle)
+    if torch.is_grad_enabled() or local is not None or middle is not None:
+        return _pull(trace, given, dh, dc, local, middle)
     return _pull_into_buffers(trace, given, dh, dc)
 
 
@@ -64,7 +64,7 @@ def _pull(
     dy: Sequence[Tensor] | None,
     dh: Tensor,
     dc: Tensor | None,
-    bend: Tensor | None,
+    local: Tensor | None,
     middle: Tensor | None,
 ) -> Adjoint:
     """As an ordinary differentiable expression."""
@@ -76,7 +76,7 @@ def _pull(
         dm = dh @ trace.params["weight_hr"] if trace.projects else dh
         dm = dm if middle is None else dm + middle[t, :, :, None]
         dq = cell.pull(slopes.slope[t], None if slopes.via is None else slopes.via[t], dm, dc)
-        dq = dq if bend is None else dq + bend[t]
+        dq = dq if local is None else dq + local[t]
         found.append(dq)
         dh = (cell.of_hidden(dq) @ trace.params["weight_hh"]).view(dh.shape)
         carry = cell.of_carry(dq)

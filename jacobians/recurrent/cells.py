@@ -102,7 +102,7 @@ class Cell(ABC):
         """Tangents of both states at a step from those of the local variables `[V, N, K, H]`."""
         return (slope * q).sum(-2), None
 
-    def bend(self, q: Tensor, dm: Tensor, dc: Tensor | None, tangent: Tensor) -> Tensor:
+    def second(self, q: Tensor, dm: Tensor, dc: Tensor | None, tangent: Tensor) -> Tensor:
         """The second derivative, contracted with the gradients of both states, times a tangent of `q`."""
 
         def states(at: Tensor) -> tuple[Tensor, ...]:

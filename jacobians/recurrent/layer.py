@@ -17,7 +17,7 @@ from bpk.jacobians.families.redrawn import agrees
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.recurrent.cells import Cell
 from bpk.jacobians.recurrent.masks import draw_again, draws_elsewhere
-from bpk.jacobians.recurrent.residual import Bent
+from bpk.jacobians.recurrent.residual import ResidualProducts
 from bpk.jacobians.recurrent.scan import Scan
 from bpk.jacobians.recurrent.stack import Pulled, Seeds, Stack
 
@@ -153,7 +153,7 @@ class RecurrentForward(SeveralOutputs):
         """The inverse of `returned`, for columns."""
         return Seeds(*self.seen([parts.get(k) for k in range(3)], 1))
 
-    def left(self, pulled: Pulled | Bent, index: int) -> Tensor:
+    def left(self, pulled: Pulled | ResidualProducts, index: int) -> Tensor:
         """Columns of an input, from what was pulled back to it."""
         return pulled.state(index) if index else pulled.input().movedim(0, 2)
 
@@ -209,5 +209,5 @@ class StepForward(RecurrentForward):
         h, c = (None if part is None else part.unsqueeze(2) for part in (parts.get(0), parts.get(1)))
         return Seeds(None, h, c)
 
-    def left(self, pulled: Pulled | Bent, index: int) -> Tensor:
+    def left(self, pulled: Pulled | ResidualProducts, index: int) -> Tensor:
         return pulled.state(index).squeeze(2) if index else pulled.input()[0]

@@ -51,9 +51,9 @@ class Recurrent(RecurrentColumns):
 
             return self.collect(call, mat, call.inputs[wrt].shape, to_input)
         shape = (*([] if sum_batch else [call.batch_size]), *call.params[wrt].shape)
-        return self.collect(call, mat, shape, lambda pulled: self.rows(call, pulled, wrt, sum_batch))
+        return self.collect(call, mat, shape, lambda pulled: self.param_products(call, pulled, wrt, sum_batch))
 
-    def rows(self, call: Call, pulled: Pulled, param: str, sum_batch: bool) -> Tensor:
+    def param_products(self, call: Call, pulled: Pulled, param: str, sum_batch: bool) -> Tensor:
         """The gradients of a parameter: `[V, *p]`, or `[V, N, *p]`."""
         columns, values = self.affine(call, pulled, param)
         if values is None:
@@ -145,8 +145,8 @@ class Recurrent(RecurrentColumns):
         x, h, c = self.seen([given.get(k) for k in range(3)], 1)
         params = {name: mat for name, mat in given.items() if isinstance(name, str)}
         lead = len(next(iter(mats.values())))
-        bent = recurrent_residual.residual_mat_prod(self.at(call), grad, (x, h, c), params, lead)
-        found = {wrt: bent.params[wrt] if isinstance(wrt, str) else self.left(bent, wrt) for wrt in mats}
+        products = recurrent_residual.residual_mat_prod(self.at(call), grad, (x, h, c), params, lead)
+        found = {wrt: products.params[wrt] if isinstance(wrt, str) else self.left(products, wrt) for wrt in mats}
         return {wrt: product.to(mats[wrt].dtype) for wrt, product in found.items()}
 
     # ---- Kronecker factors -----------------------------------------------------------------------

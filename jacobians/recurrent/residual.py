@@ -28,7 +28,7 @@ from bpk.jacobians.recurrent.stack import Seeds, Stack
 
 
 @dataclass
-class Bent:
+class ResidualProducts:
     """Products with the residual: for the input `[T, V, N, I]`, states `[V, N, *]` by scan, parameters `[V, *p]`."""
 
     x: Tensor
@@ -51,13 +51,13 @@ def residual_mat_prod(
     inputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     params: Mapping[str, Tensor],
     lead: int,
-) -> Bent:
+) -> ResidualProducts:
     """Multiply with the residual, jointly over the input, both initial states and some parameters."""
     base, (_, tangents) = stack.pull(grad), stack.push(*inputs, params, lead)
     given: list[Tensor | None] = [grad.y]
     for k in reversed(range(1, len(stack.traces))):
         given.insert(0, stack.input_gradient(k, base.adjoints[k]))
-    bent = Bent(torch.empty(0), {}, {})
+    found = ResidualProducts(torch.empty(0), {}, {})
     dy = Seeds()
     for k in reversed(range(len(stack.traces))):
         first, parts = stack.seeds_of(k, given[k], grad), stack.seeds_of(k, dy.y, dy)
@@ -65,20 +65,20 @@ def residual_mat_prod(
         for (trace, seeds), (_, (part, _, _)), adjoint, tangent in zip(
             first, parts, base.adjoints[k], tangents[k], strict=True
         ):
-            own = trace.scan.own(params)
+            own = trace.scan.by_role(params)
             second, dh0 = scan_back(trace, adjoint, gradients_of_states(trace, adjoint, *seeds), tangent, own, part)
-            bent.states[trace.scan.number] = dh0, second.dc0
+            found.states[trace.scan.number] = dh0, second.dc0
             for role, product in of_params(trace, adjoint, second, tangent, own).items():
-                bent.params[role + trace.scan.suffix] = product
+                found.params[role + trace.scan.suffix] = product
             dx = stack.cell.of_input(second.dq) @ trace.params["weight_ih"]
             if "weight_ih" in own:
                 dx = dx + sent(stack.cell.of_input(adjoint.dq), own["weight_ih"])
             dx = trace.scan.turned(dx)
             total = dx if total is None else total + dx
         assert total is not None
-        bent.x = stack.entering(k, total)
-        dy = Seeds(bent.x)
-    return bent
+        found.x = stack.entering(k, total)
+        dy = Seeds(found.x)
+    return found
 
 
 def scan_back(
@@ -92,15 +92,15 @@ def scan_back(
     """The derivative of a scan's backward recurrence, and that of the gradient of its initial hidden state."""
     cell, (dm, dc) = trace.cell, (None if g is None else g[:, 0] for g in gradients)
     assert dm is not None
-    bend = vmap(lambda q: cell.bend(trace.q, dm, dc, q), 1, 1)(tangent.q)
+    local = vmap(lambda q: cell.second(trace.q, dm, dc, q), 1, 1)(tangent.q)
     start: Tensor | None = None
     if "weight_hh" in own:
         back = sent(cell.of_hidden(adjoint.dq), own["weight_hh"])
         start, later = back[0], torch.cat([back[1:], torch.zeros_like(back[:1])])
         dy = later if dy is None else dy + later
-    dy = bend.new_zeros(*bend.shape[:3], trace.before.shape[-1]) if dy is None else dy
+    dy = local.new_zeros(*local.shape[:3], trace.before.shape[-1]) if dy is None else dy
     middle = sent(adjoint.of(trace, "weight_hr"), own["weight_hr"]) if "weight_hr" in own else None
-    second = pull(trace, dy, None, None, bend, middle)
+    second = pull(trace, dy, None, None, local, middle)
     return second, second.dh0 if start is None else second.dh0 + start
 
 

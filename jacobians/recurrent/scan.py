@@ -27,7 +27,7 @@ class Scan:
     number: int = 0
     reverse: bool = False
 
-    def own(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def by_role(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Its parameters by role."""
         return {role: params[role + self.suffix] for role in ROLES if role + self.suffix in params}
 

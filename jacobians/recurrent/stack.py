@@ -97,7 +97,7 @@ class Stack:
         parts = [None] * len(scans) if y is None else y.chunk(len(scans), -1)
         row = []
         for scan, part in zip(scans, parts, strict=True):
-            own = scan.own(self.params)
+            own = scan.by_role(self.params)
             row.append(Trace(self.cell, scan, own, x, *self.start(own, scan, x, h0, c0), part))
         return row
 
@@ -191,7 +191,7 @@ class Stack:
                 like = trace.m.new_zeros(lead, *trace.m.shape[1:])
                 h0, c0 = (None if s is None else s[:, :, trace.scan.number] for s in (h, c))
                 given = None if x is None else trace.scan.turned(x)
-                found.append(recurrent_forth.push(trace, given, h0, c0, trace.scan.own(params), like))
+                found.append(recurrent_forth.push(trace, given, h0, c0, trace.scan.by_role(params), like))
             tangents.append(found)
             x = torch.cat([tr.scan.turned(ta.y) for tr, ta in zip(row, found, strict=True)], -1)
         last = [ta for row in tangents for ta in row]

@@ -22,7 +22,7 @@ FEW = 2
 
 
 def by_sample(rule: Differentiable, call: Call, copies: Mapping[str, Tensor]) -> Tensor:
-    """The output at a copy of each parameter for every sample, `[N, *p]`: their derivatives keep samples apart."""
+    """The output at a copy of each parameter for every sample, `[N, *p]`: derivatives are those of each sample."""
 
     def of_sample(params: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         one = Call(call.options, [x[None] for x in inputs], params, call.output[:1], used=call.used)
