@@ -15,7 +15,6 @@ Nothing here knows a layer or a quantity.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
 from bpk.recording.surroundings import require_whole
-from bpk.support.decide import announce, check_samples, require_batch
+from bpk.support.decide import announce
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.limits import columns_at_a_time
 from bpk.sweeps.positions import ByPosition
@@ -90,14 +89,22 @@ class Backward:
     # ---- life cycle ------------------------------------------------------------------------------
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         """Work on one call; if anything fails, leave nothing half-done behind."""
-        device = next(g.device.type for g in grads if g is not None)
-        plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        grad = record.gradient(grads)
+        assert grad is not None
+        onlookers = self.inspection.onlookers
+        onlookers.look()
         try:
-            with plain, CTX.quietly(), self.inspection.onlookers.undisturbed():
-                self._visit(record, grads)
+            with CTX.quietly():
+                if torch.is_autocast_enabled(grad.device.type):
+                    with torch.autocast(grad.device.type, enabled=False):
+                        self._visit(record, grad)
+                else:
+                    self._visit(record, grad)
         except BaseException:
             self.abort()
             raise
+        finally:
+            onlookers.put_back()
 
     def close(self) -> None:
         """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
@@ -139,17 +146,11 @@ class Backward:
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------
-    def _visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
+    def _visit(self, record: Record, grad: Tensor) -> None:
         if record.released:
             raise RuntimeError(already_released(record))
-        require_batch(record)
-        self.inspection.require(record)
-        for extension in self.extensions:
-            check_samples(extension, record)
         if id(record) not in self.inspection.placed:
             self.inspect(record, engine.current_node())
-        grad = record.gradient(grads)
-        assert grad is not None
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         if record.recomputed is not None:
@@ -209,8 +210,6 @@ class Backward:
             if record.released:
                 raise RuntimeError(already_released(record))
             if id(record) not in self.inspection.placed:
-                require_batch(record)
-                self.inspection.require(record)
                 self.inspect(record, node)
         self.plan = self.plan_of(losses)
         self.to_come = set(losses)

@@ -76,6 +76,13 @@ class Parameters:
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
         self.more_losses = False
+        self.listening: dict[Hashable, list[tuple[int, Quantity]]] = {}
+        for number, (extension, key) in enumerate(zip(extensions, listens, strict=True)):
+            self.listening.setdefault(key, []).append((number, extension))
+        self.wants = {
+            key: (any(e.needs_rows for _, e in mine), any(e.needs_samples for _, e in mine))
+            for key, mine in self.listening.items()
+        }
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
@@ -89,16 +96,9 @@ class Parameters:
             self.by_module.setdefault(id(module), []).append(state)
         return state
 
-    def listening(self, key: Hashable) -> list[tuple[int, Quantity]]:
-        """The extensions that listen to a sweep, with their numbers."""
-        return [
-            (k, e) for k, (e, listens) in enumerate(zip(self.extensions, self.listens, strict=True)) if listens == key
-        ]
-
     def uses_for(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> Uses:
         """Uses of a parameter, as the extensions that listen want them."""
-        mine = [e for _, e in self.listening(key)]
-        found = Uses(param, batch_size, any(e.needs_rows for e in mine), any(e.needs_samples for e in mine))
+        found = Uses(param, batch_size, *self.wants[key])
         found.uses = uses
         return found
 
@@ -118,7 +118,7 @@ class Parameters:
     ) -> None:
         """Keep what extensions (those that are `combining` values, or not, or all) make of the uses of a parameter."""
         found = self.uses_for(state.param, key, uses, batch_size)
-        for index, extension in self.listening(key):
+        for index, extension in self.listening[key]:
             if combining is None or extension.combines == combining:
                 if index not in state.values:
                     self.recycle(state.param, extension, found)
@@ -184,9 +184,14 @@ class Parameters:
             state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
             state.awaited_gradients -= 1
             if state.awaited_gradients == 0 and not self.is_shared(state.param):
-                self.finish(state, final=True)
+                self.finish_later(state)
 
         return catch_gradient
+
+    def finish_later(self, state: ParameterState) -> None:
+        """The same after the visit of a call, where the user's settings are in force: rules may call a layer again."""
+        with CTX.quietly(), engine.without_autocast(state.param.device.type):
+            self.finish(state, final=True)
 
     def finish(self, state: ParameterState, final: bool = False) -> None:
         """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
@@ -210,7 +215,8 @@ class Parameters:
     def finish_all(self) -> None:
         """The backward pass is over: nothing more will come."""
         for state in self.states.values():
-            self.finish(state, final=True)
+            if state.uses:
+                self.finish_later(state)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
@@ -284,13 +290,9 @@ def without_graph(use: Use, n: int) -> Use:
 
 
 def value_of(extension: Quantity, uses: Uses) -> Any:
-    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet.
-
-    A rule may evaluate its layer again, also after the visit of a call, where the user's settings are in force.
-    """
+    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
     try:
-        with CTX.quietly(), engine.without_autocast(uses.param.device.type):
-            return extension.value(uses)
+        return extension.value(uses)
     except RuntimeError as error:
         sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})
         if isinstance(error, NotImplementedError) or len(sizes) < 2:

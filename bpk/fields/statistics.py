@@ -81,9 +81,9 @@ class Uses:
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
-        known = {key: self.signs(key) for key in keys}
-        if all(signs is None for signs in known.values()):
+        if not any(signs is not None for use in self.uses for signs in use.arrived.signs.values()):
             return None
+        known = {key: self.signs(key) for key in keys}
         shapes = {key: self.shape_of(key) for key in known}
         return join([self.param.new_ones(shapes[key]) if s is None else s for key, s in known.items()])
 
@@ -130,6 +130,9 @@ class Uses:
     def blocks(self) -> list[tuple[Tensor, Tensor | None]]:
         """The columns of the only use with their signs, small blocks joined."""
         mats: dict[Hashable, Tensor] = self.uses[0].arrived.blocks
+        if len(mats) == 1:
+            ((key, mat),) = mats.items()
+            return [(mat, self.uses[0].arrived.signs[key])]
         joined: list[list[Hashable]] = []
         for key, mat in mats.items():
             if not joined or sum(mats[k].numel() for k in joined[-1]) + mat.numel() > PIECE:

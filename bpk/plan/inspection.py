@@ -28,7 +28,7 @@ from bpk.recording import engine
 from bpk.recording.bystanders import Onlookers
 from bpk.recording.membership import Held
 from bpk.recording.record import Record
-from bpk.support.decide import require_axis, require_support, tell
+from bpk.support.decide import check_samples, require_axis, require_batch, require_support, tell
 
 if TYPE_CHECKING:
     from bpk.extensions.backprop_extension import BackpropExtension
@@ -46,6 +46,7 @@ class Inspection:
         self.extensions = extensions
         self.checks_objective = checks_objective
         self.second_order = any(e.second_order for e in extensions)
+        self.subsampled = [e for e in extensions if e.subsampling is not None]
         self.members = Held()
         self.onlookers = Onlookers()
         self.sources: dict[int, dict[int, Source]] = {}
@@ -66,6 +67,7 @@ class Inspection:
             root: The record of the loss.
             node: Where autograd's graph has its output.
         """
+        self.check(root)
         self.prepare(root)
         try:
             placement, merges = place_or_merge(
@@ -94,11 +96,10 @@ class Inspection:
                 self.merged.add(record, one_sample(record), 1)
             for source in self.sources_of(record).values():
                 self.by_functions.update(id(p) for p in source.trained)
-        if isinstance(root.rule, Loss):
-            if not placement.left:  # calls that were left to autograd are seen
-                require_layers(root, above, self.sources_of)
-            for record in above if self.second_order else ():
-                self.require(record)
+        if isinstance(root.rule, Loss) and not placement.left:  # calls that were left to autograd are seen
+            require_layers(root, above, self.sources_of)
+        for record in above:
+            self.check(record)
 
     def prepare(self, root: Record) -> None:
         """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
@@ -134,6 +135,14 @@ class Inspection:
             if self.second_order and isinstance(root.rule, Loss):
                 require_losses_only(above, part)
             require_no_penalty((*above, root), self.sources_of, part)
+
+    def check(self, record: Record) -> None:
+        """Refuse empty batches, what some active extension cannot do at a call, and samples that are not there."""
+        if isinstance(record.rule, Loss) or not record.inputs or not record.inputs[0].numel():
+            require_batch(record)
+        self.require(record)
+        for extension in self.subsampled:
+            check_samples(extension, record)
 
     def require(self, record: Record) -> None:
         """Refuse what some active extension cannot do at a call."""

@@ -115,7 +115,9 @@ class Step:
 
     def prepare(self) -> None:
         """Let the rule note what is only known during the backward pass."""
-        if not self.prepared and self.rule is not None and self.node is not None:
+        captures = self.rule is not None and type(self.rule).capture is not Rule.capture
+        if captures and not self.prepared and self.node is not None:
+            assert self.rule is not None
             with connected(self.record, self.call, self.node):
                 self.rule.capture(self.call)
         self.prepared = True
@@ -201,9 +203,9 @@ class Plan:
         ahead: set[int] = set()
         for number, step in reversed(list(enumerate(self.steps))):
             step.number = number
-            step.reused = tuple(name for name, p in step.params.items() if id(p) in ahead)
-            step.last = tuple(name for name in step.params if name not in step.reused)
-            ahead.update(id(p) for p in step.params.values())
+            step.reused = tuple([name for name, p in step.params.items() if id(p) in ahead])
+            step.last = tuple([name for name in step.params if name not in step.reused])
+            ahead.update(map(id, step.params.values()))
 
     def is_shared(self, param: Tensor) -> bool:
         """Whether several calls use a parameter."""

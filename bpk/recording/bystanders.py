@@ -8,8 +8,7 @@ autograd, the engine evaluates them; then their hooks, and what they do themselv
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -86,16 +85,16 @@ class Onlookers:
                 self.retaining.append(reference)
                 self.before.append((x, x.grad))
 
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Let them have afterwards what they had before."""
-        self.before = [(x, x.grad) for reference in self.retaining if (x := reference()) is not None]
-        try:
-            yield
-        finally:
-            for x, grad in reversed(self.before):
-                x.grad = grad
-            self.before = []
+    def look(self) -> None:
+        """Note what they have before something is differentiated."""
+        if self.retaining:
+            self.before = [(x, x.grad) for reference in self.retaining if (x := reference()) is not None]
+
+    def put_back(self) -> None:
+        """Let them have that again."""
+        for x, grad in reversed(self.before):
+            x.grad = grad
+        self.before = []
 
 
 def passes_on(node: Node | None) -> bool:

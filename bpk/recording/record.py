@@ -108,10 +108,16 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        inputs = list(self.inputs)
+        form, given = (self.shifted, *self.used), self.inputs
+        if (
+            self.seen is not None
+            and self.seen[0] == form
+            and [x._version for x in given] == self.versions[: len(given)]
+        ):
+            return self.seen[2]
+        inputs = list(given)
         if self.rule is not None and self.rule.reads_values:
             inputs = [self.unchanged(k, self.rule) for k in range(len(inputs))]
-        form = (self.shifted, *self.used)
         same = self.seen is not None and self.seen[0] == form
         if self.seen is None or not same or any(x is not y for x, y in zip(inputs, self.seen[1], strict=True)):
             with torch.enable_grad():  # whoever asks first: what is moved keeps its graph

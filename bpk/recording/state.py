@@ -110,20 +110,12 @@ class Context(threading.local):
         if self.get_active_exts() and not self.quiet:
             raise RuntimeError(message)
 
-    @contextmanager
-    def quietly(self, passing: object | None = None) -> Iterator[None]:
+    def quietly(self, passing: object | None = None) -> Quietly:
         """Let `bpk` itself differentiate a part of the graph (in this thread), or evaluate a layer.
 
         Nothing is recorded, and recorded calls are where that part ends, except for the one in `passing`.
         """
-        before, threads = (self.quiet, self.passing), engine.multithreaded()
-        self.quiet, self.passing = True, passing
-        try:
-            engine.set_multithreaded(False)
-            yield
-        finally:
-            self.quiet, self.passing = before
-            engine.set_multithreaded(threads)
+        return Quietly(self, passing)
 
     @contextmanager
     def aloud(self) -> Iterator[None]:
@@ -149,6 +141,28 @@ class Context(threading.local):
             yield
         finally:
             self.stack = before
+
+
+class Quietly:
+    """See `Context.quietly`: a class, because it is entered for every call."""
+
+    __slots__ = ("before", "context", "passing")
+
+    def __init__(self, context: Context, passing: object | None) -> None:
+        self.context = context
+        self.passing = passing
+
+    def __enter__(self) -> None:
+        context = self.context
+        self.before = context.quiet, context.passing, engine.multithreaded()
+        context.quiet, context.passing = True, self.passing
+        if self.before[2]:
+            engine.set_multithreaded(False)
+
+    def __exit__(self, *error: object) -> None:
+        self.context.quiet, self.context.passing, threads = self.before
+        if threads:
+            engine.set_multithreaded(True)
 
 
 EVERY_CALL = object()
