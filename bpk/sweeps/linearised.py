@@ -14,7 +14,8 @@ from bpk.plan.graph import Source
 from bpk.plan.vjp import pull_columns
 from bpk.recording.ports import Port
 from bpk.recording.state import CTX
-from bpk.sweeps.stretch_residual import Group, StretchResidual, differentiable_twice
+from bpk.sweeps.stretch_residual import Group, StretchResidual
+from bpk.sweeps.twice import differentiable_twice
 
 Modify = Literal["clip", "abs"]
 

@@ -8,8 +8,7 @@ block-diagonal. Which axes these are is found by probing: with a factor `f` that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -24,6 +23,7 @@ from bpk.plan.vjp import pull_columns
 from bpk.recording.ports import OneSample, Port
 from bpk.sweeps.blocks import Blocks, alone, blocks_of
 from bpk.sweeps.lazy import Chunk, LazyColumns, known
+from bpk.sweeps.twice import differentiable_twice
 
 Group = tuple[list[Tensor], Tensor]
 """Columns `[K, N, *target]` for each target, then `[K, N, *p]` for each parameter, and signs `[K, N]`."""
@@ -34,15 +34,6 @@ Groups = list[LazyColumns]
 
 AT_ONCE = 1 << 24
 """How many numbers products with the second derivative hold at a time."""
-
-WRONG = {"WeightNormInterfaceBackward0": "torch's own second derivative of its weight normalisation is wrong."}
-"""Functions whose second derivative by autograd is not to be used, and why."""
-
-ONCE = ("is not implemented", "once_differentiable", "double backward")
-"""How autograd says that a function can be differentiated once only."""
-
-REFUSAL = "torch::autograd::Error"
-"""The node that `once_differentiable` puts behind a gradient."""
 
 
 class StretchResidual:
@@ -336,44 +327,3 @@ def filled(x: Tensor, size: int, axis: int) -> Tensor:
     """A tensor with zeros behind it along an axis."""
     missing = size - x.shape[axis]
     return torch.cat([x, x.new_zeros(*x.shape[:axis], missing, *x.shape[axis + 1 :])], axis) if missing else x
-
-
-def is_marked(source: Source, grad: Tensor) -> bool:
-    """Whether a user's function is marked with `once_differentiable`.
-
-    Its gradient then has no graph towards its inputs, as if it were linear. It has one towards an error, however, if
-    it is asked for with a gradient that itself requires one.
-    """
-    if not any(name.endswith("Backward") for name in source.functions):  # torch's own end with a number
-        return False
-    waiting = [g.grad_fn for g in source.gradients(grad.detach().requires_grad_())]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if node.name() == REFUSAL:
-            return True
-        fresh = {above for above, _ in node.next_functions} - seen
-        seen |= fresh
-        waiting += fresh
-    return False
-
-
-@contextmanager
-def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
-    """Say which function has no second derivative, or a wrong one. `grad` is the gradient at the end of the stretch."""
-    what = f"A function before '{source.consumer.path}' ({type(source.consumer.module).__name__}) cannot be "
-    what += "differentiated twice."
-    do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
-    for name in source.functions & WRONG.keys():
-        raise UnsupportedLayer(explain(what, WRONG[name], do))
-    if is_marked(source, grad):
-        raise UnsupportedLayer(explain(what, "it is marked with once_differentiable.", do))
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE):
-            raise
-        raise UnsupportedLayer(explain(what, reason, do)) from error

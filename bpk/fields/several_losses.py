@@ -1,0 +1,35 @@
+"""Uses of a parameter in the columns of several losses, for what is no sum over losses (Kronecker factors)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bpk.fields.arrived import Averages, Columns
+from bpk.fields.statistics import Use, Uses
+from bpk.jacobians.core.products import add_up
+from bpk.plan.stretch import StretchCall
+
+
+def merged(before: list[Use], uses: list[Use]) -> list[Use]:
+    """Uses in the columns of several losses: those of one call are one use."""
+    found = {(use.of, use.name): use for use in before}
+    for use in uses:
+        known = found.get((use.of, use.name))
+        found[use.of, use.name] = use if known is None else replace(use, arrived=known.arrived.merged(use.arrived))
+    return list(found.values())
+
+
+def without_graph(use: Use, n: int) -> Use:
+    """A use that does not need autograd's graph any more: the rows of a stretch are computed now."""
+    if not isinstance(use.call, StretchCall):
+        return use
+    if isinstance(use.arrived, Averages):
+        known = [use.arrived.shared[use.name]] if use.name in use.arrived.shared else []
+        block = use.rule.congruence(use.call, use.arrived.matrix, use.name) if use.arrived.matrix is not None else None
+        return replace(use, arrived=Averages(None, {use.name: add_up([*known, *([] if block is None else [block])])}))
+    rows = Columns(signs=use.arrived.signs)
+    one = Uses(use.call.params[use.name], n, False, False)
+    one.uses = [use]
+    for key in one.keys:
+        rows.add_to_parameter(use.name, key, one.rows(key), use.arrived.signs[key])
+    return replace(use, arrived=rows)
