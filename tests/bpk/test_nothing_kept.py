@@ -154,6 +154,34 @@ def test_what_was_changed_in_place_leads_to_no_record(kind: type[nn.Module]) -> 
     assert len(LIVE) == before
 
 
+class Attended(nn.Module):
+    """Self-attention between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.behind(self.attention(x, x, x)[0].mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph")
+def test_columns_with_a_graph_are_not_kept() -> None:
+    """They would lead from the call to its output."""
+    model, loss_fn, before = bpk.extend(Attended()), bpk.extend(nn.MSELoss()), len(LIVE)
+    loss = loss_fn(model(torch.ones(2, 3, 4)), torch.zeros(2, 2))
+    with bpk.backpack(E.BatchGrad()):
+        loss.backward(create_graph=True)
+    for p in model.parameters():
+        del p.grad_batch
+        p.grad = None
+    del loss
+    gc.collect()
+    assert len(LIVE) == before
+
+
 # ---- checkpoints -------------------------------------------------------------------------------------
 class Spy(nn.Module):
     """The identity, which remembers the memory of what it sees, without keeping it."""

@@ -30,7 +30,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Families of rules, for layers of your own: [guide](../custom_layer.md).",
         tuple(f"bpk.jacobians.{name}" for name in jacobians.__all__),
     ),
-    "context": ("What lies behind `bpk.backpack`: the current context.", ("bpk.context",)),
+    "context": ("What lies behind `bpk.backpack`: the contexts.", ("bpk.context", "bpk.recording.state.Context")),
     "support": (
         "The answers of `bpk.support` and `bpk.support_matrix`.",
         ("bpk.support.table", "bpk.support.decide.Support"),
