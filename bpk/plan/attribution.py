@@ -302,7 +302,7 @@ def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor
 
 def at_input(record: Record, index: int, weights: Tensor) -> Tensor:
     """Gradients `[V, R]` of rows, spread over the entries of an input."""
-    start = record.entrance(index).one_to_rule(record.inputs[index])
+    start = record.inputs[index].movedim(record.axis(index), 0)
     probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
     return (probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))).to(wide(start.dtype))
 

@@ -258,6 +258,15 @@ def test_the_batch_axis_of_a_layer_at_a_point_of_rest(steps: int) -> None:
     check(model, rand(2, steps, 2), factors=False)
 
 
+def test_dead_entries_behind_a_product_with_a_parameter() -> None:
+    """The product is recorded from its node, which sees rows and positions as one axis."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(2, 4), "act": nn.ReLU(), "table": nn.Embedding(4, 3), "last": nn.Linear(3, 3)}
+    model = Assembled(lambda m, x: m.last(m.act(m.first(x) @ m.table.weight - m.far).mean(1)), **layers)
+    model.register_buffer("far", torch.tensor([[100.0], [0.0]]))
+    check(model, rand(3, 2, 2), factors=False)
+
+
 def test_the_cosine_of_features_that_are_all_dead() -> None:
     torch.manual_seed(0)
 
