@@ -13,8 +13,8 @@ from bpk.fields.statistics import Use
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
-from bpk.plan.plan import matched
 from bpk.plan.samples import to_samples
+from bpk.plan.step import matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
 from bpk.recording.record import Record

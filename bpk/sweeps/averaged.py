@@ -27,7 +27,8 @@ from bpk.fields.arrived import Averages
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.plan import Link, Plan, Step
+from bpk.plan.plan import Plan
+from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import known, split_rows

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.plan import Link, Plan, Step
+from bpk.plan.plan import Plan
+from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.sweep import Collector, Player, not_by_hand

@@ -11,7 +11,8 @@ from torch import Tensor
 from bpk.fields.arrived import PIECE, Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.plan import Link, Plan, Step
+from bpk.plan.plan import Plan
+from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known
@@ -64,8 +65,9 @@ class ColumnSweep(Player):
         """If so many more columns would be too many, let those under way go to the end, from step `number` on."""
         if self.run.count and self.is_too_much(self.run.count + count):
             for step in self.plan.steps[number:]:
-                self.run.visit(step)
-                self.run.settle(step)
+                if step.runs:
+                    self.run.visit(step)
+                    self.run.settle(step)
             self.run = Run(self)
 
     def is_too_much(self, count: int) -> bool:

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import gradient_edge, quieten_layer
-from bpk.plan.plan import Step
+from bpk.plan.step import Step
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from bpk.fields.arrived import PIECE
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.rule import Rule
-from bpk.plan.plan import Step
+from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
 
 

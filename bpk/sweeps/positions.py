@@ -19,8 +19,9 @@ from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import REARRANGING
-from bpk.plan.plan import Plan, Step
+from bpk.plan.plan import Plan
 from bpk.plan.samples import slots
+from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting

@@ -9,7 +9,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.plan import Step
+from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns import ColumnSweep
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, diagonal, known, split_rows

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from torch import Tensor
 
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.plan import Step
+from bpk.plan.step import Step
 from bpk.sweeps.columns import ColumnSweep
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known, split_rows
 from bpk.sweeps.sweep import positive_factor

@@ -18,10 +18,10 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.second_order.bordered import compressed
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
+from bpk.jacobians.second_order.structure import Blocks, Couplings
 from bpk.plan.graph import Source
 from bpk.plan.vjp import pull_columns
 from bpk.recording.ports import OneSample, Port
-from bpk.sweeps.blocks import Blocks, alone, blocks_of
 from bpk.sweeps.lazy import Chunk, LazyColumns, known
 from bpk.sweeps.twice import differentiable_twice
 
@@ -123,7 +123,7 @@ class StretchResidual:
         if self.is_zero:
             return True
         same = all(shape[1:2] == self.grad.shape[1:2] for shape in self.shapes)
-        return same and bool(self.shapes) and 1 in self.blocks.apart
+        return same and bool(self.shapes) and 1 in self.blocks.axes
 
     # ---- products --------------------------------------------------------------------------------
     def product(self, mats: Sequence[Tensor]) -> list[Tensor]:
@@ -188,7 +188,7 @@ class StretchResidual:
     @cached_property
     def blocks(self) -> Blocks:
         """Along which axes targets are treated apart."""
-        return blocks_of(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad)
+        return Couplings(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad).blocks()
 
     def by_position(self, balanced: bool) -> LazyColumns:
         """Eigendecomposition of the blocks of all positions (`balanced`: see `factor`)."""
@@ -204,7 +204,7 @@ class StretchResidual:
 
         def make(start: int, stop: int) -> Chunk:
             here = torch.arange(start, stop, device=vectors.device)
-            parts = alone(vectors, self.blocks, here) + (rows(here) if rows is not None else [])
+            parts = self.blocks.at_positions(vectors, here) + (rows(here) if rows is not None else [])
             return dict(enumerate(parts)), signed[start:stop]
 
         return LazyColumns(len(signed), make)

@@ -17,7 +17,8 @@ from torch import Tensor
 from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.plan import Plan, Step
+from bpk.plan.plan import Plan
+from bpk.plan.step import Step
 from bpk.sweeps.hand import Hand
 
 
@@ -141,6 +142,8 @@ def play(plan: Plan, players: Iterable[Player], needs_gradients: bool, when_pass
     if needs_gradients or any(player.needs_gradients for player in players):
         plan.find_gradients()
     for step in plan.steps if players else ():
+        if not step.runs:
+            continue
         for player in players:
             player.visit(step)
         when_passed(step)

@@ -16,7 +16,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.plan.plan import Link, Step
+from bpk.plan.step import Link, Step
 from bpk.plan.stretch import StretchCall
 from bpk.recording.ports import Port
 from bpk.sweeps.linearised import LinearisedStretch, Modify, positive, through_columns

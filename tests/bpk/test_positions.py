@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.plan.plan import Step
+from bpk.plan.step import Step
 from bpk.sweeps.lazy import Starting
 from bpk.sweeps.positions import ByPosition
 from tests.helpers import backward

@@ -20,7 +20,6 @@ from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import ROUNDINGS, marks
 from bpk.jacobians.second_order.structure import Couplings, same_for_all, slopes
-from bpk.sweeps.blocks import blocks_of
 
 N, T, C = 2, 3, 4
 DTYPES = [torch.float32, torch.float64]
@@ -61,8 +60,8 @@ def test_blocks(dtype: torch.dtype, size: float, where: str, coupled: tuple[str,
     def product(mats: list[Tensor]) -> list[Tensor]:
         return [torch.einsum("nij,knj->kni", dense, mats[0].flatten(2)).reshape(mats[0].shape)]
 
-    found = blocks_of(product, [torch.Size((N, T, C))], torch.zeros(N, dtype=dtype))
-    assert found.apart == tuple(k for k, name in ((1, "positions"), (2, "channels")) if name not in coupled)
+    found = Couplings(product, [torch.Size((N, T, C))], torch.zeros(N, dtype=dtype)).blocks()
+    assert found.axes == tuple(k for k, name in ((1, "positions"), (2, "channels")) if name not in coupled)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

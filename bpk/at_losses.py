@@ -1,0 +1,163 @@
+"""Second order in one backward pass: one plan of all that lies behind the losses, on which sweeps are played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.fields.parameters import Parameters
+from bpk.fields.statistics import Use
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.inspection import Inspection
+from bpk.plan.plan import Plan
+from bpk.plan.step import Step, matched
+from bpk.recording import engine
+from bpk.recording.opened import Settings
+from bpk.recording.record import Record
+from bpk.support.decide import announce
+from bpk.sweeps.limits import columns_at_a_time
+from bpk.sweeps.shared import SharedSweeps
+from bpk.sweeps.sweep import play
+
+
+class AtLosses:
+    """Makes the plan at the first loss, and plays all sweeps that start at losses.
+
+    Args:
+        settings: How many columns may exist at a time.
+        sweeps: Those of this pass.
+        inspection: What is known of the graph.
+        inspect: Looks at everything behind a loss, whose output is at a node.
+        parameters: Take what arrives.
+        passed: Called when all sweeps have passed a call, and nothing else will come.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        sweeps: SharedSweeps,
+        inspection: Inspection,
+        inspect: Callable[[Record, Node], None],
+        parameters: Parameters,
+        passed: Callable[[Step], None],
+    ) -> None:
+        self.settings = settings
+        self.sweeps = sweeps
+        self.inspection = inspection
+        self.inspect = inspect
+        self.parameters = parameters
+        self.passed = passed
+        self.plan: Plan | None = None
+        self.to_come: set[Record] = set()  # losses that were not reached yet
+        self.touched: set[Record] = set()  # calls that sweeps have passed
+
+    def reach(self, record: Record, grad: Tensor) -> Step:
+        """Autograd is at a call: at a loss, play all sweeps that start there; refuse calls with no loss behind them."""
+        if self.plan is None or record not in self.plan.of:
+            if not isinstance(record.rule, Loss):
+                raise RuntimeError(nothing_arrived(record))
+            self.make_plan(record)
+        assert self.plan is not None
+        step = self.plan.of[record]
+        step.gradient = matched(grad, step.call)[0]
+        if record in self.plan.losses:
+            self.start_at(record, step.gradient)
+        elif self.sweeps.players and record not in self.touched:
+            raise RuntimeError(nothing_arrived(record))
+        return step
+
+    def make_plan(self, loss: Record) -> None:
+        """Inspect all losses of the objective, and make one plan."""
+        losses = {loss: engine.current_node()}
+        losses |= {other: node for other, node in self.inspection.outside.losses.items() if engine.will_run(node)}
+        for record, node in losses.items():
+            if record.released:
+                raise RuntimeError(already_released(record))
+            if id(record) not in self.inspection.placed:
+                self.inspect(record, node)
+        self.plan = self.plan_of(losses)
+        self.to_come = set(losses)
+
+    def plan_of(self, losses: dict[Record, Node]) -> Plan:
+        """A plan of some losses."""
+        above = {record: None for loss in losses for record in self.inspection.above[loss]}
+        return Plan(losses, above, self.inspection.feeding, self.inspection.merged or self.inspection.attribution)
+
+    def start_at(self, loss: Record, factor: Tensor) -> None:
+        """Let all sweeps that start at a loss pass the calls behind it.
+
+        Where the objective has several losses, each is played when autograd is there: its factor is known then.
+        """
+        assert self.plan is not None
+        step = self.plan.of[loss]
+        if step.links:
+            announce(step.joint.rule.flat, self.sweeps.extensions)
+        plan = self.plan if len(self.plan.losses) == 1 else self.plan_of({loss: self.plan.losses[loss]})
+        plan.of[loss].gradient = factor
+        self.to_come.discard(loss)
+        self.parameters.more_losses = bool(self.to_come)
+        at_most = None
+        if self.sweeps.combining.intersection(self.sweeps.players) and not torch.is_grad_enabled():
+            at_most = columns_at_a_time(plan, self.settings.chunk_size, self.settings.memory)
+        hands = dict(self.sweeps.hands(self.parameters.save))
+        for key, player in self.sweeps.players.items():
+            settling = Settling(self.parameters, key)
+            player.begin(plan, settling, at_most if key in self.sweeps.combining else None, hands.get(key))
+        play(plan, self.sweeps.players.values(), not hands.keys().isdisjoint(self.sweeps.players), self.when_passed)
+        self.touched.update(step.record for step in plan.steps if step.reached)
+        if not self.to_come:
+            self.finish()
+        if plan is not self.plan:
+            plan.clear()
+
+    def when_passed(self, step: Step) -> None:
+        """Save what is final."""
+        self.parameters.save_values(step.params[name] for name in step.last)
+        if not self.sweeps.observers and not self.to_come:
+            step.let_go()
+            self.passed(step)
+
+    def finish(self) -> None:
+        """No other loss will come."""
+        self.parameters.more_losses = False
+        self.parameters.save_values([state.param for state in self.parameters.states.values()])
+
+    def clear(self) -> None:
+        """Let go of the graph."""
+        if self.plan is not None:
+            self.plan.clear()
+        self.plan, self.touched = None, set()
+
+
+class Settling:
+    """Takes what one sweep has brought to parameters."""
+
+    def __init__(self, parameters: Parameters, key: Hashable) -> None:
+        self.parameters = parameters
+        self.key = key
+
+    def settle(self, param: Tensor, uses: list[Use], batch_size: int) -> None:
+        """All calls that use a parameter have got their share of some columns."""
+        self.parameters.settle(param, self.key, uses, batch_size)
+
+
+def nothing_arrived(record: Record) -> str:
+    """Why there is nothing at a layer: no loss stands behind it."""
+    return explain(
+        f"Nothing was backpropagated to '{record.path}' ({type(record.module).__name__}).",
+        "second-order quantities start at an extended loss, and none stands behind this layer.",
+        "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer.",
+    )
+
+
+def already_released(record: Record) -> str:
+    """Why a second backward pass finds nothing."""
+    return explain(
+        f"'{record.path}' was visited by an earlier backward pass, which released what its forward pass had stored.",
+        "a second backward pass needs it again.",
+        "use backpack(..., retain_graph=True) with backward(retain_graph=True), or run the forward pass again.",
+    )

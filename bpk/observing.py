@@ -1,0 +1,107 @@
+"""What follows autograd from call to call: first order, the tape, and module extensions that users wrote for these."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from torch import Tensor
+
+from bpk.fields.functions import reach_functions
+from bpk.fields.parameters import Parameters, ParameterState, is_trained, require_own
+from bpk.fields.statistics import Use
+from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.families.passage import PASSAGE
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.inspection import Inspection
+from bpk.plan.step import Step, matched
+from bpk.recording import engine
+from bpk.recording.record import Record
+from bpk.sweeps.shared import SharedSweeps
+from bpk.sweeps.sweep import Gradient, Observer, not_by_hand
+
+
+class Observing:
+    """Shows each call that autograd reaches to the observers, and hands what they find to the call's parameters."""
+
+    def __init__(self, sweeps: SharedSweeps, inspection: Inspection, parameters: Parameters) -> None:
+        self.sweeps = sweeps
+        self.inspection = inspection
+        self.parameters = parameters
+
+    def reach(self, record: Record, grad: Tensor, planned: Step | None) -> None:
+        """Autograd is at a call; in second order, it is `planned`."""
+        trained = {name: p for name, p in record.params.items() if is_trained(p)}
+        function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
+        if trained and not function:
+            require_own(record, trained)
+        written = self.apply_by_hand(record, grad)
+        observers = {key: sweep for key, sweep in self.sweeps.observers.items() if key not in written}
+        if not observers:
+            return
+        first: dict[Hashable, Gradient] = {k: sweep for k, sweep in observers.items() if isinstance(sweep, Gradient)}
+        if first:
+            reach_functions(record, grad, self.inspection, first, self.parameters)
+        if record.rule is None:
+            return
+        states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
+        later = {name: self.parameters.is_shared(p, record) for name, p in trained.items()}
+        if first and not isinstance(record.rule, Loss):
+            self.reach_in_first_order(record, grad, trained, first, states)
+        for key, sweep in observers.items():
+            if key not in first and planned is not None:
+                self.reach_in_plan(key, sweep, planned, states)
+        if states:
+            self.parameters.expect_gradients(record, states)
+        for name, state in states.items():
+            if not (later[name] or function):
+                self.parameters.finish(state)
+
+    def reach_in_first_order(
+        self,
+        record: Record,
+        grad: Tensor,
+        trained: dict[str, Tensor],
+        sweeps: Mapping[Hashable, Gradient],
+        states: dict[str, ParameterState],
+    ) -> None:
+        """Show a call to sweeps that need its gradient alone."""
+        grad, call = matched(grad, record.call())
+        rows, n = self.inspection.attribution.rows(record), self.inspection.attribution.batch_size(record)
+        node = engine.current_node() if call.drawn is not None else None
+        step = Step(record, record.rule, call, node, trained, rows, n, gradient=grad)
+        for key, sweep in sweeps.items():
+            self.collect(key, sweep, step, states)
+
+    def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
+        """Show a call, and the stretches in front of it, to a sweep of second order."""
+        if isinstance(step.rule, Loss) and not step.links:
+            return
+        self.collect(key, sweep, step, states)
+        for link in step.links.values():
+            if link.producer.consumer is step:
+                stretch = link.producer
+                self.collect(key, sweep, stretch, {n: self.parameters.state_of(p) for n, p in stretch.params.items()})
+
+    def collect(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
+        """Hand what a sweep finds at a call to the call's parameters."""
+        arrived = sweep.visit(step)
+        assert step.rule is not None
+        for name, state in states.items():
+            use = Use(step.view(sweep.samples), step.rule, name, arrived, step.samples_of_rows)
+            self.parameters.collect(state, key, use, step.batch_size)
+
+    def apply_by_hand(self, record: Record, grad: Tensor) -> set[Hashable]:
+        """Run the module extensions that users wrote for this layer, for extensions that are not played.
+
+        Returns the sweeps that the rule need not serve any more.
+        """
+        written: set[Hashable] = set()
+        for key, hand in self.sweeps.hands(self.parameters.save):
+            if key in self.sweeps.players or record.rule is PASSAGE:
+                continue
+            if hand.extension.module_extension(record.module) is not None:
+                if key is not None and not isinstance(self.sweeps.observers[key], Gradient):
+                    raise not_by_hand(f"'{record.path}' ({type(record.module).__name__})")
+                written.add(key)
+                hand.run(record, engine.current_node(), grad, None)
+        return written

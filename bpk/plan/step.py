@@ -1,0 +1,144 @@
+"""One call of a plan, and what feeds its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.losses.joint import Joint
+from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
+from bpk.plan.graph import Source, connected
+from bpk.plan.stretch import StretchCall
+from bpk.recording.ports import Port
+from bpk.recording.record import Record
+
+
+@dataclass(frozen=True)
+class Link:
+    """What feeds an input of a call: the result of another call, maybe with its axes in another order.
+
+    Then `shape` is that of the input, for one sample.
+    """
+
+    producer: Step
+    entrance: Port | None = None
+    exit: Port | None = None
+    shape: tuple[int, ...] = ()
+
+    def back(self, mat: Tensor) -> Tensor:
+        """Columns at the input as columns at the producer's result."""
+        if self.entrance is None or self.exit is None:
+            return mat
+        return self.exit.to_rule(self.entrance.to_graph(mat))
+
+    def forth(self, mat: Tensor) -> Tensor:
+        """Columns at the producer's result as columns at the input."""
+        if self.entrance is None or self.exit is None:
+            return mat
+        return self.entrance.to_rule(self.exit.to_graph(mat))
+
+    def rows_back(self, mat: Tensor) -> Tensor:
+        """Rows `[V, D]` over the entries of the input as rows over those of the producer's result."""
+        return mat if self.entrance is None else self.back(mat.reshape(-1, 1, *self.shape)).reshape(len(mat), -1)
+
+
+@dataclass(eq=False)
+class Step:
+    """One call of a plan.
+
+    It `runs` if autograd evaluates it in this pass. `record` is the recorded call, and for a stretch the one that reads
+    its end, at input `index`. `links` say what feeds its inputs, `params` are those that get fields; `reused` names
+    those that calls further up use as well, and `last` the others. Where rows are not the samples in order, `samples_of_rows`
+    says which of the `batch_size` samples each belongs to.
+    """
+
+    record: Record
+    rule: Rule | None
+    call: Call
+    node: Node | None
+    params: dict[str, Tensor]
+    samples_of_rows: Tensor | None
+    batch_size: int
+    consumer: Step | None = None
+    index: int = 0
+    number: int = 0
+    links: dict[int, Link] = field(default_factory=dict)
+    reused: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    reached: bool = False
+    gradient: Tensor | None = None
+    views: dict[tuple[int, ...], Call] = field(default_factory=dict)
+    prepared: bool = False
+    runs: bool = True
+
+    @property
+    def source(self) -> Source | None:
+        """The stretch, if this is one."""
+        return self.call.source if isinstance(self.call, StretchCall) else None
+
+    @property
+    def where(self) -> str:
+        """How messages call it."""
+        name = f"'{self.record.path}' ({type(self.record.module).__name__})"
+        return name if self.consumer is None else f"the function before {name}"
+
+    @cached_property
+    def joint(self) -> Joint:
+        """A loss as a function of the inputs that calls or parameters feed."""
+        assert isinstance(self.rule, Loss)
+        return self.rule.joint(self.call, tuple(self.links))
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient at the call's output (see `Plan.find_gradients`); at a loss, its factor in the objective."""
+        if self.gradient is None:
+            reader = self.consumer
+            assert reader is not None and reader.rule is not None
+            self.gradient = reader.rule.jac_t_mat_prod(reader.call, reader.grad[None], self.index)[0]
+        return self.gradient
+
+    def prepare(self) -> None:
+        """Let the rule note what is only known during the backward pass."""
+        captures = self.rule is not None and type(self.rule).capture is not Rule.capture
+        if captures and not self.prepared and self.node is not None:
+            assert self.rule is not None
+            with connected(self.record, self.call, self.node):
+                self.rule.capture(self.call)
+        self.prepared = True
+
+    def view(self, samples: tuple[int, ...] | None) -> Call:
+        """The call restricted to some samples; a loss stays whole."""
+        self.prepare()
+        if samples is None or isinstance(self.rule, Loss):
+            return self.call
+        if samples not in self.views:
+            self.views[samples] = self.call.subset(samples)
+        return self.views[samples]
+
+    def cast(self, mat: Tensor) -> Tensor:
+        """Bring what has arrived to the precision of the call, if that is higher (autocast)."""
+        return mat.to(torch.promote_types(mat.dtype, self.call.output.dtype))
+
+    def let_go(self) -> None:
+        """Drop what rules have computed for this call."""
+        self.views = {}
+        if self.source is None:
+            self.record.seen = None
+
+
+def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:
+    """Bring a call and its gradient to one dtype (autocast mixes them)."""
+    tensors = [grad, *call.inputs, *call.params.values()]
+    kinds = {t.dtype for t in tensors if t.is_floating_point()}
+    if len(kinds) <= 1:
+        return grad, call
+    dtype = grad.dtype
+    for kind in kinds:
+        dtype = torch.promote_types(dtype, kind)
+    return grad.to(dtype), call.cast(dtype)
