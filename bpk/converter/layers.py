@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from bpk.converter.tracing import nodes_in
 from bpk.jacobians.core.conversion import signature_of
@@ -18,7 +17,11 @@ from bpk.jacobians.core.conversion import signature_of
 def convolution(layer: type[nn.Module], weight: Tensor, groups: int = 1, **options: Any) -> nn.Module:
     """A convolution of this shape, transposed or not."""
     first, second = len(weight), weight.shape[1] * groups
-    channels = (first, second) if issubclass(layer, _ConvTransposeNd) else (second, first)
+    channels = (
+        (first, second)
+        if issubclass(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+        else (second, first)
+    )
     return layer(*channels, tuple(weight.shape[2:]), groups=groups, **options)
 
 
