@@ -8,15 +8,11 @@ either the first one or zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.products import add_up
-from bpk.plan.graph import Source, connected, consumers_first
+from bpk.plan.decoding import batch_axis, decode, digits
 from bpk.plan.hypotheses import (
     axes_of_one_row,
     behind_first_axis,
@@ -29,11 +25,8 @@ from bpk.plan.hypotheses import (
     reads_all,
     reads_tables,
 )
-from bpk.plan.survey import mixes
+from bpk.plan.probing import SourcesOf, fuller, sweep, uses_of
 from bpk.recording.record import Record
-
-SourcesOf = Mapping[int, dict[int, Source]]
-
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Of gradients that are equal or zero, by the precision of the layers."""
@@ -42,9 +35,6 @@ COARSE = 0.05
 
 GOLDEN = 0.6180339887498949
 """Its multiples, without whole numbers, are spread evenly: weights of samples that are all different."""
-
-AT_ONCE = 1 << 18
-"""How many numbers are compared at a time: the first rows that fail save the others."""
 
 
 class Shared(Exception):
@@ -155,40 +145,6 @@ def follow(
     return rows_of
 
 
-def uses_of(records: Iterable[Record], sources: SourcesOf) -> dict[int, list[tuple[Record, Source]]]:
-    """By `id` of a record: the calls that it feeds, and how it comes there."""
-    uses: dict[int, list[tuple[Record, Source]]] = {}
-    for consumer in records:
-        for source in sources[id(consumer)].values():
-            for record, _ in source.targets:
-                uses.setdefault(id(record), []).append((consumer, source))
-    return uses
-
-
-def fuller(
-    record: Record,
-    mat: Tensor,
-    uses: Sequence[tuple[Record, Source]],
-    found: dict[int, Tensor],
-    n: int,
-    tolerance: float,
-) -> Tensor:
-    """Gradients of which fewer entries are zero, if they tell samples apart: of any numbers at inputs of calls behind.
-
-    Entries without a gradient (at a point of rest, such as the square of zero) may have a second derivative. As rules
-    keep rows apart, an entry belongs to the sample of the row of which it becomes a part.
-    """
-    total = torch.zeros_like(mat)
-    for consumer, source in uses:
-        rows = found.get(id(consumer))
-        if rows is None or consumer.problem or mixes(consumer):
-            return mat
-        here = at_input(consumer, source.index, digits(rows.clamp(min=0), n) * (rows >= 0))
-        total = add_up([total, *[part for k, part in source.pull(here).items() if source.targets[k][0] is record]])
-    told = decode(total, n, tolerance) is not None or batch_axis(total, n, tolerance)[0]
-    return total if told else mat
-
-
 def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
     """Whether rows still are those of the samples as which they were known.
 
@@ -210,12 +166,6 @@ def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows
         if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
             return False
     return True
-
-
-def digits(numbers: Tensor, n: int) -> Tensor:
-    """`[1 + K, R]`: ones, and the binary digits of numbers below `n`."""
-    places = [(numbers >> k) & 1 for k in range(max(1, (n - 1).bit_length()))]
-    return torch.stack([torch.ones_like(numbers), *places])
 
 
 def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: SourcesOf) -> Tensor:
@@ -248,89 +198,3 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     if record.params:
         raise mixed(f"its batch axis is axis {axis}, and one {what}")
     raise NotInFront([record])
-
-
-def batch_axis(mat: Tensor, n: int, tolerance: float) -> tuple[int, Tensor]:
-    """The axis behind the first that holds the samples, preferably in order (0: none), and the sample of each row."""
-    in_order, found = torch.arange(n, device=mat.device), (0, torch.arange(0, device=mat.device))
-    for axis in range(1, mat.dim() - 1):
-        rows = decode(mat.movedim(1 + axis, 1), n, tolerance)
-        if rows is not None and torch.equal(rows, in_order):
-            return axis, rows
-        if rows is not None and not found[0]:
-            found = axis, rows
-    return found
-
-
-def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
-    """The sample `[R]` of every row from gradients `[1 + K, R, ...]`, or `None` if a row feeds several samples.
-
-    Rows that feed nothing count as the sample of their number, or as none (-1).
-    """
-    flat, parts = mat.reshape(*mat.shape[:2], -1), []
-    for piece in flat.split(max(1, AT_ONCE // max(1, flat.shape[0] * flat.shape[2])), 1):
-        real = torch.view_as_real(piece).flatten(2) if piece.is_complex() else piece
-        plain, *masked = real.double().nan_to_num(0.0)
-        length, products = plain.square().sum(1), torch.stack(masked)
-        one = ((products * plain).sum(2) / torch.where(length > 0, length, 1.0)).round().clamp(0, 1)  # [K, R]
-        if ((products - one[..., None] * plain).square().sum(2) > tolerance**2 * length).any():
-            return None
-        parts.append((length, one))
-    size, digit = torch.cat([length for length, _ in parts]), torch.cat([one for _, one in parts], 1)
-    place = 2 ** torch.arange(len(digit), device=mat.device)
-    number = (digit.long() * place[:, None]).sum(0).clamp(0, n - 1)
-    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.full_like(number, -1)
-    return torch.where(size > 0, number, alone)
-
-
-def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
-    """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
-    arrived: dict[int, Tensor] = {}
-    for index, source in sources[id(root)].items():
-        send(source, at_input(root, index, weights), arrived)
-    nodes = {id(r): node for found in sources.values() for s in found.values() for r, (node, _) in s.targets}
-    with torch.no_grad():
-        for record in consumers_first(root, above, sources):
-            mat = arrived.pop(id(record), None)
-            if mat is not None:
-                before = record.shifted
-                yield record, mat
-                if record.shifted != before:
-                    mat = mat.movedim(1 + record.shifted, 1)
-                pass_on(record, nodes[id(record)], mat, sources[id(record)], arrived)
-
-
-def at_input(record: Record, index: int, weights: Tensor) -> Tensor:
-    """Gradients `[V, R]` of rows, spread over the entries of an input."""
-    start = record.inputs[index].movedim(record.axis(index), 0)
-    probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
-    return (probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))).to(wide(start.dtype))
-
-
-def pass_on(
-    record: Record, node: Node | None, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]
-) -> None:
-    """Send the gradients through a call's rule to what feeds it."""
-    if record.rule is None or record.problem or node is None:
-        return
-    call = record.call()
-    if record.rule.obstacle(call) is not None:
-        return
-    with connected(record, call, node):
-        record.rule.capture(call)
-        cast = call.cast(mat.dtype)
-        for index, source in sources.items():
-            send(source, record.rule.jac_t_mat_prod(cast, mat, index), arrived)
-
-
-def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None:
-    """Add up what reaches each producer."""
-    for number, part in source.pull(mat).items() if source is not None else ():
-        assert source is not None
-        record = source.targets[number][0]
-        arrived[id(record)] = arrived[id(record)] + part if id(record) in arrived else part
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """At least single precision, to tell many samples apart."""
-    return torch.promote_types(dtype, torch.float32)

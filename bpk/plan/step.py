@@ -54,8 +54,8 @@ class Step:
 
     It `runs` if autograd evaluates it in this pass. `record` is the recorded call, and for a stretch the one that reads
     its end, at input `index`. `links` say what feeds its inputs, `params` are those that get fields; `reused` names
-    those that calls further up use as well, and `last` the others. Where rows are not the samples in order, `samples_of_rows`
-    says which of the `batch_size` samples each belongs to.
+    those that calls further up use as well, and `last` the others. Where rows are not the samples in order,
+    `samples_of_rows` says which of the `batch_size` samples each belongs to.
     """
 
     record: Record

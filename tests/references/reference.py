@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -46,6 +47,12 @@ def prelu(module: nn.PReLU, x: Tensor) -> Tensor:
     return torch.where(x > 0, x, weight * x)
 
 
+def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
+    """The same function; torch's second derivative ends the process where channels are last in memory, and one."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    return F.group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
+
+
 def embedding_bag(
     module: nn.EmbeddingBag, tokens: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> Tensor:
@@ -73,6 +80,7 @@ def embedding_bag(
 SUBSTITUTES: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Hardsigmoid: hard_sigmoid,
     nn.EmbeddingBag: embedding_bag,
+    nn.GroupNorm: group_norm,
     nn.PReLU: prelu,
 }
 """Layers of torch without a second derivative, or with another one than their own gradient has."""

@@ -1,0 +1,48 @@
+"""Numbers of samples as gradients: one of all samples, and one for each binary digit of those that have it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AT_ONCE = 1 << 18
+"""How many numbers are compared at a time: the first rows that fail save the others."""
+
+
+def digits(numbers: Tensor, n: int) -> Tensor:
+    """`[1 + K, R]`: ones, and the binary digits of numbers below `n`."""
+    places = [(numbers >> k) & 1 for k in range(max(1, (n - 1).bit_length()))]
+    return torch.stack([torch.ones_like(numbers), *places])
+
+
+def batch_axis(mat: Tensor, n: int, tolerance: float) -> tuple[int, Tensor]:
+    """The axis behind the first that holds the samples, preferably in order (0: none), and the sample of each row."""
+    in_order, found = torch.arange(n, device=mat.device), (0, torch.arange(0, device=mat.device))
+    for axis in range(1, mat.dim() - 1):
+        rows = decode(mat.movedim(1 + axis, 1), n, tolerance)
+        if rows is not None and torch.equal(rows, in_order):
+            return axis, rows
+        if rows is not None and not found[0]:
+            found = axis, rows
+    return found
+
+
+def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
+    """The sample `[R]` of every row from gradients `[1 + K, R, ...]`, or `None` if a row feeds several samples.
+
+    Rows that feed nothing count as the sample of their number, or as none (-1).
+    """
+    flat, parts = mat.reshape(*mat.shape[:2], -1), []
+    for piece in flat.split(max(1, AT_ONCE // max(1, flat.shape[0] * flat.shape[2])), 1):
+        real = torch.view_as_real(piece).flatten(2) if piece.is_complex() else piece
+        plain, *masked = real.double().nan_to_num(0.0)
+        length, products = plain.square().sum(1), torch.stack(masked)
+        one = ((products * plain).sum(2) / torch.where(length > 0, length, 1.0)).round().clamp(0, 1)  # [K, R]
+        if ((products - one[..., None] * plain).square().sum(2) > tolerance**2 * length).any():
+            return None
+        parts.append((length, one))
+    size, digit = torch.cat([length for length, _ in parts]), torch.cat([one for _, one in parts], 1)
+    place = 2 ** torch.arange(len(digit), device=mat.device)
+    number = (digit.long() * place[:, None]).sum(0).clamp(0, n - 1)
+    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.full_like(number, -1)
+    return torch.where(size > 0, number, alone)
