@@ -109,9 +109,8 @@ class Backward:
         self.inspection.clear()
         self.sweeps.clear()
         self.at_losses.clear()
-        self.hooks.forget()
-        self.hooks.hook = None
-        self.kept = []
+        self.hooks.clear()
+        self.kept, self.reached = [], {}
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------

@@ -36,6 +36,11 @@ class Hooks:
             forget(module, output)
         self.stored = {}
 
+    def clear(self) -> None:
+        """Let go of all modules."""
+        self.forget()
+        self.hook, self.visited, self.last = None, {}, {}
+
     def visit(self, module: nn.Module) -> None:
         """A layer has been reached."""
         self.visited[id(module)] = module

@@ -170,4 +170,4 @@ class Inspection:
 
     def clear(self) -> None:
         """Let go of the graph."""
-        self.sources, self.above = {}, {}
+        self.sources, self.above, self.left, self._outside = {}, {}, [], None

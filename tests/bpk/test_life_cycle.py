@@ -299,3 +299,16 @@ def test_parameters_that_are_lent() -> None:
         loss.backward()
     assert not any(hasattr(p, "grad_batch") for p in lent.values())
     gc.collect()
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact, E.DiagHessian, E.KFRA, E.HMP])
+def test_fields_are_those_of_the_layers_that_autograd_reaches(extension: Callable[[], Any]) -> None:
+    """`backward(inputs=...)` does not go further than it has to, and neither do sweeps."""
+    model, loss_fn = extended()
+    x, y = data()
+    last = list(model.parameters())[-2]
+    made = extension()
+    with bpk.backpack(made):
+        loss_fn(model(x), y).backward(inputs=[last])
+    first = next(model.parameters())
+    assert hasattr(last, made.savefield) and not hasattr(first, made.savefield) and first.grad is None
