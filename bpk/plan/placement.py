@@ -50,7 +50,7 @@ def place(
     """
     above = upstream(root, sources_of)
     single = root.batch_size == 1  # to which all belongs in any case
-    unknown = [r for r in above if r.rule is None or (has_no_axis(r) and (single or is_given_parameters(r)))]
+    unknown = [r for r in above if r.rule is None or ((single or is_given_parameters(r)) and has_no_axis(r))]
     unknown = [record for record in unknown if not by_hand(record)]
     modules = [record.module for record in unknown]
     if unknown:
