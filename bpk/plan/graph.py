@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.call import Call
-from bpk.plan.vjp import pull_columns
+from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 from bpk.recording import engine
 from bpk.recording.attention_kernels import recover
 from bpk.recording.bystanders import beyond, make_quiet, quieten_inside
@@ -216,3 +216,15 @@ def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dic
                 if feeds[id(producer)] == 0:
                     waiting.append(producer)
     return order[1:]
+
+
+def pull_columns(
+    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool | None = None
+) -> list[Tensor | None]:
+    """The same as `vector_jacobian_products`, while recorded calls inside stay quiet.
+
+    By default, products may be differentiated where gradients are on.
+    """
+    graph = torch.is_grad_enabled() if create_graph is None else create_graph
+    with CTX.quietly():
+        return vector_jacobian_products(ends, beginnings, columns, graph)

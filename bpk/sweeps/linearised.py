@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.plan.graph import Source
-from bpk.plan.vjp import pull_columns
+from bpk.plan.graph import Source, pull_columns
 from bpk.recording.ports import Port
 from bpk.recording.state import CTX
 from bpk.sweeps.stretch_residual import Group, StretchResidual

@@ -19,8 +19,7 @@ from bpk.jacobians.second_order.bordered import compressed
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
 from bpk.jacobians.second_order.structure import Blocks, Couplings
-from bpk.plan.graph import Source
-from bpk.plan.vjp import pull_columns
+from bpk.plan.graph import Source, pull_columns
 from bpk.recording.ports import OneSample, Port
 from bpk.sweeps.lazy import Chunk, LazyColumns, known
 from bpk.sweeps.twice import differentiable_twice

@@ -70,12 +70,19 @@ def test_issue_forms_ask_for_what_tells_most() -> None:
 
 
 def test_the_map_of_the_code_is_complete() -> None:
-    """docs/architecture.md names every module of `bpk/` that the contract of import-linter lists, and no other."""
+    """docs/architecture.md names every module of `bpk/` that the contract of import-linter lists, and no other.
+
+    Of the folders in which a backward pass runs, it names every file.
+    """
     page = (ROOT / "docs/architecture.md").read_text()
     contract = PROJECT["tool"]["importlinter"]["contracts"][0]
     listed = set(re.findall(r"\w+", " ".join(contract["layers"]))) - {"rules", "jacobians"}
-    section = page.partition("## The modules of `bpk/`")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`(\w+)(?:\.py|/)`", section)) == listed
+    section = page.partition("## The folders of `bpk/`")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", section, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)(?:\.py|/)`", " ".join(rows))) == listed
+    for folder in ("plan", "sweeps", "fields"):
+        inside = {path.name for path in (ROOT / "bpk" / folder).glob("*.py")} - {"__init__.py"}
+        assert set(re.findall(r"`(\w+\.py)`", rows[f"`{folder}/`"])) == inside
     files = {path.name for folder in ("bpk", "jacobians") for path in (ROOT / folder).rglob("*.py")}
     assert set(re.findall(r"`(\w+\.py)`", page)) <= files
     assert all((ROOT / path).exists() for path in re.findall(r"bpk/[\w/]+\.py", page))
