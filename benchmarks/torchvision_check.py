@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import bpk
 from benchmarks.torchvision_reference import error, of_samples
 from bpk.extensions import BatchGrad, DiagGGNExact
-from bpk.support.decide import Kind
+from bpk.plan.support import Kind
 from examples._torchvision import import_torchvision
 
 models = import_torchvision().models  # here, so that it is imported once for all processes

@@ -15,10 +15,10 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.inspection import Inspection
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step, matched
+from bpk.plan.support import announce
 from bpk.recording import engine
 from bpk.recording.opened import Settings
 from bpk.recording.record import Record
-from bpk.support.decide import announce
 from bpk.sweeps.limits import columns_at_a_time
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import play

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 
 from torch import Tensor
 
-from bpk.fields.functions import reach_functions
 from bpk.fields.parameters import Parameters, ParameterState, is_trained, require_own
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.function_module import Plain
@@ -16,6 +15,7 @@ from bpk.plan.inspection import Inspection
 from bpk.plan.step import Step, matched
 from bpk.recording import engine
 from bpk.recording.record import Record
+from bpk.sweeps.functions import reach_functions
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import Gradient, Observer, not_by_hand
 

@@ -14,13 +14,9 @@ from torch import Tensor, nn
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.module_extension import ModuleExtension
 from bpk.jacobians.core.errors import explain
-
-FAIL_ERROR = "ERROR"
-"""A layer that the extension does not know raises."""
-FAIL_WARN = "WARN"
-"""A layer that the extension does not know, and that has parameters, causes a warning."""
-FAIL_SILENT = "SILENT"
-"""A layer that the extension does not know is passed over."""
+from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
+from bpk.plan.quantity import FAIL_SILENT as FAIL_SILENT
+from bpk.plan.quantity import FAIL_WARN as FAIL_WARN
 
 
 class BackpropExtension:

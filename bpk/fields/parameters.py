@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,29 +12,13 @@ from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.quantity import Quantity
 from bpk.recording import engine
 from bpk.recording.graph_nodes import parameter_edges
 from bpk.recording.membership import around
 from bpk.recording.record import Record, calls_by_parameter
 from bpk.recording.state import CTX
 from bpk.recording.surroundings import may_shard, require_whole
-
-
-class Quantity(Protocol):
-    """An extension, as parameters see it."""
-
-    savefield: str
-    subsampling: tuple[int, ...] | None
-    needs_rows: bool
-    needs_samples: bool
-    needs_gradient: bool
-    combines: bool
-
-    def value(self, uses: Uses) -> Any:
-        """The value of the field."""
-
-    def combine(self, before: Any, value: Any) -> Any:
-        """The value of all columns, from that of the first ones and that of the others."""
 
 
 class ParameterState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -21,17 +20,15 @@ from bpk.plan.objective import (
     require_losses_only,
     require_no_penalty,
 )
+from bpk.plan.quantity import Quantity
 from bpk.plan.samples import Attribution
+from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import require_layers, require_whole_batch, upstream
 from bpk.plan.whole import one_sample, place_or_merge, require_before
 from bpk.recording import engine
 from bpk.recording.bystanders import Onlookers
 from bpk.recording.membership import Held
 from bpk.recording.record import Record
-from bpk.support.decide import check_samples, require_axis, require_batch, require_support, tell
-
-if TYPE_CHECKING:
-    from bpk.extensions.backprop_extension import BackpropExtension
 
 
 class Inspection:
@@ -42,7 +39,7 @@ class Inspection:
     `left` are modules whose calls were left to autograd, `by_functions` the `id`s of parameters that functions use.
     """
 
-    def __init__(self, extensions: Sequence[BackpropExtension], checks_objective: bool) -> None:
+    def __init__(self, extensions: Sequence[Quantity], checks_objective: bool) -> None:
         self.extensions = extensions
         self.checks_objective = checks_objective
         self.second_order = any(e.second_order for e in extensions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -11,11 +10,9 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source
+from bpk.plan.quantity import Quantity
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
-
-if TYPE_CHECKING:
-    from bpk.extensions.backprop_extension import BackpropExtension
 
 SourcesOf = Callable[[Record], dict[int, Source]]
 
@@ -57,7 +54,7 @@ def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -
         )
 
 
-def require_whole_batch(extensions: Iterable[BackpropExtension], loss: Record) -> None:
+def require_whole_batch(extensions: Iterable[Quantity], loss: Record) -> None:
     """Refuse sub-sampling where rows are not samples."""
     for extension in extensions:
         if extension.subsampling is not None:

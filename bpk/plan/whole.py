@@ -10,7 +10,6 @@ mix are left to autograd, whose products are those of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,18 +17,16 @@ from torch import Tensor
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.placement import Placement, SourcesOf, is_stuck, leave, place
+from bpk.plan.quantity import Quantity
+from bpk.plan.support import require_support
 from bpk.plan.survey import mixes, upstream
 from bpk.recording.record import Record
-from bpk.support.decide import require_support
-
-if TYPE_CHECKING:
-    from bpk.extensions.backprop_extension import BackpropExtension
 
 
 def place_or_merge(
     root: Record,
     sources_of: SourcesOf,
-    extensions: Sequence[BackpropExtension],
+    extensions: Sequence[Quantity],
     forget: Callable[[], None],
     by_hand: Callable[[Record], bool],
     merged: bool = False,
@@ -60,7 +57,7 @@ def place_or_merge(
     return Placement(upstream(root, sources_of), found.n, found.rows, modules), True
 
 
-def may_merge(extensions: Sequence[BackpropExtension]) -> bool:
+def may_merge(extensions: Sequence[Quantity]) -> bool:
     """Whether every second-order extension is a sum over the whole batch (and there are some)."""
     second_order = [e for e in extensions if e.second_order]
     return bool(second_order) and all(e.sums_samples and e.subsampling is None for e in second_order)

@@ -13,9 +13,9 @@ from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
+from bpk.plan.support import Kind, Support
+from bpk.plan.support import support as answer
 from bpk.rules import REGISTRY
-from bpk.support.decide import Kind, Support
-from bpk.support.decide import support as answer
 from bpk.support.table import Cell, SupportTable
 
 

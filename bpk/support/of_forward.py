@@ -15,12 +15,12 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import Source, trace
 from bpk.plan.placement import place
+from bpk.plan.support import Kind, Support
+from bpk.plan.support import support as answer
 from bpk.recording.before import keep
 from bpk.recording.membership import Held, parts_of
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
-from bpk.support.decide import Kind, Support
-from bpk.support.decide import support as answer
 from bpk.support.of_layers import IDLE, is_idle, of_layer
 from bpk.support.table import Cell, SupportTable
 from bpk.verification.problem import Arguments, duplicate, undisturbed

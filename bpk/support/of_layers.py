@@ -10,9 +10,9 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.rule import Rule
+from bpk.plan.support import Kind, Support
+from bpk.plan.support import support as answer
 from bpk.rules import REGISTRY
-from bpk.support.decide import Kind, Support
-from bpk.support.decide import support as answer
 from bpk.support.table import Cell
 
 FUNCTIONS = Support(Kind.GENERIC, "Parameters that this module holds itself are used by plain functions.")

@@ -14,9 +14,9 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
+from bpk.plan.support import Support
+from bpk.plan.support import support as answer
 from bpk.recording.membership import parts_of
-from bpk.support.decide import Support
-from bpk.support.decide import support as answer
 from bpk.support.of_forward import recorded
 from bpk.support.of_layers import layers, of_layer
 from bpk.support.table import SupportTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpk.support.decide import Kind
+from bpk.plan.support import Kind
 
 WORDS = {Kind.SUPPORTED: "rule", Kind.GENERIC: "generic", Kind.REFUSED: "refused"}
 

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import gradient_edge, quieten_layer
+from bpk.plan.quantity import Quantity
 from bpk.plan.step import Step
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
@@ -30,19 +31,10 @@ class Handwritten(Protocol):
         """What the layer's input receives."""
 
 
-class Extension(Protocol):
-    """An extension that may have some."""
-
-    savefield: str
-
-    def module_extension(self, module: nn.Module) -> Handwritten | None:
-        """What a user wrote for a layer."""
-
-
 class Hand:
     """What a user wrote for one extension; `save` puts a value on a parameter."""
 
-    def __init__(self, extension: Extension, save: Callable[[Tensor, str, Any], None]) -> None:
+    def __init__(self, extension: Quantity, save: Callable[[Tensor, str, Any], None]) -> None:
         self.extension = extension
         self.save = save
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.plan.quantity import Quantity
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.positions import ByPosition
 from bpk.sweeps.sweep import Observer, Player, Sweep
@@ -21,7 +21,7 @@ class SharedSweeps:
     others.
     """
 
-    def __init__(self, extensions: Sequence[BackpropExtension]) -> None:
+    def __init__(self, extensions: Sequence[Quantity]) -> None:
         self.extensions = extensions
         self.listens: list[Hashable] = []
         sweeps: dict[Hashable, Sweep] = {}

@@ -23,8 +23,8 @@ from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import TimesWeight
+from bpk.plan.support import Kind
 from bpk.rules import REGISTRY
-from bpk.support.decide import Kind
 from tests.models.networks import Network, all_networks
 from tests.references import averaged as reference_averaged
 from tests.references import definition as reference_definition

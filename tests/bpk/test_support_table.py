@@ -15,8 +15,8 @@ from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.support import Kind, Support
 from bpk.rules import REGISTRY
-from bpk.support.decide import Kind, Support
 from tests.references.compare import Assembled
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import bpk
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
+from bpk.plan.support import Kind
 from bpk.rules import REGISTRY
-from bpk.support.decide import Kind
 from bpk.support.table import WORDS, Cell, SupportTable
 from tools.site.markdown import escape, table
 from tools.site.names import function_name

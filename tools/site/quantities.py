@@ -17,7 +17,7 @@ from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.definition import Form
 from bpk.extensions.registry import every_extension
-from bpk.support.decide import Kind
+from bpk.plan.support import Kind
 from bpk.support.table import Cell, SupportTable
 from tools.site.definitions import DEFINITIONS, Definition
 from tools.site.docstrings import parse, run, shown

@@ -33,7 +33,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "context": ("What lies behind `bpk.backpack`: the contexts.", ("bpk.context", "bpk.recording.state.Context")),
     "support": (
         "The answers of `bpk.support` and `bpk.support_matrix`.",
-        ("bpk.support.table", "bpk.support.decide.Support"),
+        ("bpk.support.table", "bpk.plan.support.Support"),
     ),
     "custom_module": (
         "Modules for graphs written by hand.",

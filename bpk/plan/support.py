@@ -11,12 +11,12 @@ from weakref import WeakSet
 
 from torch import nn
 
-from bpk.extensions.backprop_extension import FAIL_ERROR, FAIL_SILENT, BackpropExtension
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
+from bpk.plan.quantity import FAIL_ERROR, FAIL_SILENT, Quantity
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -61,7 +61,7 @@ WARNED: WeakSet[nn.Module] = WeakSet()
 """Layers that mix samples or take the generic way, and whose user has been told."""
 
 
-def support(extension: BackpropExtension, rule: Rule | None, call: Call | None = None, name: str = "it") -> Support:
+def support(extension: Quantity, rule: Rule | None, call: Call | None = None, name: str = "it") -> Support:
     """Whether `extension` can be computed for, and pass, a layer with this rule.
 
     Args:
@@ -96,7 +96,7 @@ def support(extension: BackpropExtension, rule: Rule | None, call: Call | None =
     return Support(Kind.GENERIC if generic else Kind.SUPPORTED, caution, CHAIN_RULE if caution else "")
 
 
-def require_support(extension: BackpropExtension, record: Record, feeds: bool) -> None:
+def require_support(extension: Quantity, record: Record, feeds: bool) -> None:
     """Raise, warn or stay silent where an extension cannot handle a recorded call.
 
     `feeds` says whether anything upstream waits for what travels through the call.
@@ -173,7 +173,7 @@ def caution(record: Record, answer: Support) -> None:
         warn(explain(what, answer.reason, answer.do))
 
 
-def refusal(extension: BackpropExtension, record: Record, answer: Support) -> str:
+def refusal(extension: Quantity, record: Record, answer: Support) -> str:
     """The message of a refusal: what, why, what to do, and where the rule is."""
     verb = "pass layer" if extension.second_order else "be computed for layer"
     if record.output.dim() == 0:
@@ -193,7 +193,7 @@ def rule_file(rule: Rule | None) -> str:
     return "/".join(Path(inspect.getfile(type(rule))).parts[-2:])
 
 
-def announce(warning: str | None, extensions: Iterable[BackpropExtension]) -> None:
+def announce(warning: str | None, extensions: Iterable[Quantity]) -> None:
     """Tell the user once that quantities will be zero, and what to use instead."""
     if warning and any(e.second_order for e in extensions):
         warn(warning)
@@ -223,7 +223,7 @@ def require_batch(record: Record) -> None:
         )
 
 
-def require_axis(extension: BackpropExtension, records: Iterable[Record]) -> None:
+def require_axis(extension: Quantity, records: Iterable[Record]) -> None:
     """Refuse layers that were given a single sample without a batch axis."""
     for record in records:
         reason = record.rule.obstacle(record.call()) if record.rule is not None and not record.problem else None
@@ -233,7 +233,7 @@ def require_axis(extension: BackpropExtension, records: Iterable[Record]) -> Non
             )
 
 
-def check_samples(extension: BackpropExtension, record: Record) -> None:
+def check_samples(extension: Quantity, record: Record) -> None:
     """Refuse sample indices beyond the batch."""
     if extension.subsampling and max(extension.subsampling) >= record.batch_size:
         raise ValueError(

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-PACKAGES = {"bpk.jacobians": ROOT / "jacobians", "bpk.rules": ROOT / "rules"}
+PACKAGES = {"bpk": ROOT / "bpk", "bpk.jacobians": ROOT / "jacobians", "bpk.rules": ROOT / "rules"}
 """Packages whose modules import each other in one direction, and where their files are."""
 
 
@@ -18,6 +18,8 @@ def modules_of(name: str, folder: Path) -> dict[str, Path]:
     """The files of a package by the names of their modules."""
     found = {}
     for file in folder.rglob("*.py"):
+        if any(parent.is_symlink() for parent in file.parents):
+            continue
         parts = [name, *file.relative_to(folder).with_suffix("").parts]
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found

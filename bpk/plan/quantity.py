@@ -1,0 +1,49 @@
+"""What the plan, and all below extensions, know of an extension."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import nn
+
+FAIL_ERROR = "ERROR"
+"""A layer that the extension does not know raises."""
+FAIL_WARN = "WARN"
+"""A layer that the extension does not know, and that has parameters, causes a warning."""
+FAIL_SILENT = "SILENT"
+"""A layer that the extension does not know is passed over."""
+
+
+class Quantity(Protocol):
+    """An extension (`bpk.extensions.backprop_extension.BackpropExtension`), as a protocol."""
+
+    savefield: str
+    fail_mode: str
+    subsampling: tuple[int, ...] | None
+    second_order: bool
+    combines: bool
+    sums_rows: bool
+    sums_samples: bool
+    needs_rows: bool
+    needs_samples: bool
+    needs_gradient: bool
+
+    @property
+    def works_by_rules(self) -> bool:
+        """Whether the rule of a layer is enough, so that no module extension is needed for it."""
+
+    @property
+    def has_module_extensions(self) -> bool:
+        """Whether any layer class has a hand-written module extension."""
+
+    def module_extension(self, module: nn.Module) -> Any:
+        """The hand-written module extension for a module, or `None`."""
+
+    def sweep(self) -> Any:
+        """What the extension listens to (`None`: it works through module extensions only)."""
+
+    def value(self, uses: Any) -> Any:
+        """The value of the field, from what the sweep has brought to the parameter."""
+
+    def combine(self, before: Any, value: Any) -> Any:
+        """The value of all columns, from that of the first ones and that of the others."""
