@@ -50,12 +50,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     fast as the default library on processors where that library does not use the widest vectors.
     """
     if (
-        x.dtype is not torch.float32
+        torch.is_grad_enabled()
+        or x.dtype is not torch.float32
         or weight.dtype is not torch.float32
         or x.device.type != "cpu"
         or not torch.backends.mkldnn.is_available()
         or x.numel() * weight.shape[0] < LARGE
-        or is_differentiated()
+        or torch._C._functorch.maybe_current_level() is not None
     ):
         return torch.nn.functional.linear(x, weight)
     if not (weight.is_contiguous() or weight.T.is_contiguous()):

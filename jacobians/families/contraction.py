@@ -57,6 +57,8 @@ class Contraction(Affine):
             )
         self.pattern = pattern
         self.order = [weight.index(name) for name in axes]
+        self.is_plain = self.order == [0, 1]
+        """Whether the weight is the matrix of a linear layer as it is."""
         self.letters = dict(zip(axes, ascii_lowercase, strict=False))
 
     def acts_on(self, call: Call) -> int | None:
@@ -69,7 +71,7 @@ class Contraction(Affine):
         return param == "weight" and self.order == [1, 0]
 
     def input_first(self, param: str) -> bool:
-        return self.transposes(param)
+        return param == "weight" and self.order == [1, 0]
 
     def features(self, inputs: Sequence[Tensor]) -> Tensor:
         """What the weight multiplies: products of the inputs' features `[N, *t, I]`."""
@@ -80,17 +82,17 @@ class Contraction(Affine):
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Weights `[..., *p]` as `[..., O, I]`."""
+        if self.is_plain:
+            return weight
         lead = weight.dim() - len(self.order)
-        if self.order != sorted(self.order):
-            weight = weight.permute(*range(lead), *(lead + axis for axis in self.order))
-        return weight.flatten(lead + 1) if len(self.order) > 2 else weight
+        return weight.permute(*range(lead), *(lead + axis for axis in self.order)).flatten(lead + 1)
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         return F.linear(self.features(inputs), self.matrix(params["weight"]), params.get("bias"))
 
     # ---- as "weight times patches" ---------------------------------------------------------------
     def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
-        x = self.features([x[samples] for x in call.inputs])
+        x = call.inputs[0][samples] if self.is_plain else self.features([x[samples] for x in call.inputs])
         return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1]).transpose(1, 2)[:, None]
 
     def as_columns(self, call: Call, mat: Tensor) -> Tensor:
@@ -106,13 +108,13 @@ class Contraction(Affine):
         return columns[:, :, 0].transpose(2, 3).expand(v, n, out[1:-1].numel(), o).reshape(v, n, *out[1:])
 
     def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
-        return self.matrix(weight).unsqueeze(-3)
+        return (weight if self.is_plain else self.matrix(weight)).unsqueeze(-3)
 
     def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
+        if self.is_plain:
+            return matrix.squeeze(-3)
         shape, lead = call.params["weight"].shape, matrix.dim() - 3
-        ordered = matrix.reshape(*matrix.shape[:-3], *(shape[axis] for axis in self.order))
-        if self.order == sorted(self.order):
-            return ordered
+        ordered = matrix.reshape(*matrix.shape[:-3], *[shape[axis] for axis in self.order])
         return ordered.permute(*range(lead), *(lead + self.order.index(axis) for axis in range(len(shape))))
 
     # ---- products --------------------------------------------------------------------------------
@@ -126,10 +128,12 @@ class Contraction(Affine):
         return self.as_weight(call, rows[:, None])
 
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        return self._times(call, mat, wrt, forward=True)
+        weight = call.params["weight"]
+        return linear(mat, weight) if self.is_plain else self._times(call, mat, wrt, forward=True)
 
     def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
-        return self._times(call, mat, wrt, forward=False)
+        weight = call.params["weight"]
+        return linear(mat, weight.T) if self.is_plain else self._times(call, mat, wrt, forward=False)
 
     def _times(self, call: Call, mat: Tensor, wrt: int, forward: bool) -> Tensor:
         """Columns times the weight contracted with all other inputs, or its transpose."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class Linearised:
         """The same for columns `[V, N, D]`."""
         return self.product(mat.reshape(len(mat), *self.point.shape)).reshape(mat.shape)
 
-    @property
+    @cached_property
     def eps(self) -> float:
         """The relative rounding error of a product: that of the shortest format that the loss computes in."""
         with torch.no_grad():
