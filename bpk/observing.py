@@ -6,8 +6,9 @@ from collections.abc import Hashable, Mapping
 
 from torch import Tensor
 
-from bpk.fields.parameters import Parameters, ParameterState, is_trained, require_own
+from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
+from bpk.fields.values import is_trained, require_own
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
+from bpk.fields.values import value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording import engine
 from bpk.recording.graph_nodes import parameter_edges
-from bpk.recording.membership import around
 from bpk.recording.record import Record, calls_by_parameter
 from bpk.recording.state import CTX
 from bpk.recording.surroundings import may_shard, require_whole
@@ -171,7 +172,9 @@ class Parameters:
 
     def finish_later(self, state: ParameterState) -> None:
         """The same after the visit of a call, where the user's settings are in force: rules may call a layer again."""
-        with CTX.quietly(), engine.without_autocast(state.param.device.type):
+        device = state.param.device.type
+        plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        with CTX.quietly(), plain:
             self.finish(state, final=True)
 
     def finish(self, state: ParameterState, final: bool = False) -> None:
@@ -243,46 +246,3 @@ class Parameters:
             handle.remove()
         self.handles.clear()
         self.states, self.saved, self.calls, self.by_module = {}, [], {}, {}
-
-
-def value_of(extension: Quantity, uses: Uses) -> Any:
-    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
-    try:
-        return extension.value(uses)
-    except RuntimeError as error:
-        sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})
-        if isinstance(error, NotImplementedError) or len(sizes) < 2:
-            raise
-        raise UnsupportedLayer(
-            explain(
-                f"{extension} met batches of {' and '.join(map(str, sizes))} samples at a parameter "
-                f"{list(uses.param.shape)}.",
-                "sample n of each is taken for the same one, as in a Siamese network, and these have different sizes.",
-                "use one backward pass for each batch.",
-            )
-        ) from error
-
-
-def holds(model: nn.Module, param: Tensor) -> bool:
-    """Whether a parameter is one of the model's."""
-    return any(param is p for p in model.parameters())
-
-
-def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
-    own = record.module._parameters
-    for name, param in params.items():
-        if own.get(name) is not param and not any(holds(model, param) for model in around([record.module])[1]):
-            raise RuntimeError(
-                explain(
-                    f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",
-                    "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
-                    "on it would be on no entry of model.parameters().",
-                    "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
-                )
-            )
-
-
-def is_trained(param: Tensor) -> bool:
-    """Whether a parameter gets fields: a leaf that requires a gradient."""
-    return param.requires_grad and param.is_leaf

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
@@ -95,17 +94,8 @@ def roots() -> list[tuple[Node, int]] | None:
     return [(end.node, end.output_nr) for end in ends]
 
 
-def will_run(node: Node) -> bool:
-    """Whether the running backward pass evaluates a node.
-
-    If it goes: suppose that it does; fields of parameters that were not asked for are computed as well then.
-    """
-    return torch._C._will_engine_execute_node(node)
-
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Everything in the precision of its arguments, also where `backward` was called under autocast."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+will_run = torch._C._will_engine_execute_node
+"""Whether the running backward pass evaluates a node. If it goes: suppose that it does; there will be more fields."""
 
 
 def when_finished(callback: Callable[[], None]) -> None:
@@ -246,10 +236,7 @@ def hooks_before(node: Node) -> dict[int, Callable[..., Any]]:
 
 
 def others(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
-    """Remove a hook; returns all others at that place, in the dictionary that is used there.
-
-    If it goes: users' hooks run while `bpk` differentiates, too.
-    """
+    """Remove a hook; returns all others there, in the dictionary in use. If it goes: users' hooks see all passes."""
     hooks: dict[int, Callable[..., Any]] | None = handle.hooks_dict_ref()
     assert hooks is not None
     handle.remove()

@@ -32,7 +32,7 @@ from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import known, split_rows
-from bpk.sweeps.means import blocks_between, mean_between, pull_mean, pull_means
+from bpk.sweeps.means import blocks_between, mean_between, pull_mean, pull_means, require_samples, uses_of_two_kinds
 from bpk.sweeps.sweep import Collector, Player, not_by_hand, positive_factor
 
 Tensors = Step | tuple[int, bool]
@@ -239,28 +239,3 @@ def whole(step: Step, name: str, width: int) -> bool:
     """Whether the block of a parameter, of this width, is that of all its entries, and no Kronecker factor."""
     assert step.rule is not None
     return width == step.params[name].numel() and step.rule.kron_input(step.call, name) is None
-
-
-def uses_of_two_kinds(param: Tensor, step: Step) -> UnsupportedLayer:
-    """The error where one use of a parameter has a Kronecker factor, and another one does not."""
-    return UnsupportedLayer(
-        explain(
-            f"KFRA cannot be computed for a parameter of shape {list(param.shape)}, which {step.where} uses, and a "
-            "function or a layer of another kind, too.",
-            "the recursion gives one of these uses a Kronecker factor, and the other one a whole block.",
-            "use KFLR or KFAC.",
-        )
-    )
-
-
-def require_samples(step: Step, are_rows: bool) -> None:
-    """Means run over samples, which have to be the rows of every call."""
-    if not are_rows:
-        raise UnsupportedLayer(
-            explain(
-                f"KFRA cannot pass {step.where}.",
-                "its recursion averages over samples, and the rows of this call are not the samples: the model merges "
-                "the batch axis with another one.",
-                "use KFLR or KFAC, which tell rows and samples apart.",
-            )
-        )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
@@ -78,3 +79,28 @@ def mean_between(rule: Rule, call: Call, matrix: Tensor, index: int, wrt: Wrt) -
 def at_once(call: Call) -> int:
     """How many columns to multiply at once, so that memory stays small."""
     return max(1, PIECE // max([1, call.output.numel(), *(x.numel() for x in call.inputs)]))
+
+
+def uses_of_two_kinds(param: Tensor, step: Step) -> UnsupportedLayer:
+    """The error where one use of a parameter has a Kronecker factor, and another one does not."""
+    return UnsupportedLayer(
+        explain(
+            f"KFRA cannot be computed for a parameter of shape {list(param.shape)}, which {step.where} uses, and a "
+            "function or a layer of another kind, too.",
+            "the recursion gives one of these uses a Kronecker factor, and the other one a whole block.",
+            "use KFLR or KFAC.",
+        )
+    )
+
+
+def require_samples(step: Step, are_rows: bool) -> None:
+    """Means run over samples, which have to be the rows of every call."""
+    if not are_rows:
+        raise UnsupportedLayer(
+            explain(
+                f"KFRA cannot pass {step.where}.",
+                "its recursion averages over samples, and the rows of this call are not the samples: the model merges "
+                "the batch axis with another one.",
+                "use KFLR or KFAC, which tell rows and samples apart.",
+            )
+        )

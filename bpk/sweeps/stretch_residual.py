@@ -14,14 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.second_order.bordered import compressed
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
 from bpk.jacobians.second_order.structure import Blocks, Couplings
-from bpk.plan.graph import Source, pull_columns
-from bpk.recording.ports import OneSample, Port
 from bpk.sweeps.lazy import Chunk, LazyColumns, known
+from bpk.sweeps.stretch_products import StretchProducts
 from bpk.sweeps.twice import differentiable_twice
 
 Group = tuple[list[Tensor], Tensor]
@@ -35,30 +33,8 @@ AT_ONCE = 1 << 24
 """How many numbers products with the second derivative hold at a time."""
 
 
-class StretchResidual:
-    """`R`, the second derivative of `<grad, stretch(x_1, ..., p_1, ...)>` in targets `x` and parameters `p`.
-
-    Args:
-        source: The stretch.
-        grad: The gradient at its end, as the consumer's rule sees it.
-        rows: For the consumer, then for each target, which rows are those of sample `n` (left out: row `n`).
-        merged: Whether all rows are those of one sample. Inside, this sample has an axis of its own in front of them.
-    """
-
-    def __init__(
-        self, source: Source, grad: Tensor, rows: Sequence[Sequence[Tensor]] | None = None, merged: bool = False
-    ) -> None:
-        self.source = source
-        self.merged = merged
-        self.exits: list[Port | OneSample] = [OneSample(port) if merged else port for port in source.exits]
-        self.grad = grad[None] if merged else grad
-        self.rows = rows
-        self.gradients = self.pulled(self.grad.detach())
-        self.shapes = [p.one_to_rule(g).shape for p, g in zip(self.exits, self.gradients, strict=False)]
-
-    def pulled(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """The gradient at the beginnings, from one at the end."""
-        return self.source.gradients(grad[0] if self.merged else grad)
+class StretchResidual(StretchProducts):
+    """`R` as signed columns: all positions at once, or one sample after the other."""
 
     def columns(self) -> Group | None:
         """Its eigendecomposition, jointly over targets and parameters, sample by sample (`None`: it is zero)."""
@@ -79,7 +55,7 @@ class StretchResidual:
         """
         with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
             targets = self.of_targets_alone() if self.shapes else self.by_sample(balanced=False)
-            found = [born.all() for born in self.of_parameters(balanced=False)]
+            found = [lazy.all() for lazy in self.of_parameters(balanced=False)]
         nothing = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
         lacking = [self.grad.new_zeros(1, len(self.grad), *p.shape) for p in self.source.trained]
         params = found[0] if found else (dict(enumerate([*nothing, *lacking])), self.grad.new_zeros(1, len(self.grad)))
@@ -99,22 +75,22 @@ class StretchResidual:
             self.require_samples()
             self.require_values_only()
             if self.rows is not None:
-                return [born_of(*self.by_sample(balanced=True))]
+                return [made_of(*self.by_sample(balanced=True))]
             if not self.source.trained:
                 return [self.without_axis(self.by_position(balanced=True))]
             found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
-            return [self.without_axis(born) for born in found]
+            return [self.without_axis(lazy) for lazy in found]
 
-    def without_axis(self, born: LazyColumns) -> LazyColumns:
+    def without_axis(self, lazy: LazyColumns) -> LazyColumns:
         """Columns at targets as `[K, N, *x]`, where inside the only sample has an axis of its own."""
         if not self.merged:
-            return born
+            return lazy
 
         def make(start: int, stop: int) -> Chunk:
-            mats, signs = born.make(start, stop)
+            mats, signs = lazy.make(start, stop)
             return {k: mat[:, 0] if int(k) < len(self.shapes) else mat for k, mat in mats.items()}, signs
 
-        return LazyColumns(born.count, make)
+        return LazyColumns(lazy.count, make)
 
     @property
     def keeps_rows_apart(self) -> bool:
@@ -123,65 +99,6 @@ class StretchResidual:
             return True
         same = all(shape[1:2] == self.grad.shape[1:2] for shape in self.shapes)
         return same and bool(self.shapes) and 1 in self.blocks.axes
-
-    # ---- products --------------------------------------------------------------------------------
-    def product(self, mats: Sequence[Tensor]) -> list[Tensor]:
-        """Columns `[K, N, *target]` by target, and `[K, *p]` by parameter, times `R`.
-
-        Columns may be left out from behind; results are there for all.
-        """
-        given = [p.to_graph(m) for p, m in zip(self.exits, mats, strict=False)] + [*mats[len(self.shapes) :]]
-        pairs = [(g, m) for g, m in zip(self.gradients, given, strict=False) if g.requires_grad]
-        k = len(mats[0])
-        if not pairs:
-            return [self.grad.new_zeros(k, *shape) for shape in self.all_shapes]
-        ends, columns = [g for g, _ in pairs], [m for _, m in pairs]
-        full = self.pull(ends, columns)
-        seen = [port.to_rule(f) for port, f in zip(self.exits, full, strict=False)]
-        return [*seen, *full[len(seen) :]]
-
-    def pull(self, ends: Sequence[Tensor], columns: Sequence[Tensor], first: int = 0) -> list[Tensor]:
-        """Columns from `ends` back to the beginnings from number `first` on, zero where nothing depends on them."""
-        found = pull_columns(ends, self.source.beginnings()[first:], columns, create_graph=False)
-        known = zip(found, self.gradients[first:], strict=True)
-        return [g.new_zeros(len(columns[0]), *g.shape) if mat is None else mat for mat, g in known]
-
-    @property
-    def all_shapes(self) -> list[torch.Size]:
-        """Of every target `[N, *x]`, then of every parameter."""
-        return [*self.shapes, *[p.shape for p in self.source.trained]]
-
-    @cached_property
-    def is_zero(self) -> bool:
-        """Whether the stretch is linear here (tried with a random vector)."""
-        if not any(g.requires_grad for g in self.gradients):
-            return True
-        found = self.product([draw((1, *shape), self.grad, k) for k, shape in enumerate(self.all_shapes)])
-        return not any(bool(mat.any()) for mat in found)
-
-    def require_samples(self) -> None:
-        """Without known rows, those of targets must be the samples, like those at the end."""
-        if self.rows is None and any(shape[0] != self.grad.shape[0] for shape in self.shapes):
-            raise UnsupportedLayer(
-                explain(
-                    f"A nonlinear function merges the batch axis: {self.grad.shape[0]} rows come from "
-                    f"{self.shapes[0][0]}.",
-                    "its second derivative is not known sample by sample.",
-                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
-                )
-            )
-
-    def require_values_only(self) -> None:
-        """Columns are found by eigenvalues of what autograd gives, and have no graph of their own."""
-        if torch.is_grad_enabled():
-            where = f"'{self.source.consumer.path}' ({type(self.source.consumer.module).__name__})"
-            raise UnsupportedLayer(
-                explain(
-                    f"Fields cannot be differentiated behind the nonlinear function before {where}.",
-                    "its second derivative is taken apart numerically, and create_graph=True asks for its derivative.",
-                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
-                )
-            )
 
     # ---- all samples and positions at once --------------------------------------------------------------
     @cached_property
@@ -314,10 +231,10 @@ class StretchResidual:
             dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
         vectors, signs = factor(torch.stack(dense), balanced)
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
-        return [born_of([*nothing, *self.by_parameter(vectors)], signs)]
+        return [made_of([*nothing, *self.by_parameter(vectors)], signs)]
 
 
-def born_of(parts: Sequence[Tensor], signs: Tensor) -> LazyColumns:
+def made_of(parts: Sequence[Tensor], signs: Tensor) -> LazyColumns:
     """Columns that exist already, by number."""
     return known(dict(enumerate(parts)), signs)
 

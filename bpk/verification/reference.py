@@ -242,10 +242,7 @@ class Reference:
     def hessian_diagonal(
         self, name: str, chosen: Sequence[int], parts: int, every: bool = False, entries: Tensor | None = None
     ) -> Tensor:
-        """`[E]`: the Hessian's diagonal for some samples, at as many entries as `passes` allows for so many `parts`.
-
-        `every` entry of the parameter is looked at where `entries` name them.
-        """
+        """`[E]`: the Hessian's diagonal for some samples, at `every` entry, or at as many as so many `parts` allow."""
         self.say(f"Hessian of {name}")
         gradient = self.live_gradient(name, chosen).flatten()
         some = entries if every and entries is not None else self.entries[name][: self.affordable(name, parts)]

@@ -1,0 +1,57 @@
+"""The value of a field, and which parameters may have one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.quantity import Quantity
+from bpk.recording.membership import around
+from bpk.recording.record import Record
+
+
+def value_of(extension: Quantity, uses: Uses) -> Any:
+    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
+    try:
+        return extension.value(uses)
+    except RuntimeError as error:
+        sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})
+        if isinstance(error, NotImplementedError) or len(sizes) < 2:
+            raise
+        raise UnsupportedLayer(
+            explain(
+                f"{extension} met batches of {' and '.join(map(str, sizes))} samples at a parameter "
+                f"{list(uses.param.shape)}.",
+                "sample n of each is taken for the same one, as in a Siamese network, and these have different sizes.",
+                "use one backward pass for each batch.",
+            )
+        ) from error
+
+
+def holds(model: nn.Module, param: Tensor) -> bool:
+    """Whether a parameter is one of the model's."""
+    return any(param is p for p in model.parameters())
+
+
+def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
+    own = record.module._parameters
+    for name, param in params.items():
+        if own.get(name) is not param and not any(holds(model, param) for model in around([record.module])[1]):
+            raise RuntimeError(
+                explain(
+                    f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",
+                    "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
+                    "on it would be on no entry of model.parameters().",
+                    "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
+                )
+            )
+
+
+def is_trained(param: Tensor) -> bool:
+    """Whether a parameter gets fields: a leaf that requires a gradient."""
+    return param.requires_grad and param.is_leaf
