@@ -111,6 +111,7 @@ RULES: tuple[Rule, ...] = (
         nn.BatchNorm3d,
         nn.SyncBatchNorm,
         functions=(F.batch_norm,),
+        params=("weight", "bias"),
         examples=(
             trained(nn.BatchNorm1d, 3, shape=(4, 3)),
             trained(nn.BatchNorm1d, 2, eps=0.1, shape=(3, 2, 4)),
@@ -131,6 +132,7 @@ RULES: tuple[Rule, ...] = (
         nn.InstanceNorm2d,
         nn.InstanceNorm3d,
         functions=(F.instance_norm,),
+        params=("weight", "bias"),
         examples=(
             trained(nn.InstanceNorm1d, 2, shape=(3, 2, 4)),
             trained(nn.InstanceNorm1d, 2, affine=True, shape=(3, 2, 4)),

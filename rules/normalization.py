@@ -118,6 +118,7 @@ RULES: tuple[Rule, ...] = (
     LayerNormRule(
         nn.LayerNorm,
         functions=reading(_layer_norm, F.layer_norm),
+        params=("weight", "bias"),
         examples=(
             trained(nn.LayerNorm, 4, shape=(3, 4)),
             trained(nn.LayerNorm, 4, bias=False, eps=0.1, shape=(2, 3, 4)),
@@ -141,6 +142,7 @@ RULES: tuple[Rule, ...] = (
     GroupNormRule(
         nn.GroupNorm,
         functions=reading(_group_norm, F.group_norm),
+        params=("weight", "bias"),
         examples=(
             trained(nn.GroupNorm, 2, 4, shape=(3, 4)),
             trained(nn.GroupNorm, 2, 4, shape=(3, 4, 2)),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.factoring import factor
@@ -21,9 +19,6 @@ class AlongAxis(Rule):
 
     Its residual is block-diagonal: one block per sample and position along the other axes.
     """
-
-    def __init__(self, *modules: type[nn.Module], functions: Sequence[Any], examples: Sequence[Example]) -> None:
-        super().__init__(*modules, functions=functions, examples=examples)
 
     def dim(self, options: Options, dims: int) -> int:
         """The axis of an input with `dims` axes, counted from the front; `None` is PyTorch's implicit choice."""

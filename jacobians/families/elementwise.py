@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,8 +104,8 @@ class Elementwise(Pointwise):
         self.examples = tuple(examples) or self._default_examples(positive)
 
     def _default_examples(self, positive: bool) -> tuple[Example, ...]:
-        kind = PositiveExample if positive else Example
-        return tuple(kind(layer, (shape,)) for layer in self.modules for shape in ((3, 4), (2, 3, 4)))
+        domain = positive_numbers if positive else None
+        return tuple(Example(m, (shape,), domain=domain) for m in self.modules for shape in ((3, 4), (2, 3, 4)))
 
     def derivation(self, options: Options) -> Derivation:
         """The function and its derivatives that these options select."""
@@ -186,9 +185,6 @@ class FunctionLayer(nn.Module):
         return self.function(x)
 
 
-@dataclass(frozen=True)
-class PositiveExample(Example):
-    """An example whose inputs are positive, for functions such as the logarithm."""
-
-    def inputs(self, dtype: torch.dtype = torch.float64, batch: int | None = None) -> tuple[Tensor, ...]:
-        return tuple((x.abs() + 0.5).to(dtype) for x in super().inputs(torch.float64, batch))
+def positive_numbers(x: Tensor) -> Tensor:
+    """For examples of functions such as the logarithm."""
+    return x.abs() + 0.5

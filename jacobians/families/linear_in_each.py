@@ -12,9 +12,6 @@ from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.bordered import Bordered, corner
 
-AT_ONCE = 1 << 22
-"""How many numbers products with unit vectors hold at a time."""
-
 
 class LinearInEach(Rule):
     """A layer that is linear in each of its inputs and parameters, plus parameters that are only added.
@@ -55,7 +52,7 @@ class LinearInEach(Rule):
         return super().signed_columns(call, grad_out, wrts)
 
     def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
-        """`J_b(wrt := e_j)^T g` for the unit vectors `e_j`: those of an input with all samples at once."""
+        """`J_b(wrt := e_j)^T g` for the unit vectors `e_j`, one after the other."""
         shape = call.sample_shape(wrt)
         units = torch.eye(shape.numel()).to(call.output).reshape(-1, *shape)
         operands, rows = self.operands(wrts), dict[Wrt, Tensor]()
@@ -63,26 +60,11 @@ class LinearInEach(Rule):
             own = call.sample_shape(b)
             if b == wrt or b not in operands or wrt not in operands:
                 rows[b] = units.new_zeros(()).expand(len(units), call.batch_size, *own)
-            elif isinstance(wrt, int):
-                step = max(1, AT_ONCE // max(1, call.batch_size * max(own.numel(), call.output[0].numel())))
-                rows[b] = torch.cat([self._rows_of_input(call, grad_out, wrt, u, b) for u in units.split(step)])
             else:
-                calls = [replace(call, wrt, unit) for unit in units]
+                values = (u.expand(call.batch_size, *u.shape) if isinstance(wrt, int) else u for u in units)
+                calls = (replace(call, wrt, value) for value in values)
                 rows[b] = torch.stack([self.jac_t_mat_prod(c, grad_out[None], b, sum_batch=False)[0] for c in calls])
         return rows
-
-    def _rows_of_input(self, call: Call, grad_out: Tensor, wrt: int, units: Tensor, b: Wrt) -> Tensor:
-        """`[V, N, *b]`: a call with `V N` samples, each of which sees one unit vector."""
-        n = call.batch_size
-
-        def repeated(x: Tensor) -> Tensor:
-            return x.expand(len(units), *x.shape).flatten(0, 1)
-
-        spread = units[:, None].expand(-1, n, *units.shape[1:]).flatten(0, 1)
-        inputs = [spread if k == wrt else repeated(x) for k, x in enumerate(call.inputs)]
-        every = Call(call.options, inputs, call.params, repeated(call.output), used=call.used)
-        rows = self.jac_t_mat_prod(every, repeated(grad_out)[None], b, sum_batch=False)[0]
-        return rows.unflatten(0, (len(units), n))
 
 
 def replace(call: Call, wrt: Wrt, value: Tensor) -> Call:

@@ -34,11 +34,6 @@ def layer_itself(options: Options, x: Tensor) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
-def minus_constant(options: Options, x: Tensor) -> Tensor:
-    """The linear part `f(x) - f(0)` of an affine layer that mixes no samples."""
-    return layer_itself(options, x) - layer_itself(options, torch.zeros_like(x[:1]))
-
-
 class ZeroResidual(Rule):
     """A layer whose second derivative is zero."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.broadcast import collect, spread
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.example import Example
@@ -96,9 +97,7 @@ class Multilinear(LinearInEach):
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         if wrt in self.added:
-            missing = call.output.dim() - (mat.dim() - 1)
-            spread = mat.reshape(mat.shape[0], *(1,) * missing, *mat.shape[1:])
-            return spread.expand(mat.shape[0], *call.output.shape).clone()
+            return spread(mat[:, None], call.output.shape[1:], 2).expand(-1, *call.output.shape).clone()
         k = self._names().index(wrt)
         values = self._values(call.inputs, call.params)
         terms = [*self._axes]
@@ -107,50 +106,18 @@ class Multilinear(LinearInEach):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         if isinstance(wrt, str) and wrt in self.added:
-            shape = call.params[wrt].shape
-            ones = (1,) * (call.output.dim() - 1 - len(shape))
-            rows = mat.sum_to_size(*mat.shape[:2], *ones, *shape[-mat.dim() + 2 :])
-            rows = rows.reshape(*mat.shape[:2], *shape)
-            return rows.sum(1) if sum_batch else rows
-        k = self._names().index(wrt)
-        terms, values = self._others(call, k)
-        target = self._axes[k]
-        if not isinstance(wrt, int) and not sum_batch:
-            target = self._batch + target
-        return self._contract(terms, values, mat, target, call.shape_of(wrt), self._axes[k])
-
-    def squared_sum(
-        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
-    ) -> Tensor:
-        if param in self.added or not self._squares_factor(param):
-            return super().squared_sum(call, mat, param, weights, per_sample)
-        # a sum with one term: the square of the product is the product of the squares
-        k = self._names().index(param)
-        terms, values = self._others(call, k)
-        squares, columns = [v.square() for v in values], mat.square()
-        if weights is not None:
-            columns = columns * weights.reshape(weights.shape + (1,) * (mat.dim() - 2))
-        target = (self._batch if per_sample else "") + self._axes[k]
-        return self._contract(terms, squares, columns.sum(0)[None], target, call.shape_of(param), self._axes[k])[0]
-
-    def _squares_factor(self, param: str) -> bool:
-        """Whether the individual gradient is a plain product: no axis is summed beside the batch."""
-        own = set(self._axes[self._names().index(param)]) | {self._batch}
-        return self._letters <= own
-
-    def _others(self, call: Call, k: int) -> tuple[list[str], list[Tensor]]:
-        values = self._values(call.inputs, call.params)
-        return [a for j, a in enumerate(self._axes) if j != k], [v for j, v in enumerate(values) if j != k]
-
-    def _contract(
-        self, terms: list[str], values: list[Tensor], mat: Tensor, target: str, shape: Sequence[int], axes: str
-    ) -> Tensor:
-        """Multiply columns with the other operands; an axis that only the operand has is spread over."""
-        present = set(self._out).union(*terms)
-        lonely = [(a, length) for a, length in zip(axes, shape, strict=True) if a not in present]
-        ones = [mat.new_ones(length) for _, length in lonely]
-        equation = ",".join([self._free + self._out, *terms, *(a for a, _ in lonely)])
-        return torch.einsum(f"{equation}->{self._free}{target}", mat, *values, *ones)
+            rows = collect(mat, call.params[wrt].shape, 2)
+            return rows.sum(1) if sum_batch else rows.clone()
+        k, values = self._names().index(wrt), self._values(call.inputs, call.params)
+        terms, axes = [*self._axes], self._axes[k]
+        terms[k], values[k] = self._free + self._out, mat
+        present = set("".join(terms))
+        for axis, length in zip(axes, call.shape_of(wrt), strict=True):
+            if axis not in present:  # what only the operand has is spread over
+                terms.append(axis)
+                values.append(mat.new_ones(length))
+        target = axes if isinstance(wrt, int) or sum_batch else self._batch + axes
+        return torch.einsum(f"{','.join(terms)}->{self._free}{target}", *values)
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,15 +31,6 @@ class Normalization(Rule):
     and the residual with `g` at the output maps `(v, u)` of (input, weight) to
     `(R_{w g} v + J (g u), sum over samples and shared axes of g (J v))`.
     """
-
-    def __init__(
-        self,
-        *modules: type[nn.Module],
-        functions: Collection[Any],
-        examples: Sequence[Example],
-        params: Sequence[str] = ("weight", "bias"),
-    ) -> None:
-        super().__init__(*modules, functions=functions, params=params, examples=examples)
 
     # ---- what a layer declares -------------------------------------------------------------------
     @abstractmethod

@@ -81,10 +81,6 @@ class Curvature(Autodiff):
         return None
 
     # ---- divisors ---------------------------------------------------------------------------------
-    def n_samples(self, call: Call) -> int:
-        """`N`, the number of samples of the batch."""
-        return call.batch_size
-
     def divisor(self, call: Call, count: int) -> int:
         """By what the loss divides the sum of its `count` terms."""
         return {"mean": count, "sum": 1, "batchmean": call.batch_size}[call.options.reduction]

@@ -18,7 +18,7 @@ from bpk.jacobians.core import gemm, numeric
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import Example, case
-from bpk.jacobians.families import autodiff, linear_in_each, linear_map, standardize
+from bpk.jacobians.families import autodiff, linear_map, standardize
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.recurrent import columns as recurrent_columns
@@ -34,7 +34,6 @@ LIMITS = (
     (attention_layer, "KEPT"),
     (autodiff, "BLOCK"),
     (gemm, "CACHE"),
-    (linear_in_each, "AT_ONCE"),
     (linear_map, "BLOCK"),
     (moments, "LARGEST"),
     (numeric, "CACHE"),

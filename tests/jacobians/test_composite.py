@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from bpk.jacobians.core.example import case
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.branches import Concat, Sum
 from bpk.jacobians.families.composite import Chain
-from bpk.jacobians.families.linear_map import LinearMap, minus_constant
+from bpk.jacobians.families.linear_map import LinearMap, layer_itself
 from bpk.jacobians.families.parts import Part, same, submodule
 from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
@@ -140,6 +141,11 @@ def test_batch_axis_is_refused() -> None:
     halves = Concat((leaf(nn.Identity()), same), (leaf(nn.Identity()), same), axis=0)
     x = torch.randn(2, 2)
     assert "batch axis" in str(halves.obstacle(Call(nn.Identity(), [x], {}, torch.cat([x, x]))))
+
+
+def minus_constant(options: Any, x: Tensor) -> Tensor:
+    """The linear part of an affine layer."""
+    return layer_itself(options, x) - layer_itself(options, torch.zeros_like(x[:1]))
 
 
 def test_affine_map_from_its_forward_alone() -> None:
