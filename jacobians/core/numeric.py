@@ -56,7 +56,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         or x.device.type != "cpu"
         or not torch.backends.mkldnn.is_available()
         or x.numel() * weight.shape[0] < LARGE
-        or torch._C._functorch.maybe_current_level() is not None
+        or is_transformed()
     ):
         return torch.nn.functional.linear(x, weight)
     if not (weight.is_contiguous() or weight.T.is_contiguous()):
