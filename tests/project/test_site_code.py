@@ -13,9 +13,10 @@ from tests.project.built_site import ROOT
 for package in ("mkdocs", "latex2mathml"):
     pytest.importorskip(package, reason="the site needs it: pip install -e '.[docs]'")
 
+from bpk import extensions  # noqa: E402
 from bpk.command_line import main  # noqa: E402
+from bpk.extensions.registry import every_extension  # noqa: E402
 from tools.site import command_line, drawing, quantities  # noqa: E402
-from tools.site.definitions import DEFINITIONS  # noqa: E402
 from tools.site.docstrings import run  # noqa: E402
 from tools.site.generated import generated  # noqa: E402
 
@@ -52,7 +53,7 @@ def test_blocks_of_a_page_are_found() -> None:
 def test_python_on_generated_pages_is_a_file_or_has_been_run() -> None:
     files = [path for folder in ("rules", "examples") for path in (ROOT / folder).glob("*.py")]
     known = {path.read_text().strip("\n") for path in files}
-    known |= {quantities.compared(name)[0].strip("\n") for name in DEFINITIONS}
+    known |= {quantities.compared(type(e))[0].strip("\n") for e in (*every_extension(), extensions.HBP())}
     known |= {f"# {name}\n{text}".strip("\n") for name, text in command_line.FILES.items()}
     known |= {quantities.MISTAKES.strip("\n"), drawing.EXAMPLE.strip("\n")}
     count = 0
