@@ -40,8 +40,8 @@ BOXES = (
     ),
     ("forward", 370, 125, "Record", "bpk/recording/record.py", "layer, inputs, output of one call"),
     ("backward", 370, 330, "is it supported?", "bpk/plan/support.py", "if not, an error: what, why, what to do"),
-    ("rules", 370, 415, "jac_t_mat_prod(call, S, 0)", "rules/*.py, jacobians/*.py", "the layer's rule, to its input"),
-    ("rules", 370, 500, "squared_sum(call, S, name)", "rules/*.py, jacobians/*.py", "the same rule: to a parameter"),
+    ("rules", 370, 415, "jac_t_mat_prod(call, S, 0)", "jacobians/*.py", "the rule that rules/ declares: to the input"),
+    ("rules", 370, 500, "squared_sum(call, S, name)", "jacobians/*.py", "the same rule: to a parameter"),
 )
 """Kind, place, and three lines of text of each box."""
 WIDTH, HEIGHT, LABEL = 310, 70, 76
