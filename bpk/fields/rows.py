@@ -145,7 +145,7 @@ class Rows:
         rows = use.call.empty(shape, mats[0])
         for mat, part in zip(mats, rows.split([len(mat) for mat in mats]), strict=True):
             found = self.rows_of(use, mat, part.view(-1))
-            if found.data_ptr() != part.data_ptr() or found.stride() != part.stride():
+            if not found.is_set_to(part):
                 part.copy_(found.clone())
         return rows
 

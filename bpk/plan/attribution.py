@@ -14,7 +14,7 @@ from torch import Tensor
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.decoding import batch_axis, decode, digits
 from bpk.plan.hypotheses import (
-    axes_of_one_row,
+    are_pieces,
     behind_first_axis,
     has_no_axis,
     hypotheses,
@@ -22,7 +22,6 @@ from bpk.plan.hypotheses import (
     is_given_parameters,
     mixed,
     numberings,
-    reads_all,
     reads_tables,
 )
 from bpk.plan.probing import SourcesOf, fuller, sweep, uses_of
@@ -58,11 +57,13 @@ class LastResort(NotInFront):
     """Rows of layers without parameters feed several samples, but entries of these rows may feed one each."""
 
 
-def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]]:
+def attribute(
+    root: Record, above: list[Record], sources: SourcesOf, at_most: int | None = None
+) -> tuple[int, dict[int, Tensor]]:
     """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
-
-    Returns the number of samples and, by `id` of a record, the sample `[R]` of every row, where rows are not simply the
-    samples in order.
+    Returns the number of samples (`at_most` so many) and, by `id` of a record, the sample `[R]` of every row, where
+    rows are not simply the samples in order.
+    are not simply the samples in order.
 
     Raises:
         NotInFront: If a layer has to be left to autograd first.
@@ -72,6 +73,8 @@ def attribute(root: Record, above: list[Record], sources: SourcesOf) -> tuple[in
     without: dict[bool, NotInFront] = {}
     fewer: set[bool] = set()  # where this holds for fewer samples than rows: what comes behind is less likely
     for n, movable, in_front in hypotheses(root, above):
+        if at_most is not None and n > at_most:
+            continue
         if n != root.batch_size and ((movable and False in without) or (not in_front and movable in fewer)):
             break
         if n == 1 and any(error.certain for error in without.values()):
@@ -140,7 +143,7 @@ def follow(
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
-    if n > 1 and axes_of_one_row(above) and not reads_all(above, rows_of, n):
+    if are_pieces(above, rows_of, n):
         raise mixed(f"'{root.path}' has {n}, and what was called has one")
     return rows_of
 

@@ -63,10 +63,20 @@ def axes_of_one_row(above: list[Record]) -> set[int]:
 
 
 def reads_all(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
-    """Whether calls that are given data could have been given that of all `n` samples."""
+    """Whether calls that are given data could have been given that of all `n` samples.
+
+    Rows without a gradient may be those of any sample, of another one for each time that a model was called.
+    """
     calls = [record for record in above if is_given_data(record)]
     told = {number for record in calls for number in (rows[id(record)].tolist() if id(record) in rows else range(n))}
-    return not calls or len(told - {-1}) + sum(-1 in rows[id(r)] for r in calls if id(r) in rows) >= n
+    silent = [record for record in calls if id(record) in rows and -1 in rows[id(record)]]
+    times = len({id(record.given) for record in silent if record.given}) + sum(not record.given for record in silent)
+    return not calls or len(told - {-1}) + times >= n
+
+
+def are_pieces(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+    """Whether these `n` samples can only be pieces of the one that a model was given."""
+    return n > 1 and bool(axes_of_one_row(above)) and not reads_all(above, rows, n)
 
 
 def one_by_one(root: Record, above: list[Record]) -> bool:

@@ -12,7 +12,7 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.attribution import NotInFront, attribute, confirms
 from bpk.plan.forms import Form, form_of, prove, recall, remember
 from bpk.plan.graph import Source
-from bpk.plan.hypotheses import has_no_axis, is_given_parameters
+from bpk.plan.hypotheses import are_pieces, has_no_axis, is_given_parameters
 from bpk.plan.survey import upstream
 from bpk.recording.ownership import DISSOLVED, leave_to_autograd
 from bpk.recording.record import Record
@@ -88,6 +88,11 @@ def place(
     proof = prove(root, above, sources_of, n, rows)
     if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
         rows = {id(r): each for r, each in zip((*above, root), proof, strict=True) if each is not None}
+    if are_pieces(above, rows, n):  # what dropout has silenced in the only sample looked like another one
+        for record in above:
+            record.shift(0)
+        n, rows = attribute(root, above, {id(r): feeding(r, sources_of) for r in (*above, root)}, at_most=1)
+        proof = prove(root, above, sources_of, n, rows)
     of_calls = tuple(rows.get(id(r)) for r in (*above, root))
     axes = tuple(record.shifted for record in (*above, root))
     remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))

@@ -313,6 +313,18 @@ def test_two_calls_of_which_one_position_is_read() -> None:
     one_sample_with_two_rows(Assembled(forward, first=nn.Linear(2, 3), last=nn.Linear(3, 3)), rand(1, 4))
 
 
+def test_two_calls_that_are_both_silent() -> None:
+    """No gradient comes to either of them; what has one is in two rows of the only sample."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        h = (m.first(x[:, :2]).tanh() - m.first(x[:, 2:])) * 0.0
+        return m.last((h.repeat(1, 2).unflatten(1, (2, 3)) + m.shift.weight).flatten(0, 1))
+
+    layers = {"first": nn.Linear(2, 3), "shift": nn.Linear(3, 2, bias=False), "last": nn.Linear(3, 3)}
+    one_sample_with_two_rows(Assembled(forward, **layers), rand(1, 4))
+
+
 def test_first_order_where_a_converted_product_mixes_samples() -> None:
     """One of its factors has rows that are none of samples; the user is told, and other layers get what is theirs."""
     torch.manual_seed(0)
