@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import weakref
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
