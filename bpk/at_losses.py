@@ -51,6 +51,7 @@ class AtLosses:
         self.inspect = inspect
         self.parameters = parameters
         self.passed = passed
+        self.hands = dict(sweeps.hands(parameters.save))
         self.plan: Plan | None = None
         self.to_come: set[Record] = set()  # losses that were not reached yet
         self.touched: set[Record] = set()  # calls that sweeps have passed
@@ -103,11 +104,12 @@ class AtLosses:
         at_most = None
         if self.sweeps.combining.intersection(self.sweeps.players) and not torch.is_grad_enabled():
             at_most = columns_at_a_time(plan, self.settings.chunk_size, self.settings.memory)
-        hands = dict(self.sweeps.hands(self.parameters.save))
         for key, player in self.sweeps.players.items():
             settling = Settling(self.parameters, key)
-            player.begin(plan, settling, at_most if key in self.sweeps.combining else None, hands.get(key))
-        play(plan, self.sweeps.players.values(), not hands.keys().isdisjoint(self.sweeps.players), self.when_passed)
+            player.begin(plan, settling, at_most if key in self.sweeps.combining else None, self.hands.get(key))
+        play(
+            plan, self.sweeps.players.values(), not self.hands.keys().isdisjoint(self.sweeps.players), self.when_passed
+        )
         self.touched.update(step.record for step in plan.steps if step.reached)
         if not self.to_come:
             self.finish()

@@ -14,7 +14,6 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -32,7 +31,7 @@ from bpk.recording.membership import around
 from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
-from bpk.recording.surroundings import require_whole
+from bpk.recording.surroundings import require_whole, without_autocast
 from bpk.sweeps.shared import SharedSweeps
 
 
@@ -64,12 +63,8 @@ class Backward:
         try:
             grad = record.gradient(grads)
             assert grad is not None
-            with CTX.quietly():
-                if torch.is_autocast_enabled(grad.device.type):
-                    with torch.autocast(grad.device.type, enabled=False):
-                        self.work_on(record, grad)
-                else:
-                    self.work_on(record, grad)
+            with CTX.quietly(), without_autocast(grad.device):
+                self.work_on(record, grad)
         except BaseException:
             self.abort()
             raise

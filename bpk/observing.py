@@ -8,14 +8,14 @@ from torch import Tensor
 
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
-from bpk.fields.values import is_trained, require_own
+from bpk.fields.values import require_own
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.inspection import Inspection
 from bpk.plan.step import Step, matched
 from bpk.recording import engine
-from bpk.recording.record import Record
+from bpk.recording.record import Record, is_trained
 from bpk.sweeps.functions import reach_functions
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import Gradient, Observer, not_by_hand
@@ -28,6 +28,7 @@ class Observing:
         self.sweeps = sweeps
         self.inspection = inspection
         self.parameters = parameters
+        self.hands = sweeps.hands(parameters.save)
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> None:
         """Autograd is at a call; in second order, it is `planned`."""
@@ -97,7 +98,7 @@ class Observing:
         Returns the sweeps that the rule need not serve any more.
         """
         written: set[Hashable] = set()
-        for key, hand in self.sweeps.hands(self.parameters.save):
+        for key, hand in self.hands:
             if key in self.sweeps.players or record.rule is PASSAGE:
                 continue
             if hand.extension.module_extension(record.module) is not None:

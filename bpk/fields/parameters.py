@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from bpk.recording import engine
 from bpk.recording.graph_nodes import parameter_edges
 from bpk.recording.record import Record, calls_by_parameter
 from bpk.recording.state import CTX
-from bpk.recording.surroundings import may_shard, require_whole
+from bpk.recording.surroundings import may_shard, require_whole, without_autocast
 
 
 class ParameterState:
@@ -172,9 +171,7 @@ class Parameters:
 
     def finish_later(self, state: ParameterState) -> None:
         """The same after the visit of a call, where the user's settings are in force: rules may call a layer again."""
-        device = state.param.device.type
-        plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-        with CTX.quietly(), plain:
+        with CTX.quietly(), without_autocast(state.param.device):
             self.finish(state, final=True)
 
     def finish(self, state: ParameterState, final: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The value of a field, and which parameters may have one."""
+"""The value of a field, and whose parameters may have one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,3 @@ def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
                     "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
                 )
             )
-
-
-def is_trained(param: Tensor) -> bool:
-    """Whether a parameter gets fields: a leaf that requires a gradient."""
-    return param.requires_grad and param.is_leaf

@@ -18,7 +18,7 @@ from bpk.plan.step import Link, Step, matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
 from bpk.recording.bystanders import make_quiet
-from bpk.recording.record import Record
+from bpk.recording.record import Record, is_trained
 from bpk.recording.state import CTX, EVERY_CALL
 
 SourcesOf = Callable[[Record], dict[int, Source]]
@@ -30,7 +30,7 @@ class Plan:
     Args:
         losses: The losses, with the node of each.
         above: The recorded calls behind them.
-        sources_of: What feeds the inputs of a call.
+        sources_of: By index, what feeds those inputs of a call that depend on calls or parameters.
         attribution: Which sample each row belongs to.
     """
 
@@ -51,15 +51,14 @@ class Plan:
         self.of: dict[Record, Step] = {}
         for record in (*losses, *above):
             _, call = matched(record.output, record.call())
-            params = {name: p for name, p in record.params.items() if p.requires_grad and p.is_leaf}
+            params = {name: p for name, p in record.params.items() if is_trained(p)}
             rows, n = attribution.rows(record), attribution.batch_size(record)
             node = nodes[record]
             self.of[record] = Step(record, record.rule, call, node, params, rows, n)
             self.of[record].runs = node is None or record in losses or engine.will_run(node)
         for record, step in list(self.of.items()):
             for index, source in found[id(record)].items():
-                if source.targets or source.trained:
-                    step.links[index] = self.link(step, index, source)
+                step.links[index] = self.link(step, index, source)
         self.steps = in_order([self.of[loss] for loss in losses])
         self.largest = max([1, *(record.largest for record in above)])
         self.number_uses()
@@ -72,7 +71,7 @@ class Plan:
             return (
                 Link(producer)
                 if entrance == exit
-                else Link(producer, entrance, exit, step.call.inputs[index].shape[1:])
+                else Link(producer, step.call.inputs[index].shape[1:], entrance=entrance, exit=exit)
             )
         inputs = [self.of[record].call.output for record, _ in source.targets]
         call = StretchCall(source, step.call.inputs[index], inputs, step.samples_of_rows, step.batch_size)

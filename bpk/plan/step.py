@@ -19,17 +19,12 @@ from bpk.recording.ports import Port
 from bpk.recording.record import Record
 
 
-@dataclass(frozen=True)
-class Link:
-    """What feeds an input of a call: the result of another call, maybe with its axes in another order.
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """How an input of a call corresponds to the result that feeds it: as it is, or with its axes in another order."""
 
-    Then `shape` is that of the input, for one sample.
-    """
-
-    producer: Step
     entrance: Port | None = None
     exit: Port | None = None
-    shape: tuple[int, ...] = ()
 
     def back(self, mat: Tensor) -> Tensor:
         """Columns at the input as columns at the producer's result."""
@@ -42,6 +37,14 @@ class Link:
         if self.entrance is None or self.exit is None:
             return mat
         return self.entrance.to_rule(self.exit.to_graph(mat))
+
+
+@dataclass(frozen=True)
+class Link(Alignment):
+    """What feeds an input of a call: the result of another call. If aligned, `shape` is the input's, for one sample."""
+
+    producer: Step
+    shape: tuple[int, ...] = ()
 
     def rows_back(self, mat: Tensor) -> Tensor:
         """Rows `[V, D]` over the entries of the input as rows over those of the producer's result."""
@@ -122,14 +125,19 @@ class Step:
         return self.views[samples]
 
     def cast(self, mat: Tensor) -> Tensor:
-        """Bring what has arrived to the precision of the call, if that is higher (autocast)."""
-        return mat.to(torch.promote_types(mat.dtype, self.call.output.dtype))
+        """Bring what has arrived to the precision of the call."""
+        return promoted(mat, self.call)
 
     def let_go(self) -> None:
         """Drop what rules have computed for this call."""
         self.views = {}
         if self.source is None:
             self.record.seen = None
+
+
+def promoted(mat: Tensor, call: Call) -> Tensor:
+    """Bring columns to the precision of a call's output, if that is higher (autocast)."""
+    return mat.to(torch.promote_types(mat.dtype, call.output.dtype))
 
 
 def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:

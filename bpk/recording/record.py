@@ -33,6 +33,11 @@ NOTHING = torch.empty(0)
 """Stands in for tensors that were let go."""
 
 
+def is_trained(param: Tensor) -> bool:
+    """Whether a parameter gets fields: a leaf that requires a gradient."""
+    return param.requires_grad and param.is_leaf
+
+
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
     """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
     own = module._parameters

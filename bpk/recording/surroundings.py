@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.utils.checkpoint
@@ -14,6 +15,12 @@ from bpk.recording import engine
 
 SHARDING = ("torch.distributed.tensor", "torch.distributed.fsdp")
 """Where classes of parameters and modules live whose parameters are spread over processes (not imported here)."""
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a device computes in the precision of its tensors: what rules do may call layers again."""
+    active = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if active else nullcontext()
 
 
 def may_shard() -> bool:

@@ -36,7 +36,7 @@ class AveragedHessian(Averaged):
         return ("averaged", self.mc_samples, self.samples, self.curvature)
 
     def add_residual(self, step: Step) -> None:
-        """Add the residual of a call, jointly over its inputs; of a stretch, over its parameters as well."""
+        """Add the residual of a call, jointly over its inputs."""
         if isinstance(step.call, StretchCall):
             found = StretchResidual(step.call.source, step.grad).columns()
             if found is not None:

@@ -31,9 +31,9 @@ class BlockProduct:
         self.curvature = curvature
         self.modify = modify
         self.differentiable = torch.is_grad_enabled()
-        for stretch in [frame.stretch for frame in self.frames]:
-            if curvature is not Curvature.GGN and stretch is not None and stretch.refusal is not None:
-                raise stretch.refusal
+        for frame in self.frames if curvature is not Curvature.GGN else ():
+            if frame.stretch is not None and frame.stretch.refusal is not None:
+                raise frame.stretch.refusal
 
     def __repr__(self) -> str:
         return f"BlockProduct({self.curvature.value}, {tuple(self.param.shape)})"

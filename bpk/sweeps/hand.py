@@ -13,7 +13,7 @@ from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import Quantity
 from bpk.plan.step import Step
-from bpk.recording.record import Record
+from bpk.recording.record import Record, is_trained
 from bpk.recording.state import CTX
 
 Gradients = tuple[Tensor | None, ...]
@@ -56,7 +56,7 @@ class Hand:
         g_inp, g_out = gradients_at_inputs(record, node, grad), (grad,)
         for name in written.params:
             param = getattr(module, name)
-            if param is not None and param.requires_grad and param.is_leaf:
+            if param is not None and is_trained(param):
                 value = written.extract(name, self.extension, module, g_inp, g_out, quantity)
                 self.save(param, self.extension.savefield, value)
         return written.backpropagate(self.extension, module, g_inp, g_out, quantity)

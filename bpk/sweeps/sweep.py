@@ -1,7 +1,7 @@
 """What travels backwards along the calls of a plan, beside the gradient.
 
 There are two kinds. An `Observer` follows autograd's own pass, and looks at each call when the engine is there: nothing
-has to travel. All others are played at the loss (`play.py`): they begin there, and pass every call behind it by the
+has to travel. All others are played at the loss (`play`): they begin there, and pass every call behind it by the
 call's rule. Extensions that ask for equal sweeps share one.
 """
 

@@ -16,28 +16,17 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.plan.step import Link, Step
+from bpk.plan.step import Alignment, Link, Step, promoted
 from bpk.plan.stretch import StretchCall
-from bpk.recording.ports import Port
 from bpk.sweeps.linearised import LinearisedStretch, Modify, positive, through_columns
 from bpk.sweeps.sweep import Observer
 
 
 @dataclass(frozen=True)
-class Feed:
-    """What feeds an input: another call by its number, not its graph, and how the two tensors correspond."""
+class Feed(Alignment):
+    """What feeds an input: another call by its number, not its graph."""
 
     producer: int
-    entrance: Port | None
-    exit: Port | None
-
-    def forth(self, mat: Tensor) -> Tensor:
-        """Columns at the producer's result as columns at the input."""
-        return mat if self.entrance is None or self.exit is None else self.entrance.to_rule(self.exit.to_graph(mat))
-
-    def back(self, mat: Tensor) -> Tensor:
-        """The way back."""
-        return mat if self.entrance is None or self.exit is None else self.exit.to_rule(self.entrance.to_graph(mat))
 
 
 @dataclass
@@ -74,8 +63,8 @@ class Frame:
             )
 
     def cast(self, mat: Tensor) -> Tensor:
-        """Bring columns to the precision of the call, if that is higher."""
-        return mat.to(torch.promote_types(mat.dtype, self.call.output.dtype))
+        """Bring columns to the precision of the call."""
+        return promoted(mat, self.call)
 
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
         """`sum_i J_i t_i`: from tangents at inputs and parameters to the output."""
@@ -149,7 +138,7 @@ class Tape(Observer):
 
     def feed(self, link: Link) -> Feed:
         """What feeds an input."""
-        return Feed(link.producer.number, link.entrance, link.exit)
+        return Feed(link.producer.number, entrance=link.entrance, exit=link.exit)
 
     def linearise(self, step: Step) -> LinearisedStretch | None:
         """Prepare a stretch, while its graph is alive."""
