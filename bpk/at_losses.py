@@ -86,7 +86,7 @@ class AtLosses:
     def plan_of(self, losses: dict[Record, Node]) -> Plan:
         """A plan of some losses."""
         above = {record: None for loss in losses for record in self.inspection.above[loss]}
-        return Plan(losses, above, self.inspection.feeding, self.inspection.merged or self.inspection.attribution)
+        return Plan(losses, above, self.inspection.sources, self.inspection.merged or self.inspection.attribution)
 
     def start_at(self, loss: Record, factor: Tensor) -> None:
         """Let all sweeps that start at a loss pass the calls behind it.

@@ -143,6 +143,8 @@ class Backward:
         else:
             record.close()
             self.kept.append(record)
+        if self.hooks.hook is None:
+            return
         if record.rule is PASSAGE:  # its parameters are final when all else is
             self.hooks.leave_for_last(record.module)
         elif not isinstance(record.module, Plain):

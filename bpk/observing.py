@@ -41,9 +41,9 @@ class Observing:
         if not observers:
             return
         first: dict[Hashable, Gradient] = {k: sweep for k, sweep in observers.items() if isinstance(sweep, Gradient)}
-        if first:
+        if first and any(source.trained for source in self.inspection.sources[record].values()):
             reach_functions(record, grad, self.inspection, first, self.parameters)
-        if record.rule is None:
+        if record.rule is None or not (trained or len(observers) > len(first)):
             return
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
         later = {name: self.parameters.is_shared(p, record) for name, p in trained.items()}
@@ -76,7 +76,7 @@ class Observing:
 
     def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""
-        if isinstance(step.rule, Loss) and not step.links:
+        if step.is_loss and not step.links:
             return
         self.collect(key, sweep, step, states)
         for link in step.links.values():
@@ -88,8 +88,9 @@ class Observing:
         """Hand what a sweep finds at a call to the call's parameters."""
         arrived = sweep.visit(step)
         assert step.rule is not None
+        view = step.view(sweep.samples) if states else step.call
         for name, state in states.items():
-            use = Use(step.view(sweep.samples), step.rule, name, arrived, step.samples_of_rows)
+            use = Use(view, step.rule, name, arrived, step.samples_of_rows)
             self.parameters.collect(state, key, use, step.batch_size)
 
     def apply_by_hand(self, record: Record, grad: Tensor) -> set[Hashable]:

@@ -57,6 +57,7 @@ class Parameters:
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
         self.more_losses = False
+        self.wants_gradients = any(e.needs_gradient and e.subsampling is None for e in extensions)
         self.listening: dict[Hashable, list[tuple[int, Quantity]]] = {}
         for number, (extension, key) in enumerate(zip(extensions, listens, strict=True)):
             self.listening.setdefault(key, []).append((number, extension))
@@ -67,12 +68,12 @@ class Parameters:
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
-        if id(param) not in self.states:
+        state = self.states.get(id(param))
+        if state is None:
             if self.may_shard:
                 require_whole("" if module is None else module.__dict__.get("_bpk_path", ""), param)
-            self.states[id(param)] = ParameterState(param)
-        state = self.states[id(param)]
-        if module is not None and all(module is not m for m in state.modules):
+            state = self.states[id(param)] = ParameterState(param)
+        if module is not None and module not in state.modules:
             state.modules.append(module)
             self.by_module.setdefault(id(module), []).append(state)
         return state
@@ -125,8 +126,11 @@ class Parameters:
 
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
         """Whether calls other than `record` are still to come that use a parameter, or functions use it."""
-        calls = (ref() for ref in self.calls.get(id(param), ()))
-        return id(param) in self.by_functions or any(c is not None and c.open and c is not record for c in calls)
+        for ref in self.calls.get(id(param), ()):
+            call = ref()
+            if call is not None and call.open and call is not record:
+                return True
+        return id(param) in self.by_functions
 
     def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
         """One more use of a parameter has been reached by an observer."""
@@ -145,7 +149,7 @@ class Parameters:
 
     def expect_gradients(self, record: Record, states: dict[str, ParameterState]) -> None:
         """Catch the gradients that autograd is about to compute for this call, where an extension wants them."""
-        if not any(e.needs_gradient and e.subsampling is None for e in self.extensions):
+        if not self.wants_gradients:
             return
         edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
         for name, (node, position) in edges.items():
@@ -207,7 +211,7 @@ class Parameters:
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
         old = param.__dict__.pop(extension.savefield, None)
-        if not torch.is_grad_enabled():
+        if old is not None and not torch.is_grad_enabled():
             uses.spare = spare_memory(old)
 
     def save(self, param: Tensor, name: str, value: Any) -> None:

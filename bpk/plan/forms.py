@@ -11,7 +11,7 @@ of the functions in between their names, shapes, connections and those attribute
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.plan.dependence import matters, spread
-from bpk.plan.graph import Source, consumers_first
+from bpk.plan.graph import Source, Sources, consumers_first
 from bpk.plan.survey import mixes
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.record import Record
-
-SourcesOf = Callable[[Record], dict[int, Source]]
 
 MOST = 16
 """How many forms of graphs are remembered for a loss."""
@@ -77,10 +75,10 @@ def is_alive(form: Any) -> bool:
     return all(call[0]() is not None for call in form[1])
 
 
-def form_of(records: Sequence[Record], sources_of: SourcesOf, *details: Hashable) -> Hashable:
+def form_of(records: Sequence[Record], sources: Sources, *details: Hashable) -> Hashable:
     """The form of a graph, by its calls, and whatever else what is found depends on."""
     numbers = {record: number for number, record in enumerate(records)}
-    return details, tuple(form_of_call(record, numbers, sources_of(record)) for record in records)
+    return details, tuple(form_of_call(record, numbers, sources[record]) for record in records)
 
 
 def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, Source]) -> Hashable:
@@ -114,18 +112,18 @@ def form_of_stretch(source: Source) -> Hashable:
 
 # ---- proofs ------------------------------------------------------------------------------------------
 def prove(
-    root: Record, above: list[Record], sources_of: SourcesOf, n: int, found: dict[int, Tensor]
+    root: Record, above: list[Record], sources: Sources, n: int, found: dict[int, Tensor]
 ) -> list[Tensor | None] | None:
     """The sample of each row of every call, the root's last, as it follows from the form alone.
 
     Returns:
         `None` where it does not follow from the form, or something else follows than what was `found`.
     """
-    sources = {id(record): sources_of(record) for record in (*above, root)}
+    of = {id(record): sources[record] for record in (*above, root)}
     weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
     known: dict[Record, Tensor] = {root: found.get(id(root), torch.arange(n)).cpu()}
     arrived: dict[Record, Tensor] = {}
-    for record in [root, *consumers_first(root, above, sources)]:
+    for record in [root, *consumers_first(root, above, of)]:
         if record is not root:
             rows = None if record not in arrived else labels(arrived.pop(record), weights)
             if rows is None:
@@ -133,7 +131,7 @@ def prove(
             known[record] = rows
         if record.problem or mixes(record):  # not row by row, whatever its values say here
             return None
-        for source in sources[id(record)].values():
+        for source in of[id(record)].values():
             for target, part in sent(source, known[record], weights):
                 if part is None:
                     return None

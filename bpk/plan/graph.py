@@ -198,6 +198,31 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
 
 
+class Sources(dict[Record, dict[int, Source]]):
+    """By call, and by input index: where inputs come from. The graph is looked at when a call is asked for first.
+
+    >>> Sources()
+    {}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Held()
+
+    def __missing__(self, record: Record) -> dict[int, Source]:
+        found = dict[int, Source]()
+        for index in range(len(record.edges)):
+            source = trace(record, index, self.held)
+            if source is not None:
+                found[index] = source
+        self[record] = found
+        return found
+
+    def feed(self, record: Record) -> bool:
+        """Whether recorded calls, or functions of parameters, wait for what travels through a call."""
+        return any(source.targets or source.trained for source in self[record].values())
+
+
 def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:
     """The records behind a root, each after all that it feeds."""
     feeds = {id(r): 0 for r in above}

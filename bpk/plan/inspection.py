@@ -11,7 +11,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.graph import Source, trace
+from bpk.plan.graph import Sources
 from bpk.plan.objective import (
     Outside,
     inside_of_loss,
@@ -27,7 +27,6 @@ from bpk.plan.survey import require_layers, require_whole_batch, upstream
 from bpk.plan.whole import one_sample, place_or_merge, require_before
 from bpk.recording import engine
 from bpk.recording.bystanders import Onlookers
-from bpk.recording.membership import Held
 from bpk.recording.record import Record
 
 
@@ -43,10 +42,10 @@ class Inspection:
         self.extensions = extensions
         self.checks_objective = checks_objective
         self.second_order = any(e.second_order for e in extensions)
+        self.hands = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
-        self.members = Held()
         self.onlookers = Onlookers()
-        self.sources: dict[int, dict[int, Source]] = {}
+        self.sources = Sources()
         self.above: dict[Record, list[Record]] = {}
         self.attribution = Attribution()
         self.merged: Attribution | None = None
@@ -68,10 +67,10 @@ class Inspection:
         self.prepare(root)
         try:
             placement, merges = place_or_merge(
-                root, self.sources_of, self.extensions, self.sources.clear, self.by_hand, self.merged is not None
+                root, self.sources, self.extensions, self.by_hand, self.merged is not None
             )
         except UnsupportedLayer:
-            require_axis(self.extensions[0], upstream(root, self.sources_of))  # if that is why
+            require_axis(self.extensions[0], upstream(root, self.sources))  # if that is why
             raise
         above = placement.above
         if merges and self.merged is None:
@@ -79,7 +78,7 @@ class Inspection:
             self.merged = Attribution()
         self.left += placement.left
         self.tell(root, above, placement.left)
-        self.placed.update(id(record) for record in (*above, root))
+        self.placed.update(map(id, (*above, root)))
         self.above[root] = above
         for record in above:
             record.reopen()  # an earlier pass may have failed before it came here
@@ -91,24 +90,25 @@ class Inspection:
             self.attribution.add(record, placement.rows.get(id(record)), placement.n)
             if self.merged is not None:
                 self.merged.add(record, one_sample(record), 1)
-            for source in self.sources_of(record).values():
-                self.by_functions.update(id(p) for p in source.trained)
+            for source in self.sources[record].values():
+                if source.trained:
+                    self.by_functions.update(map(id, source.trained))
         if isinstance(root.rule, Loss) and not placement.left:  # calls that were left to autograd are seen
-            require_layers(root, above, self.sources_of)
+            require_layers(root, above, self.sources)
         for record in above:
             self.check(record)
 
     def prepare(self, root: Record) -> None:
         """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
         self.onlookers.find(root.handed)
-        for record in upstream(root, self.sources_of):
+        for record in upstream(root, self.sources):
             self.onlookers.find(record.handed)
             if record.problem or record.rule is None:
                 self.require(record)
 
     def tell(self, root: Record, above: list[Record], left: list[nn.Module]) -> None:
         """Tell the user once what goes the generic way."""
-        served = {id(record.module) for record in above if self.by_hand(record)}
+        served = {id(record.module) for record in above if self.by_hand(record)} if self.hands else set()
         holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
         by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
         self.found_products |= bool(by_function)
@@ -131,11 +131,12 @@ class Inspection:
         for part in parts:
             if self.second_order and isinstance(root.rule, Loss):
                 require_losses_only(above, part)
-            require_no_penalty((*above, root), self.sources_of, part)
+            require_no_penalty((*above, root), self.sources, part)
 
     def check(self, record: Record) -> None:
         """Refuse empty batches, what some active extension cannot do at a call, and samples that are not there."""
-        if isinstance(record.rule, Loss) or not record.inputs or not record.inputs[0].numel():
+        inputs = record.inputs
+        if not inputs or not inputs[0].numel() or isinstance(record.rule, Loss):
             require_batch(record)
         self.require(record)
         for extension in self.subsampled:
@@ -147,24 +148,15 @@ class Inspection:
             return
         self.required.add(id(record))
         for extension in self.extensions:
-            if record.rule is PASSAGE or extension.module_extension(record.module) is None:
-                require_support(extension, record, bool(self.feeding(record)))
+            if record.rule is PASSAGE or not self.hands or extension.module_extension(record.module) is None:
+                require_support(extension, record, self.sources.feed)
 
     def by_hand(self, record: Record) -> bool:
         """Whether a user wrote something by hand for this layer."""
-        return record.rule is not PASSAGE and any(e.module_extension(record.module) for e in self.extensions)
-
-    def sources_of(self, record: Record) -> dict[int, Source]:
-        """By input index: where the call's inputs come from."""
-        if id(record) not in self.sources:
-            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
-            self.sources[id(record)] = {index: source for index, source in traced.items() if source is not None}
-        return self.sources[id(record)]
-
-    def feeding(self, record: Record) -> dict[int, Source]:
-        """By input index: the recorded calls, and functions with parameters, that feed the call's inputs."""
-        return {k: source for k, source in self.sources_of(record).items() if source.targets or source.trained}
+        if not self.hands or record.rule is PASSAGE:
+            return False
+        return any(extension.module_extension(record.module) for extension in self.hands)
 
     def clear(self) -> None:
         """Let go of the graph."""
-        self.sources, self.above, self.left, self._outside = {}, {}, [], None
+        self.sources, self.above, self.left, self._outside = Sources(), {}, [], None

@@ -8,7 +8,7 @@ extended losses: it is read anew in every backward pass, and usually has no node
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -16,14 +16,12 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.graph import Source
+from bpk.plan.graph import Sources
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.graph_nodes import Edge, is_linear
 from bpk.recording.ownership import owner_of
 from bpk.recording.record import Record
-
-SourcesOf = Callable[[Record], dict[int, Source]]
 
 
 @dataclass
@@ -134,12 +132,12 @@ def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
         )
 
 
-def require_no_penalty(records: Iterable[Record], sources_of: SourcesOf, outside: Outside) -> None:
+def require_no_penalty(records: Iterable[Record], sources: Sources, outside: Outside) -> None:
     """Refuse penalties on parameters: their gradient belongs to no sample, and would be missing in every quantity."""
-    leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad}
+    leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad} if outside.leaves else ()
     for record in records if leaves else ():
         held = {f"'{record.path}.{name}'": p for name, p in record.params.items()}
-        held.update({f"of shape {list(p.shape)}": p for source in sources_of(record).values() for p in source.trained})
+        held.update({f"of shape {list(p.shape)}": p for source in sources[record].values() for p in source.trained})
         for name, p in held.items():
             if id(p) in leaves:
                 raise UnsupportedLayer(

@@ -11,13 +11,11 @@ from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.attribution import NotInFront, attribute, confirms
 from bpk.plan.forms import Form, form_of, prove, recall, remember
-from bpk.plan.graph import Source
+from bpk.plan.graph import Source, Sources
 from bpk.plan.hypotheses import are_pieces, has_no_axis, is_given_parameters
 from bpk.plan.survey import upstream
 from bpk.recording.ownership import DISSOLVED, leave_to_autograd
 from bpk.recording.record import Record
-
-SourcesOf = Callable[[Record], dict[int, Source]]
 
 
 @dataclass
@@ -36,48 +34,50 @@ class Placement:
 
 def place(
     root: Record,
-    sources_of: SourcesOf,
+    sources: Sources,
     second_order: bool,
-    forget: Callable[[], None],
     by_hand: Callable[[Record], bool] = lambda record: False,
 ) -> Placement:
     """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
 
     Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
     calls whose input has no axis for samples (a layer that is given a parameter), and layers without parameters whose
-    rule cannot have the batch axis where it is. `forget` drops what `sources_of`
-    remembers. Where samples mix, second-order quantities are refused; for first-order ones the user is told once.
+    rule cannot have the batch axis where it is. Where samples mix, second-order quantities are refused;
+    for first-order ones the user is told once.
     """
-    above = upstream(root, sources_of)
+    above = upstream(root, sources)
     single = root.batch_size == 1  # to which all belongs in any case
-    unknown = [r for r in above if r.rule is None or ((single or is_given_parameters(r)) and has_no_axis(r))]
-    unknown = [record for record in unknown if not by_hand(record)]
+    unknown = []
+    for record in above:
+        nothing = record.rule is None or ((single or reads_parameters(record, sources)) and has_no_axis(record))
+        if nothing and not by_hand(record):
+            unknown.append(record)
     modules = [record.module for record in unknown]
     if unknown:
-        leave(unknown, (*above, root), sources_of, forget)
-        above = upstream(root, sources_of)
-    moved = is_moved(root, above, sources_of, second_order)
+        leave(unknown, (*above, root), sources)
+        above = upstream(root, sources)
+    moved = is_moved(root, above, sources, second_order)
     stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
     if not stuck and not moved:
         return Placement(above, root.batch_size, left=modules)
-    every, form = list(above), form_of((*above, root), sources_of, second_order, stuck)
+    every, form = list(above), form_of((*above, root), sources, second_order, stuck)
     known = recall(root, form)
     stuck = stuck if known is None else known.left
     modules += [every[k].module for k in stuck]
-    leave([every[k] for k in stuck], (*above, root), sources_of, forget)
-    above = upstream(root, sources_of)
+    leave([every[k] for k in stuck], (*above, root), sources)
+    above = upstream(root, sources)
     if known is not None:
-        found = remembered(root, above, sources_of, known)
+        found = remembered(root, above, sources, known)
         if found is not None:
             return Placement(above, known.n, found, modules)
     while True:
         try:
-            n, rows = attribute(root, above, {id(r): feeding(r, sources_of) for r in (*above, root)})
+            n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)})
             break
         except NotInFront as found:
             modules += [record.module for record in found.records]
-            leave(found.records, (*above, root), sources_of, forget)
-            above = upstream(root, sources_of)
+            leave(found.records, (*above, root), sources)
+            above = upstream(root, sources)
         except UnsupportedLayer as error:
             if second_order or any(r.batch_size != root.batch_size for r in above if r.params):
                 raise
@@ -85,14 +85,14 @@ def place(
             n, rows = root.batch_size, {}
             remember(root, form, Form(numbers_of(above, every), (), n, (), proven=False, mixed=True))
             return Placement(above, n, rows, modules)
-    proof = prove(root, above, sources_of, n, rows)
+    proof = prove(root, above, sources, n, rows)
     if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
         rows = {id(r): each for r, each in zip((*above, root), proof, strict=True) if each is not None}
     if are_pieces(above, rows, n):  # what dropout has silenced in the only sample looked like another one
         for record in above:
             record.shift(0)
-        n, rows = attribute(root, above, {id(r): feeding(r, sources_of) for r in (*above, root)}, at_most=1)
-        proof = prove(root, above, sources_of, n, rows)
+        n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)}, at_most=1)
+        proof = prove(root, above, sources, n, rows)
     of_calls = tuple(rows.get(id(r)) for r in (*above, root))
     axes = tuple(record.shifted for record in (*above, root))
     remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))
@@ -105,7 +105,7 @@ def numbers_of(above: list[Record], every: list[Record]) -> tuple[int, ...]:
     return tuple(k for k, record in enumerate(every) if record not in remaining)
 
 
-def remembered(root: Record, above: list[Record], sources_of: SourcesOf, known: Form) -> dict[int, Tensor] | None:
+def remembered(root: Record, above: list[Record], sources: Sources, known: Form) -> dict[int, Tensor] | None:
     """Rows as an earlier pass found them, if that holds here (`None`: it does not)."""
     records = (*above, root)
     if known.mixed:
@@ -113,16 +113,16 @@ def remembered(root: Record, above: list[Record], sources_of: SourcesOf, known: 
     for record, axis in zip(records, known.axes, strict=True):
         record.shift(axis)
     rows = {id(record): each for record, each in zip(records, known.rows, strict=True) if each is not None}
-    if known.proven or confirms(root, above, {id(r): feeding(r, sources_of) for r in records}, known.n, rows):
+    if known.proven or confirms(root, above, {id(r): feeding(r, sources) for r in records}, known.n, rows):
         return rows
     for record in records:
         record.shift(0)
     return None
 
 
-def feeding(record: Record, sources_of: SourcesOf) -> dict[int, Source]:
+def feeding(record: Record, sources: Sources) -> dict[int, Source]:
     """By input index: the recorded calls that feed the call's inputs."""
-    return {index: source for index, source in sources_of(record).items() if source.targets}
+    return {index: source for index, source in sources[record].items() if source.targets}
 
 
 def is_stuck(record: Record) -> bool:
@@ -133,26 +133,36 @@ def is_stuck(record: Record) -> bool:
     return record.rule.obstacle(call) is not None and record.rule.mixing(call) is None
 
 
-def is_moved(root: Record, above: list[Record], sources_of: SourcesOf, second_order: bool) -> bool:
+def reads_parameters(record: Record, sources: Sources) -> bool:
+    """Whether a call is given parameters alone, and nothing that other calls have computed."""
+    for source in sources[record].values():
+        if source.targets:
+            return False
+    return is_given_parameters(record)
+
+
+def is_moved(root: Record, above: list[Record], sources: Sources, second_order: bool) -> bool:
     """Whether anything in the graph might have moved or merged the batch axis."""
-    if any(record.batch_size != root.batch_size for record in above if second_order or record.params):
-        return True
+    for record in above:
+        if (second_order or record.params) and record.batch_size != root.batch_size:
+            return True
     for record in (*above, root):
-        for index, source in feeding(record, sources_of).items():
-            producers = (r.out_axis(r.places[edge[1]]) for r, edge in source.targets)
-            if source.stretch is not None or record.axis(index) or any(producers):
+        for index, source in sources[record].items():
+            if source.targets and (source.stretch is not None or (not record.aligned and record.axis(index))):
                 return True
+            for producer, edge in source.targets:
+                if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
+                    return True
     return False
 
 
-def leave(
-    records: Sequence[Record], consumers: Iterable[Record], sources_of: SourcesOf, forget: Callable[[], None]
-) -> None:
-    """Leave calls to autograd."""
-    wanted = {id(record) for record in records}
-    for consumer in consumers if wanted else ():
-        for source in sources_of(consumer).values():
+def leave(records: Sequence[Record], consumers: Iterable[Record], sources: Sources) -> None:
+    """Leave calls to autograd; inputs come from elsewhere then."""
+    if not records:
+        return
+    for consumer in consumers:
+        for source in sources[consumer].values():
             for target, (node, _) in source.targets:
-                if id(target) in wanted and node is not None and target.module is not DISSOLVED:
+                if target in records and node is not None and target.module is not DISSOLVED:
                     leave_to_autograd(target, node)
-    forget()
+    sources.clear()

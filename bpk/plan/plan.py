@@ -6,13 +6,13 @@ autograd between two recorded calls is a call like the others (`stretch.py`), so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.plan.graph import Source, gradient_edge
+from bpk.plan.graph import Source, Sources, gradient_edge
 from bpk.plan.samples import Attribution
 from bpk.plan.step import Link, Step, matched
 from bpk.plan.stretch import STRETCH, StretchCall
@@ -21,8 +21,6 @@ from bpk.recording.bystanders import make_quiet
 from bpk.recording.record import Record, is_trained
 from bpk.recording.state import CTX, EVERY_CALL
 
-SourcesOf = Callable[[Record], dict[int, Source]]
-
 
 class Plan:
     """The steps behind some losses, in order.
@@ -30,7 +28,7 @@ class Plan:
     Args:
         losses: The losses, with the node of each.
         above: The recorded calls behind them.
-        sources_of: By index, what feeds those inputs of a call that depend on calls or parameters.
+        sources: Where the inputs of a call come from.
         attribution: Which sample each row belongs to.
     """
 
@@ -38,41 +36,43 @@ class Plan:
         self,
         losses: Mapping[Record, Node],
         above: Iterable[Record],
-        sources_of: SourcesOf,
+        sources: Sources,
         attribution: Attribution,
     ) -> None:
         self.losses = losses
         above = list(above)
-        found = {id(r): sources_of(r) for r in (*losses, *above)}
         nodes: dict[Record, Node | None] = dict(losses)
-        nodes |= {
-            r: edge[0] for s in found.values() for k in s.values() for r, edge in k.targets if edge[0] is not None
-        }
+        for record in (*losses, *above):
+            for source in sources[record].values():
+                nodes.update((producer, edge[0]) for producer, edge in source.targets if edge[0] is not None)
         self.of: dict[Record, Step] = {}
+        self.largest = 1
         for record in (*losses, *above):
             _, call = matched(record.output, record.call())
-            params = {name: p for name, p in record.params.items() if is_trained(p)}
+            params = {name: p for name, p in record.params.items() if is_trained(p)} if record.params else {}
             rows, n = attribution.rows(record), attribution.batch_size(record)
             node = nodes[record]
             self.of[record] = Step(record, record.rule, call, node, params, rows, n)
             self.of[record].runs = node is None or record in losses or engine.will_run(node)
+            self.largest = max(self.largest, call.output.numel())
         for record, step in list(self.of.items()):
-            for index, source in found[id(record)].items():
-                step.links[index] = self.link(step, index, source)
+            for index, source in sources[record].items():
+                if source.targets or source.trained:
+                    step.links[index] = self.link(step, index, source)
         self.steps = in_order([self.of[loss] for loss in losses])
-        self.largest = max([1, *(record.largest for record in above)])
         self.number_uses()
 
     def link(self, step: Step, index: int, source: Source) -> Link:
         """What feeds an input: a call, or a stretch, whose inputs are the outputs of calls."""
         if source.stretch is None:
+            feeder = source.targets[0][0]
+            producer = self.of[feeder]
+            if step.record.aligned and feeder.aligned:
+                return Link(producer)
             entrance, exit = source.entrance, source.exits[0]
-            producer = self.of[source.targets[0][0]]
-            return (
-                Link(producer)
-                if entrance == exit
-                else Link(producer, step.call.inputs[index].shape[1:], entrance=entrance, exit=exit)
-            )
+            if entrance == exit:
+                return Link(producer)
+            return Link(producer, step.call.inputs[index].shape[1:], entrance=entrance, exit=exit)
         inputs = [self.of[record].call.output for record, _ in source.targets]
         call = StretchCall(source, step.call.inputs[index], inputs, step.samples_of_rows, step.batch_size)
         params = dict(call.params)
@@ -86,6 +86,8 @@ class Plan:
         ahead: set[int] = set()
         for number, step in reversed(list(enumerate(self.steps))):
             step.number = number
+            if not step.params:
+                continue
             step.reused = tuple([name for name, p in step.params.items() if id(p) in ahead])
             step.last = tuple([name for name in step.params if name not in step.reused])
             ahead.update(map(id, step.params.values()))

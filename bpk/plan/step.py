@@ -79,6 +79,10 @@ class Step:
     views: dict[tuple[int, ...], Call] = field(default_factory=dict)
     prepared: bool = False
     runs: bool = True
+    is_loss: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_loss = isinstance(self.rule, Loss)
 
     @property
     def source(self) -> Source | None:
@@ -108,17 +112,16 @@ class Step:
 
     def prepare(self) -> None:
         """Let the rule note what is only known during the backward pass."""
-        captures = self.rule is not None and type(self.rule).capture is not Rule.capture
-        if captures and not self.prepared and self.node is not None:
-            assert self.rule is not None
+        if self.rule is not None and type(self.rule).capture is not Rule.capture and self.node is not None:
             with connected(self.record, self.call, self.node):
                 self.rule.capture(self.call)
         self.prepared = True
 
     def view(self, samples: tuple[int, ...] | None) -> Call:
         """The call restricted to some samples; a loss stays whole."""
-        self.prepare()
-        if samples is None or isinstance(self.rule, Loss):
+        if not self.prepared:
+            self.prepare()
+        if samples is None or self.is_loss:
             return self.call
         if samples not in self.views:
             self.views[samples] = self.call.subset(samples)
@@ -137,13 +140,18 @@ class Step:
 
 def promoted(mat: Tensor, call: Call) -> Tensor:
     """Bring columns to the precision of a call's output, if that is higher (autocast)."""
+    if mat.dtype is call.output.dtype:
+        return mat
     return mat.to(torch.promote_types(mat.dtype, call.output.dtype))
 
 
 def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:
     """Bring a call and its gradient to one dtype (autocast mixes them)."""
     tensors = [grad, *call.inputs, *call.params.values()]
-    kinds = {t.dtype for t in tensors if t.is_floating_point()}
+    kinds = {t.dtype for t in tensors}
+    if len(kinds) == 1:
+        return grad, call
+    kinds = {kind for kind in kinds if kind.is_floating_point}
     if len(kinds) <= 1:
         return grad, call
     dtype = grad.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -96,12 +96,16 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
     return Support(Kind.GENERIC if generic else Kind.SUPPORTED, caution, CHAIN_RULE if caution else "")
 
 
-def require_support(extension: Quantity, record: Record, feeds: bool) -> None:
+def require_support(extension: Quantity, record: Record, feeds: Callable[[Record], bool]) -> None:
     """Raise, warn or stay silent where an extension cannot handle a recorded call.
 
-    `feeds` says whether anything upstream waits for what travels through the call.
+    `feeds` says whether anything upstream waits for what travels through a call.
     """
-    if record.output.dim() > 0 and isinstance(record.rule, Loss) and extension.second_order:
+    rule = record.rule
+    mixes = rule is not None and type(rule).mixing is not Rule.mixing
+    if rule is not None and not (mixes or extension.second_order or record.problem) and extension.works_by_rules:
+        return  # what every rule can do
+    if isinstance(rule, Loss) and extension.second_order and record.output.dim() > 0:
         raise ValueError(
             explain(
                 f"{extension} needs a scalar loss, but '{record.path}' ({type(record.module).__name__}) returned shape "
@@ -111,22 +115,22 @@ def require_support(extension: Quantity, record: Record, feeds: bool) -> None:
             )
         )
     name = type(record.module).__name__
-    has_params = any(p.requires_grad for p in record.params.values())
     if record.problem:
         answer = Support(Kind.REFUSED, record.problem, record.binding.do)
-    elif record.rule is None and record.output.dim() == 0:
+    elif rule is None and record.output.dim() == 0:
         answer = Support(Kind.REFUSED, NO_LOSS, WRITE_LOSS.format(name=name))
     else:
-        asks = record.rule is not None and (extension.second_order or type(record.rule).mixing is not Rule.mixing)
-        answer = support(extension, record.rule, record.call() if asks else None, name)
+        asks = rule is not None and (extension.second_order or mixes)
+        answer = support(extension, rule, record.call() if asks else None, name)
     if answer.kind is not Kind.REFUSED:
-        if record.rule is not None:
+        if rule is not None and answer.reason:
             caution(record, answer)
         return
-    if not (feeds or has_params):
+    has_params = any(p.requires_grad for p in record.params.values())
+    if not (has_params or feeds(record)):
         return
     message = refusal(extension, record, answer)
-    if extension.fail_mode == FAIL_ERROR or (record.problem and record.rule is not None and has_params):
+    if extension.fail_mode == FAIL_ERROR or (record.problem and rule is not None and has_params):
         raise UnsupportedLayer(message)
     if has_params and extension.fail_mode != FAIL_SILENT:
         warn(message)
@@ -167,7 +171,7 @@ def tell(
 
 def caution(record: Record, answer: Support) -> None:
     """Tell the user once that a layer mixes samples."""
-    if answer.reason and record.module not in WARNED:
+    if record.module not in WARNED:
         WARNED.add(record.module)
         what = f"Layer '{record.path}' ({type(record.module).__name__}) mixes samples."
         warn(explain(what, answer.reason, answer.do))

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.plan.graph import Source
+from bpk.plan.graph import Sources
 from bpk.plan.quantity import Quantity
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
 
-SourcesOf = Callable[[Record], dict[int, Source]]
 
-
-def upstream(record: Record, sources_of: SourcesOf) -> list[Record]:
+def upstream(record: Record, sources: Sources) -> list[Record]:
     """All recorded calls from which `record` descends."""
-    found: dict[int, Record] = {}
+    found: dict[Record, None] = {}
     waiting = [record]
     while waiting:
-        for source in sources_of(waiting.pop()).values():
+        for source in sources[waiting.pop()].values():
             for producer, _ in source.targets:
-                if id(producer) not in found:
-                    found[id(producer)] = producer
+                if producer not in found:
+                    found[producer] = None
                     waiting.append(producer)
-    return list(found.values())
+    return list(found)
 
 
 def mixes(record: Record) -> bool:
@@ -38,10 +36,9 @@ def mixes(record: Record) -> bool:
     return rule.mixing(record.call()) is not None
 
 
-def require_layers(loss: Record, records: list[Record], sources_of: SourcesOf) -> None:
+def require_layers(loss: Record, records: list[Record], sources: Sources) -> None:
     """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
-    sources = sources_of(loss).values()
-    unseen = [leaf for source in sources for leaf in source.leaves if isinstance(leaf, nn.Parameter)]
+    unseen = [leaf for source in sources[loss].values() for leaf in source.leaves if isinstance(leaf, nn.Parameter)]
     if not records and unseen:
         CTX.check_transforms(False)
         raise RuntimeError(

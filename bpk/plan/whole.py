@@ -16,7 +16,8 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.placement import Placement, SourcesOf, is_stuck, leave, place
+from bpk.plan.graph import Sources
+from bpk.plan.placement import Placement, is_stuck, leave, place
 from bpk.plan.quantity import Quantity
 from bpk.plan.support import require_support
 from bpk.plan.survey import mixes, upstream
@@ -25,9 +26,8 @@ from bpk.recording.record import Record
 
 def place_or_merge(
     root: Record,
-    sources_of: SourcesOf,
+    sources: Sources,
     extensions: Sequence[Quantity],
-    forget: Callable[[], None],
     by_hand: Callable[[Record], bool],
     merged: bool = False,
 ) -> tuple[Placement, bool]:
@@ -38,23 +38,23 @@ def place_or_merge(
     """
     second_order = any(e.second_order for e in extensions)
     if not isinstance(root.rule, Loss) or not may_merge(extensions):
-        return place(root, sources_of, second_order, forget, by_hand), False
-    mixing = [record for record in upstream(root, sources_of) if mixes(record) and not by_hand(record)]
+        return place(root, sources, second_order, by_hand), False
+    mixing = [record for record in upstream(root, sources) if mixes(record) and not by_hand(record)]
     if not mixing and not merged:
         try:
-            return place(root, sources_of, second_order, forget, by_hand), False
+            return place(root, sources, second_order, by_hand), False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
     first = [e for e in extensions if not e.second_order]
     for record in mixing:
         for extension in first:  # the user is told what they get
-            require_support(extension, record, True)
-    found = place(root, sources_of, False, forget, by_hand) if first else Placement([], 1)
-    above = upstream(root, sources_of)
+            require_support(extension, record, lambda _: True)
+    found = place(root, sources, False, by_hand) if first else Placement([], 1)
+    above = upstream(root, sources)
     left = [r for r in above if not by_hand(r) and (r.rule is None or mixes(r) or is_stuck(r))]
     modules = [*found.left, *(record.module for record in left)]
-    leave(left, (*above, root), sources_of, forget)
-    return Placement(upstream(root, sources_of), found.n, found.rows, modules), True
+    leave(left, (*above, root), sources)
+    return Placement(upstream(root, sources), found.n, found.rows, modules), True
 
 
 def may_merge(extensions: Sequence[Quantity]) -> bool:

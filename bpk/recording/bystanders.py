@@ -80,7 +80,8 @@ class Onlookers:
             x = reference()
             if x is None:
                 continue
-            make_quiet(x._backward_hooks)
+            if x._backward_hooks:
+                make_quiet(x._backward_hooks)
             if x.retains_grad:
                 self.retaining.append(reference)
                 self.before.append((x, x.grad))

@@ -22,8 +22,8 @@ class Connected:
     `edges` lead to the inputs. `results` are those that are differentiable, by number; `places` says which of them an
     output of the graph node is, and `used` are those that something behind the call has asked for. `binding` says how
     the rule sees them. The batch axis may be found elsewhere, `shifted`. `rows` are axes that autograd's graph sees as
-    one, in front of inputs and results (of calls written down from the graph). Where `hooks` are given, tensors are
-    computed again on demand.
+    one, in front of inputs and results (of calls written down from the graph). A call is `aligned` if rule and graph
+    see the same tensors, as of most. Where `hooks` are given, tensors are computed again on demand.
     """
 
     def __init__(
@@ -42,6 +42,9 @@ class Connected:
         self.places = places
         self.rows = rows
         self.shifted = 0
+        self.as_called = not (binding.axes or binding.out_axes or rows or len(results) > 1)
+        self.aligned = self.as_called
+        self._batch_size: int | None = None
         self.used: list[int] = [] if len(results) > 1 else list(results)
         self.versions = [x._version for x in (*inputs, *results.values())]
         self.recomputed = None if hooks is None else Recomputed(hooks, (*inputs, *results.values()))
@@ -89,6 +92,8 @@ class Connected:
     def shift(self, axis: int) -> None:
         """The batch axis is not in front, but here (in all inputs and results)."""
         self.shifted = axis
+        self.aligned = self.as_called and not axis
+        self._batch_size = None
 
     def axis(self, index: int) -> int:
         """The batch axis of an input."""
@@ -100,10 +105,12 @@ class Connected:
 
     def entrance(self, index: int) -> Port:
         """How an input is connected."""
-        return self.port(self.axis(index))
+        return PLAIN if self.aligned else self.port(self.axis(index))
 
     def exit(self, number: int, used: Sequence[int] | None = None) -> Port:
         """How a result is connected, where these results are used (by default: those that are)."""
+        if self.aligned:
+            return PLAIN
         used = self.used if used is None else used
         if len(used) == 1:
             return self.port(self.out_axis(number))
@@ -126,13 +133,14 @@ class Connected:
         return torch.Size((*shape[:axis], *shape[axis + 1 :]))
 
     @property
-    def largest(self) -> int:
-        """The number of entries of what is used of the results."""
-        return max(1, sum(self.results[k].numel() for k in self.used))
-
-    @property
     def batch_size(self) -> int:
         """`N`."""
+        if self._batch_size is None:
+            self._batch_size = self.count_rows()
+        return self._batch_size
+
+    def count_rows(self) -> int:
+        """The size of the batch axis."""
         for k, x in enumerate(self.inputs):
             if x.dim() and (not self.binding.axes or self.binding.axes[k] is not None):
                 return x.shape[self.axis(k)]
@@ -140,6 +148,8 @@ class Connected:
 
     def gradient(self, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """The gradient of the output as the rule sees it, from those of the graph node's outputs."""
+        if self.aligned:
+            return grads[next(iter(self.places))]
         known = {number: grad for nr, number in self.places.items() if (grad := grads[nr]) is not None}
         for number in known if len(self.places) > 1 else ():
             self.use(number)

@@ -60,12 +60,12 @@ class Opened:
         self.elsewhere = False
         self.passes_before = PROBE.passes() if context.extensions else 0
 
-    def visit(self, record: Any, path: str, grads: tuple[Tensor | None, ...]) -> None:
+    def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> None:
         """A backward pass has reached a recorded call."""
         self.reached = True
         task = engine.current_task()
         if task not in self.backwards:
-            require_plain_pass(path, grads)
+            require_plain_pass(record.path, grads)
             self.backwards[task] = self.begin(task, self.backwards)
         self.backwards[task].visit(record, grads)
 

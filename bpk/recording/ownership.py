@@ -54,10 +54,11 @@ def visit(record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | No
         return None
     if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
         return (None,) * len(grads)
-    if CTX.stack and any(grads[nr] is not None for nr in record.places):
-        CTX.stack[-1].visit(record, record.path, grads)
-    else:
-        pass_by(record)
+    for nr in record.places if CTX.stack else ():
+        if grads[nr] is not None:
+            CTX.stack[-1].visit(record, grads)
+            return None
+    pass_by(record)
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import nullcontext
 from operator import attrgetter
 
 import torch
@@ -125,9 +126,10 @@ class Record(Connected):
             inputs = [self.unchanged(k, self.rule) for k in range(len(inputs))]
         same = self.seen is not None and self.seen[0] == form
         if self.seen is None or not same or any(x is not y for x, y in zip(inputs, self.seen[1], strict=True)):
-            with torch.enable_grad():  # whoever asks first: what is moved keeps its graph
-                self.seen = form, inputs, self.call_on(inputs)
-            self.seen[2].drawn = self.drawn
+            with nullcontext() if self.plain else torch.enable_grad():  # whoever asks first: what is moved has a graph
+                call = self.call_on(inputs)
+            call.drawn = self.drawn
+            self.seen = form, inputs, call
         return self.seen[2]
 
     def call_on(self, inputs: list[Tensor]) -> Call:
@@ -168,7 +170,7 @@ class Record(Connected):
 
     def reopen(self) -> None:
         """Another backward pass may come: this use of the parameters is to be expected again."""
-        self.open = not self.released
+        self.open = self._results is None or bool(self._results)
 
     def put_away(self) -> None:
         """The pass is over, and another one may come: what can be computed again is dropped."""
@@ -187,7 +189,8 @@ class Record(Connected):
         if not keeps_fields and self.left is not None:
             forget(self.module, self.left)
         self._inputs, self._results, self.seen = (), {}, None
-        self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
+        if self.binding.options is not self.module:  # arguments of the call
+            self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
         self.recomputed = None
 
     @property

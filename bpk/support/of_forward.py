@@ -13,12 +13,12 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.binding import Binding, tensors_in
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.families.passage import PASSAGE
-from bpk.plan.graph import Source, trace
+from bpk.plan.graph import Source, Sources
 from bpk.plan.placement import place
 from bpk.plan.support import Kind, Support
 from bpk.plan.support import support as answer
 from bpk.recording.before import keep
-from bpk.recording.membership import Held, parts_of
+from bpk.recording.membership import parts_of
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 from bpk.support.of_layers import IDLE, is_idle, of_layer
@@ -48,8 +48,7 @@ class Forward:
         whole = Binding(nn.Identity(), tuple(x for x, _ in kept))
         self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})
         self.root.module.__dict__["_bpk_path"] = "the output"
-        self.known: dict[int, dict[int, Source]] = {}
-        self.members = Held()
+        self.sources = Sources()
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.order = {id(module): k for k, module in enumerate(model.modules())}
         self.refusal = ""
@@ -60,19 +59,12 @@ class Forward:
                 return any(e.module_extension(record.module) is not None for e in extensions)
 
             try:
-                placement = place(self.root, self.sources_of, True, self.known.clear, by_hand)
+                placement = place(self.root, self.sources, True, by_hand)
             except UnsupportedLayer as error:
                 self.refusal = " ".join(str(error).split())
-                placement = place(self.root, self.sources_of, False, self.known.clear, by_hand)
+                placement = place(self.root, self.sources, False, by_hand)
         self.above = placement.above
         self.left = {id(m): m for m in placement.left if REGISTRY.find(m) is None}
-
-    def sources_of(self, record: Record) -> dict[int, Source]:
-        """By input index: where the call's inputs come from."""
-        if id(record) not in self.known:
-            traced = {index: trace(record, index, self.members) for index in range(len(record.edges))}
-            self.known[id(record)] = {index: source for index, source in traced.items() if source is not None}
-        return self.known[id(record)]
 
     def cells(self, extensions: Sequence[BackpropExtension]) -> Iterator[Cell]:
         """Layers in the order of the model, functions before the layer that they feed."""
@@ -81,7 +73,7 @@ class Forward:
         for module in self.left.values():
             yield from of_layer(module.__dict__.get("_bpk_path", ""), module, extensions)
         for record in sorted((*self.above, self.root), key=lambda r: self.order.get(id(r.module), last)):
-            rows = [self.of_source(source, extensions) for source in self.sources_of(record).values()]
+            rows = [self.of_source(source, extensions) for source in self.sources[record].values()]
             if record.rule is not PASSAGE:
                 rows.append([self.of_record(record, extension) for extension in extensions])
             for row in rows:
@@ -92,7 +84,7 @@ class Forward:
     def of_record(self, record: Record, extension: BackpropExtension) -> Cell:
         """A call: the question that the dispatcher asks."""
         name = type(record.module).__name__
-        feeds = any(source.targets or source.trained for source in self.sources_of(record).values())
+        feeds = self.sources.feed(record)
         has_params = any(p.requires_grad for p in record.params.values())
         if extension.module_extension(record.module) is not None:
             found = Support(Kind.SUPPORTED, "By a module extension of its own.")

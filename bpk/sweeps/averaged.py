@@ -26,14 +26,13 @@ from torch import Tensor
 from bpk.fields.arrived import Averages
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import known, split_rows
 from bpk.sweeps.means import blocks_between, mean_between, pull_mean, pull_means, require_samples, uses_of_two_kinds
-from bpk.sweeps.sweep import Collector, Player, not_by_hand, positive_factor
+from bpk.sweeps.sweep import Collector, Player, not_by_hand, positive_factor, times_root_of_factor
 
 Tensors = Step | tuple[int, bool]
 """What blocks belong to: the output of a call, or a parameter (by `id`, and whether its uses see it transposed)."""
@@ -62,7 +61,7 @@ class Averaged(Player):
         self.whole: dict[Tensors, bool] = {}
 
     def visit(self, step: Step) -> None:
-        if isinstance(step.rule, Loss):
+        if step.is_loss:
             step.reached = True
             self.start(step)
         elif step in self.waiting:
@@ -73,7 +72,8 @@ class Averaged(Player):
         """Begin at a loss."""
         if self.hand is not None and self.hand.serves(step):
             raise not_by_hand(step.where)
-        factor, joint = positive_factor(step), step.joint
+        positive_factor(step)
+        joint = step.joint
         rule, call = joint.rule, joint.call
         exact = self.mc_samples is None
         if step.samples_of_rows is not None:
@@ -85,7 +85,7 @@ class Averaged(Player):
             root = rule.sqrt_hessian(call) if exact else rule.sqrt_hessian_sampled(call, self.mc_samples or 1)
             flat = self.rows(root, 1).flatten(0, 1).reshape(-1, root[0, 0].numel())
             matrix = flat.T @ flat
-        for (i, j), block in joint.blocks(matrix * factor).items():
+        for (i, j), block in joint.blocks(matrix * step.grad).items():
             self.add_between(step.links[i], step.links[j], block)
 
     def start_behind_rows(self, step: Step) -> None:
@@ -98,7 +98,7 @@ class Averaged(Player):
         else:
             root = joint.rule.sqrt_hessian_sampled(joint.call, self.mc_samples or 1)
         pulled: list[tuple[Step, Tensor]] = []
-        for index, part in joint.split(root * positive_factor(step).sqrt()).items():
+        for index, part in joint.split(times_root_of_factor(root, step)).items():
             pulled += behind(step.links[index], part)
         for first, half in pulled:
             require_samples(first, half.shape[1] == step.batch_size)

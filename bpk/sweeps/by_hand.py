@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
@@ -39,7 +38,7 @@ class ByHand(Player):
         if self.hand is None or not self.hand.serves(step):
             raise not_by_hand(step.where)
         step.reached = True
-        sent = self.hand.apply(step, None if isinstance(step.rule, Loss) else self.waiting.pop(step, None))
+        sent = self.hand.apply(step, None if step.is_loss else self.waiting.pop(step, None))
         for index, link in step.links.items():
             self.send(link, sent[index] if isinstance(sent, (list, tuple)) else sent)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE, Columns
 from bpk.fields.statistics import Use
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
@@ -38,9 +37,9 @@ class ColumnSweep(Player):
         self.__dict__.pop("run", None)
 
     def visit(self, step: Step) -> None:
-        by_hand = isinstance(step.rule, Loss) and self.hand is not None and self.hand.serves(step)
+        by_hand = step.is_loss and self.hand is not None and self.hand.serves(step)
         starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
-        if isinstance(step.rule, Loss):
+        if step.is_loss:
             step.reached = True
         if starting:
             self.make_room(step.number, sum(lazy.count for lazy in starting))

@@ -29,9 +29,7 @@ def reach_functions(
 
     All of it is computed now: autograd frees the stretch when it has passed.
     """
-    sources = {k: source for k, source in inspection.sources_of(record).items() if source.trained}
-    if not sources:
-        return
+    sources = {k: source for k, source in inspection.sources[record].items() if source.trained}
     several = sum(edge[0] is not None for edge in record.edges) > 1
     by_rule = several and record.rule is not None and not isinstance(record.rule, Loss)
     found = at_inputs_by_rule(record, grad, sources) if by_rule else at_inputs(record, grad, sources)

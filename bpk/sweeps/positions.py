@@ -17,7 +17,6 @@ from torch import Tensor
 from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import REARRANGING
 from bpk.plan.plan import Plan
 from bpk.plan.samples import slots
@@ -26,7 +25,7 @@ from bpk.plan.stretch import STRETCH
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting
 from bpk.sweeps.square_root import SquareRoot
-from bpk.sweeps.sweep import Collector, positive_factor
+from bpk.sweeps.sweep import Collector, times_root_of_factor
 
 
 class ByPosition(SquareRoot):
@@ -41,7 +40,7 @@ class ByPosition(SquareRoot):
         self.waiting: dict[Step, dict[Hashable, tuple[int, Tensor]]] = {}
 
     def starting(self, step: Step) -> list[Starting]:
-        if not isinstance(step.rule, Loss):
+        if not step.is_loss:
             return self.pass_positions(step)
         joint, rows = step.joint, step.samples_of_rows
         several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
@@ -52,11 +51,10 @@ class ByPosition(SquareRoot):
         mat, axes = root
         where = positions_of(mat.shape[1:], axes, mat.device)
         found: list[Starting] = []
+        mat = times_root_of_factor(mat, step)
         for number, part in enumerate(mat.split(max(1, self.at_most or len(mat)))):
             index = next(iter(step.links))
-            found += self.send_positions(
-                step, index, ("loss", step.number, number), part * positive_factor(step).sqrt(), where
-            )
+            found += self.send_positions(step, index, ("loss", step.number, number), part, where)
         return found
 
     def pass_positions(self, step: Step) -> list[Starting]:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns import ColumnSweep
@@ -30,7 +29,7 @@ class SignedHessian(ColumnSweep):
         return ("hessian", self.samples)
 
     def starting(self, step: Step) -> list[Starting]:
-        if isinstance(step.rule, Loss):
+        if step.is_loss:
             return [self.of_loss(step)]
         if step.rule is STRETCH:
             return list(self.of_stretch(step))

@@ -6,11 +6,10 @@ from collections.abc import Hashable, Iterator
 
 from torch import Tensor
 
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.step import Step
 from bpk.sweeps.columns import ColumnSweep
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known, split_rows
-from bpk.sweeps.sweep import positive_factor
+from bpk.sweeps.sweep import times_root_of_factor
 
 
 class SquareRoot(ColumnSweep):
@@ -27,7 +26,7 @@ class SquareRoot(ColumnSweep):
         return ("square root", self.mc_samples, self.samples)
 
     def starting(self, step: Step) -> list[Starting]:
-        if not isinstance(step.rule, Loss):
+        if not step.is_loss:
             return []
         if self.mc_samples is None and step.samples_of_rows is None:
             return [RootColumns(self, step)]
@@ -47,9 +46,7 @@ class SquareRoot(ColumnSweep):
 
     def at_inputs(self, step: Step, root: Tensor) -> dict[int | str, Tensor]:
         """Columns of the predictions of a loss, side by side, by input, times the root of its factor."""
-        factor = positive_factor(step)
-        mat = self.rows(root, 1)
-        return dict(step.joint.split(mat if factor == 1 else mat * factor.sqrt()).items())
+        return dict(step.joint.split(times_root_of_factor(self.rows(root, 1), step)).items())
 
 
 class RootColumns(Starting):

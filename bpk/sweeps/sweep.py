@@ -105,17 +105,23 @@ class Player(Sweep):
         return {name: Use(view, step.rule, name, arrived, rows, of) for name in step.params}
 
 
-def positive_factor(step: Step) -> Tensor:
+def positive_factor(step: Step) -> float:
     """The scalar in front of a loss, which a square root needs to be non-negative."""
-    if step.grad < 0:
+    factor = float(step.grad)
+    if factor < 0:
         raise ValueError(
             explain(
-                f"The loss {step.where} enters the objective with the negative factor {float(step.grad):g}.",
+                f"The loss {step.where} enters the objective with the negative factor {factor:g}.",
                 "its generalised Gauss-Newton matrix is negative there and has no square root.",
                 "use DiagHessian, BatchDiagHessian, HMP or GGNMP, or keep the factor positive.",
             )
         )
-    return step.grad
+    return factor
+
+
+def times_root_of_factor(root: Tensor, step: Step) -> Tensor:
+    """A square root of a loss Hessian, times that of the scalar in front of the loss."""
+    return root if positive_factor(step) == 1 and not step.grad.requires_grad else root * step.grad.sqrt()
 
 
 def not_by_hand(where: str) -> UnsupportedLayer:

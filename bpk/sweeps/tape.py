@@ -14,7 +14,6 @@ from torch import Tensor
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import Residual
-from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Alignment, Link, Step, promoted
 from bpk.plan.stretch import StretchCall
@@ -125,7 +124,7 @@ class Tape(Observer):
         """Add a frame."""
         view = step.view(self.samples)
         kept = view if torch.is_grad_enabled() else view.detached()  # a live graph would lead back to the parameter
-        grad = step.grad if isinstance(step.rule, Loss) else self.rows(step.grad)
+        grad = step.grad if step.is_loss else self.rows(step.grad)
         feeds = {index: self.feed(link) for index, link in step.links.items()}
         params = {name: id(p) for name, p in step.params.items()}
         assert step.rule is not None

@@ -32,6 +32,8 @@ def wide(x: Tensor) -> Tensor:
 
 def safe_sqrt(x: Tensor) -> Tensor:
     """The square root with derivative 0, not infinity, at 0; NaN stays NaN, negative numbers become NaN."""
+    if not is_differentiated():
+        return x.sqrt()
     zero = x == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 

@@ -41,7 +41,8 @@ class SoftmaxCrossEntropy(Loss):
     def sqrt_hessian_parts(self, call: Call, columns: int) -> Iterator[Tensor]:
         x = call.inputs[0]
         if x.dim() == 2:
-            yield from self.sqrt_hessian(call).split(columns)
+            whole = self.sqrt_hessian(call)
+            yield from whole.split(columns) if columns < len(whole) else (whole,)
             return
         of_position = self._position_columns(call)  # [C, N, C, P]
         positions = of_position.shape[3]
@@ -103,8 +104,11 @@ class SoftmaxCrossEntropy(Loss):
         log_p = functional.log_softmax(logits, 1).reshape(*logits.shape[:2], logits.shape[2:].numel())
         n, classes, positions = log_p.shape
         class_weight = call.options.weight
-        w = log_p.new_ones(classes) if class_weight is None else class_weight.to(log_p)
         smoothing = call.options.label_smoothing
+        if class_weight is None and target.shape != logits.shape:  # whatever the smoothed target is, it sums to one
+            weight = (target != call.options.ignore_index).to(log_p.dtype).reshape(n, positions)
+            return log_p, weight / weight.sum() if call.options.reduction == "mean" else weight
+        w = log_p.new_ones(classes) if class_weight is None else class_weight.to(log_p)
         if target.shape == logits.shape:  # a distribution over classes at every position
             t = target.to(log_p.dtype).reshape(log_p.shape)
             weight = torch.einsum("ncp,c->np", t * (1 - smoothing) + smoothing / classes, w)
