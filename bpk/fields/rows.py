@@ -67,21 +67,29 @@ class Rows:
 
     def signs(self, key: Hashable) -> Tensor | None:
         """The signs of a block."""
-        return next(use.arrived.signs[key] for use in self.uses if key in use.arrived.signs)
+        return self.memo("signs", self._signs)[key]
+
+    def _signs(self) -> dict[Hashable, Tensor | None]:
+        """The signs of each block, which are those of the place where it began."""
+        found: dict[Hashable, Tensor | None] = {}
+        for use in self.uses:
+            found.update(use.arrived.signs)
+        return found
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
-        if not any(signs is not None for use in self.uses for signs in use.arrived.signs.values()):
+        known = self.memo("signs", self._signs)
+        if all(signs is None for signs in known.values()):
             return None
-        known = {key: self.signs(key) for key in keys}
-        shapes = {key: self.shape_of(key) for key in known}
-        return join([self.param.new_ones(shapes[key]) if s is None else s for key, s in known.items()])
+        return join([self.ones(key) if (signs := known[key]) is None else signs for key in keys])
 
-    def shape_of(self, key: Hashable) -> torch.Size:
-        """`[V, N]` of a block."""
-        blocks = (use.arrived.blocks.get(key) for use in self.uses)
-        own = (use.arrived.of_params.get(use.name, {}).get(key) for use in self.uses)
-        return next(mat.shape[:2] for mat in (*blocks, *own) if mat is not None)
+    def ones(self, key: Hashable) -> Tensor:
+        """The signs `[V, N]` of a block where all are positive."""
+        for use in self.uses:
+            for blocks in (use.arrived.blocks, use.arrived.of_params.get(use.name, {})):
+                if key in blocks:
+                    return self.param.new_ones(blocks[key].shape[:2])
+        raise KeyError(key)
 
     @property
     def simple(self) -> bool:

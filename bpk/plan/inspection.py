@@ -11,6 +11,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Sources
 from bpk.plan.objective import (
     Outside,
@@ -42,6 +43,7 @@ class Inspection:
         self.extensions = extensions
         self.checks_objective = checks_objective
         self.second_order = any(e.second_order for e in extensions)
+        self.asking = [e for e in extensions if e.second_order or not e.works_by_rules]
         self.hands = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
         self.onlookers = Onlookers()
@@ -147,8 +149,10 @@ class Inspection:
         if id(record) in self.required:
             return
         self.required.add(id(record))
-        for extension in self.extensions:
-            if record.rule is PASSAGE or not self.hands or extension.module_extension(record.module) is None:
+        rule = record.rule
+        served = rule is not None and not record.problem and type(rule).mixing is Rule.mixing
+        for extension in self.asking if served else self.extensions:  # every rule serves first order
+            if rule is PASSAGE or not self.hands or extension.module_extension(record.module) is None:
                 require_support(extension, record, self.sources.feed)
 
     def by_hand(self, record: Record) -> bool:

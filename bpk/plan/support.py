@@ -102,9 +102,6 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     `feeds` says whether anything upstream waits for what travels through a call.
     """
     rule = record.rule
-    mixes = rule is not None and type(rule).mixing is not Rule.mixing
-    if rule is not None and not (mixes or extension.second_order or record.problem) and extension.works_by_rules:
-        return  # what every rule can do
     if isinstance(rule, Loss) and extension.second_order and record.output.dim() > 0:
         raise ValueError(
             explain(
@@ -120,7 +117,7 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     elif rule is None and record.output.dim() == 0:
         answer = Support(Kind.REFUSED, NO_LOSS, WRITE_LOSS.format(name=name))
     else:
-        asks = rule is not None and (extension.second_order or mixes)
+        asks = rule is not None and (extension.second_order or type(rule).mixing is not Rule.mixing)
         answer = support(extension, rule, record.call() if asks else None, name)
     if answer.kind is not Kind.REFUSED:
         if rule is not None and answer.reason:

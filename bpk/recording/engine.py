@@ -40,6 +40,7 @@ ENTRIES = (
     "torch.UntypedStorage._cdata",
     "torch.autograd.Function._backward_cls",
     "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.graph._engine_run_backward.__code__.co_varnames.index('t_outputs')",
     "torch.nn.modules._functions.BackwardHookFunction._backward_cls",
@@ -104,6 +105,15 @@ def when_finished(callback: Callable[[], None]) -> None:
     If it goes: the end of the context.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def run(end: Tensor, beginning: Tensor, vector: Tensor) -> None:
+    """`torch.autograd.grad`, keeping the graph, without what that does around it: a fifth of the time.
+
+    If it goes: `torch.autograd.grad`.
+    """
+    run_backward = Variable._execution_engine.run_backward
+    run_backward((end,), (vector,), True, False, (beginning,), allow_unreachable=True, accumulate_grad=False)
 
 
 def multithreaded() -> bool:

@@ -95,7 +95,7 @@ class Context(threading.local):
     def all_modules(self) -> list[nn.Module]:
         """Those that are extended now."""
         with self.lock:
-            return list(self.modules)
+            return [module for ref in self.modules.keyrefs() if (module := ref()) is not None]
 
     def remove_hooks(self) -> None:
         """Remove the hooks of every extended module; `extend` works again afterwards."""
