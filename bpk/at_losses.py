@@ -31,7 +31,6 @@ class AtLosses:
         settings: How many columns may exist at a time.
         sweeps: Those of this pass.
         inspection: What is known of the graph.
-        inspect: Looks at everything behind a loss, whose output is at a node.
         parameters: Take what arrives.
         passed: Called when all sweeps have passed a call, and nothing else will come.
     """
@@ -41,14 +40,12 @@ class AtLosses:
         settings: Settings,
         sweeps: SharedSweeps,
         inspection: Inspection,
-        inspect: Callable[[Record, Node], None],
         parameters: Parameters,
         passed: Callable[[Step], None],
     ) -> None:
         self.settings = settings
         self.sweeps = sweeps
         self.inspection = inspection
-        self.inspect = inspect
         self.parameters = parameters
         self.passed = passed
         self.hands = dict(sweeps.hands(parameters.save))
@@ -72,14 +69,9 @@ class AtLosses:
         return step
 
     def make_plan(self, loss: Record) -> None:
-        """Inspect all losses of the objective, and make one plan."""
+        """Make one plan for all losses of the objective."""
         losses = {loss: engine.current_node()}
         losses |= {other: node for other, node in self.inspection.outside.losses.items() if engine.will_run(node)}
-        for record, node in losses.items():
-            if record.released:
-                raise RuntimeError(already_released(record))
-            if id(record) not in self.inspection.placed:
-                self.inspect(record, node)
         self.plan = self.plan_of(losses)
         self.to_come = set(losses)
 

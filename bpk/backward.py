@@ -47,9 +47,7 @@ class Backward:
         self.inspection = Inspection(self.extensions, context.checks_objective)
         self.hooks = Hooks(context.extension_hook)
         self.parameters = Parameters(self.extensions, self.sweeps.listens, self.hooks.run)
-        self.at_losses = AtLosses(
-            context, self.sweeps, self.inspection, self.inspect, self.parameters, self.run_hook_early
-        )
+        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, self.run_hook_early)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters)
         self.kept: list[Record] = []
         self.closed = False
@@ -125,8 +123,15 @@ class Backward:
         self.leave(record)
 
     def inspect(self, root: Record, node: Node) -> None:
-        """Look at everything behind a loss, or behind the last call."""
-        self.inspection.inspect(root, node)
+        """Look at everything behind all losses, and behind the last call."""
+        roots = {root: node}
+        for loss, at in self.inspection.outside.losses.items():
+            if id(loss) not in self.inspection.placed and engine.will_run(at):
+                roots[loss] = at
+        for record in roots:
+            if record.released:
+                raise RuntimeError(already_released(record))
+        self.inspection.inspect(roots)
         if self.inspection.found_products:
             self.parameters.look_again()
         self.parameters.by_functions |= self.inspection.by_functions

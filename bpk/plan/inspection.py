@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -21,6 +21,7 @@ from bpk.plan.objective import (
     require_losses_only,
     require_no_penalty,
 )
+from bpk.plan.placement import Placement
 from bpk.plan.quantity import Quantity
 from bpk.plan.samples import Attribution
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
@@ -58,26 +59,33 @@ class Inspection:
         self.required: set[int] = set()
         self._outside: Outside | None = None
 
-    def inspect(self, root: Record, node: Node) -> None:
-        """Look at all that lies behind a loss (or behind the last call); refuse what cannot be right.
+    def inspect(self, roots: Mapping[Record, Node]) -> None:
+        """Look at all that lies behind some losses (or behind the last call); refuse what cannot be right.
 
         Args:
-            root: The record of the loss.
-            node: Where autograd's graph has its output.
+            roots: The records of the losses, and where autograd's graph has their outputs.
         """
-        self.check(root)
-        self.prepare(root)
+        for root in roots:
+            self.check(root)
+            self.prepare(root)
         try:
-            placement, merges = place_or_merge(
-                root, self.sources, self.extensions, self.by_hand, self.merged is not None
-            )
+            found, merges = place_or_merge(roots, self.sources, self.extensions, self.by_hand, self.merged is not None)
         except UnsupportedLayer:
-            require_axis(self.extensions[0], upstream(root, self.sources))  # if that is why
+            for root in roots:
+                require_axis(self.extensions[0], upstream(root, self.sources))  # if that is why
             raise
-        above = placement.above
         if merges and self.merged is None:
-            require_before(root, list(self.above))
+            require_before(next(iter(roots)), list(self.above))
             self.merged = Attribution()
+        if len(roots) > 1:  # what is behind several of them was maybe left to autograd behind one
+            for root, placement in found.items():
+                placement.above = upstream(root, self.sources)
+        for root, placement in found.items():
+            self.take(root, roots[root], placement)
+
+    def take(self, root: Record, node: Node, placement: Placement) -> None:
+        """Note what was found behind a loss, and refuse what is not right there."""
+        above = placement.above
         self.left += placement.left
         self.tell(root, above, placement.left)
         self.placed.update(map(id, (*above, root)))

@@ -9,7 +9,7 @@ mix are left to autograd, whose products are those of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,26 +25,37 @@ from bpk.recording.record import Record
 
 
 def place_or_merge(
-    root: Record,
+    roots: Iterable[Record],
     sources: Sources,
     extensions: Sequence[Quantity],
     by_hand: Callable[[Record], bool],
     merged: bool = False,
-) -> tuple[Placement, bool]:
-    """`place`; where samples mix and all of second order are sums over the batch, merge them.
+) -> tuple[dict[Record, Placement], bool]:
+    """`place`; where samples mix and all of second order are sums over the batch, merge them, behind all losses.
 
     Returns what was found (for first-order extensions, where samples are merged), and whether they are merged. If they
-    were already behind another loss of this pass (`merged`), they are here, too.
+    were already behind other losses of this pass (`merged`), they are here, too.
     """
     second_order = any(e.second_order for e in extensions)
-    if not isinstance(root.rule, Loss) or not may_merge(extensions):
-        return place(root, sources, second_order, by_hand), False
-    mixing = [record for record in upstream(root, sources) if mixes(record) and not by_hand(record)]
+    if not all(isinstance(root.rule, Loss) for root in roots) or not may_merge(extensions):
+        return {root: place(root, sources, second_order, by_hand) for root in roots}, False
+    mixing = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
     if not mixing and not merged:
         try:
-            return place(root, sources, second_order, by_hand), False
+            return {root: place(root, sources, second_order, by_hand) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
+    return {root: merge(root, sources, extensions, by_hand, mixing) for root in roots}, True
+
+
+def merge(
+    root: Record,
+    sources: Sources,
+    extensions: Sequence[Quantity],
+    by_hand: Callable[[Record], bool],
+    mixing: Iterable[Record],
+) -> Placement:
+    """Leave to autograd what mixes samples, or has no rule."""
     first = [e for e in extensions if not e.second_order]
     for record in mixing:
         for extension in first:  # the user is told what they get
@@ -54,7 +65,7 @@ def place_or_merge(
     left = [r for r in above if not by_hand(r) and (r.rule is None or mixes(r) or is_stuck(r))]
     modules = [*found.left, *(record.module for record in left)]
     leave(left, (*above, root), sources)
-    return Placement(upstream(root, sources), found.n, found.rows, modules), True
+    return Placement(upstream(root, sources), found.n, found.rows, modules)
 
 
 def may_merge(extensions: Sequence[Quantity]) -> bool:
@@ -69,7 +80,7 @@ def one_sample(record: Record) -> Tensor:
 
 
 def require_before(root: Record, losses: Sequence[Record]) -> None:
-    """Refuse to merge samples that another loss of this backward pass has kept apart."""
+    """Refuse to merge samples that another loss, which was not known to be the last, has kept apart."""
     for earlier in losses:
         raise UnsupportedLayer(
             explain(

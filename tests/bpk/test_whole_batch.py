@@ -238,22 +238,43 @@ def test_those_of_samples_are_refused(extension: type, beside: tuple, name: str)
     assert not any(vars(p) for p in parts[0].parameters())
 
 
-def test_a_loss_behind_which_samples_were_apart() -> None:
-    """The backward pass comes to that loss first, so that its columns are on their way."""
+@pytest.mark.parametrize("mixed_first", [False, True])
+@pytest.mark.parametrize("extension", SUMS)
+def test_a_loss_behind_which_samples_are_apart(extension: type[BackpropExtension], mixed_first: bool) -> None:
+    """All losses are looked at before anything is computed: the batch is one sample behind each of them."""
     model, loss_fn, x, y = problem("MLP")
     plain, other = bpk.extend(nn.Linear(3, 2).double()), bpk.extend(nn.CrossEntropyLoss())
     model, loss_fn = bpk.extend(model), bpk.extend(loss_fn)
+    with bpk.backpack(extension()):
+        terms = [lambda: 2 * loss_fn(model(x), y), lambda: other(plain(x), y)]  # autograd begins at the later one
+        first, last = terms if mixed_first else terms[::-1]
+        (first() + last()).backward()
+    field = FIELDS[extension]
+    for one, factor in ((model, 2), (plain, 1)):
+        ref = Reference(one, loss_fn, x, y)
+        for name, p in one.named_parameters():
+            matrix = factor * (ref.hessian if extension in (E.DiagHessian, E.HMP) else ref.ggn)[name]
+            if extension in (E.HMP, E.GGNMP):
+                unit = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+                torch.testing.assert_close(getattr(p, field)(unit).flatten(1), matrix)
+            else:
+                torch.testing.assert_close(getattr(p, field).flatten(), matrix.diag())
+
+
+def test_two_heads_one_of_which_mixes_samples() -> None:
+    torch.manual_seed(0)
+    trunk, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), torch.rand(5, 3).double()
+    heads = [nn.Linear(4, 2).double(), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()]
+    losses = [nn.CrossEntropyLoss(), nn.MSELoss()]
+    targets = [torch.randint(2, (5,)), torch.rand(5, 2).double()]
+    extended = [bpk.extend(module) for module in (trunk, *heads, *losses)]
     with bpk.backpack(E.DiagGGNExact()):
-        mixed = loss_fn(model(x), y)
-        apart = other(plain(x), y)  # the later one: autograd begins there
-        with pytest.raises(NotImplementedError, match=r"(?s)Samples mix behind.*Why:.*Do:.*one backward pass"):
-            (mixed + apart).backward()
-        apart = other(plain(x), y)
-        mixed = loss_fn(model(x), y)
-        (mixed + apart).backward()
-    ref = Reference(plain, loss_fn, x, y)
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(p.diag_ggn_exact.flatten(), ref.ggn[name].diag())
+        h = extended[0](x)
+        sum(loss_fn(head(h), y) for head, loss_fn, y in zip(heads, losses, targets, strict=True)).backward()
+    parts = [Reference(nn.Sequential(trunk, head), f, x, y) for head, f, y in zip(heads, losses, targets, strict=True)]
+    for name, p in trunk.named_parameters():
+        expected = sum(part.ggn[f"0.{name}"] for part in parts).diag()
+        torch.testing.assert_close(p.diag_ggn_exact.flatten(), expected)
 
 
 def test_subsampling_is_refused() -> None:
