@@ -67,7 +67,7 @@ def only_sizes(node: fx.Node, part: Part, kinds: dict[fx.Node, Kind]) -> bool:
 
 
 def multiplies(part: Part) -> bool:
-    """Whether a step multiplies something with a parameter, from the right."""
+    """Whether a step multiplies something with a parameter."""
 
     def is_parameter(operand: Any) -> bool:
         while isinstance(operand, fx.Node) and operand not in part.params:
@@ -76,9 +76,9 @@ def multiplies(part: Part) -> bool:
             operand = operand.args[0]
         return operand in part.params
 
-    right = {"matmul": 1, "mm": 1, "addmm": 2, "linear": 1}
-    known = [(node.args, right.get(name_of(node), len(node.args))) for node in part.steps]
-    return any(k < len(args) and is_parameter(args[k]) for args, k in known)
+    places = {"matmul": (0, 1), "mm": (0, 1), "bmm": (0, 1), "addmm": (2,), "linear": (1,), "einsum": (1, 2)}
+    operands = [node.args[k] for node in part.steps for k in places.get(name_of(node), ()) if k < len(node.args)]
+    return any(map(is_parameter, operands))
 
 
 def build(

@@ -11,7 +11,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.products import add_up
 from bpk.recording import engine
 from bpk.recording.graph_nodes import Edge
-from bpk.recording.ports import PLAIN, Port
+from bpk.recording.ports import PLAIN, Port, Rows
 from bpk.recording.recomputed import Recomputed
 from bpk.recording.state import CTX
 
@@ -21,9 +21,9 @@ class Connected:
 
     `edges` lead to the inputs. `results` are those that are differentiable, by number; `places` says which of them an
     output of the graph node is, and `used` are those that something behind the call has asked for. `binding` says how
-    the rule sees them. The batch axis may be found elsewhere, `shifted`. `rows` are axes that autograd's graph sees as
-    one, in front of inputs and results (of calls written down from the graph). A call is `aligned` if rule and graph
-    see the same tensors, as of most. Where `hooks` are given, tensors are computed again on demand.
+    the rule sees them. The batch axis may be found elsewhere, `shifted`. `rows` says where autograd's graph has them in
+    inputs and results (of calls written down from the graph). A call is `aligned` if rule and graph see the same
+    tensors, as of most. Where `hooks` are given, tensors are computed again on demand.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Connected:
         results: dict[int, Tensor],
         places: dict[int, int],
         hooks: engine.SavedTensorHooks | None,
-        rows: tuple[int, ...],
+        rows: Rows | None,
     ) -> None:
         binding.inputs = ()  # they move on where they are changed in place, maybe to nodes behind this call
         self.binding = binding
@@ -121,7 +121,7 @@ class Connected:
 
     def port(self, axis: int) -> Port:
         """How a tensor with this batch axis is connected."""
-        return Port(axis, rows=self.rows) if axis or self.rows else PLAIN
+        return Port(axis, rows=self.rows) if axis or self.rows is not None else PLAIN
 
     def relaid(self, mat: Tensor, before: Sequence[int]) -> Tensor:
         """Columns at the results that were used before, as columns at those that are used now."""

@@ -10,29 +10,51 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Rows:
+    """How a matrix of the graph, or a stack of them, is rows of features: `features` is the axis that goes last.
+
+    The sizes of the `others` become those of the `axes` that the rule sees: `N`, then positions.
+    """
+
+    features: int
+    others: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    def to_rule(self, mat: Tensor) -> Tensor:
+        """`[V, *tensor] -> [V, *axes, features]`."""
+        mat = mat.movedim(1 + self.features, -1)
+        return mat if self.axes == self.others else mat.reshape(len(mat), *self.axes, mat.shape[-1])
+
+    def to_graph(self, mat: Tensor) -> Tensor:
+        """The way back."""
+        mat = mat if self.axes == self.others else mat.reshape(len(mat), *self.others, mat.shape[-1])
+        return mat.movedim(-1, 1 + self.features)
+
+
+@dataclass(frozen=True)
 class Port:
     """One input or one result of a recorded call.
 
     `axis` is the batch axis of the tensor. Of a call several of whose results are used, the rule sees all of them
     flattened, side by side: `shape` is that of this result without the batch axis, and it lies at `start` of `total`.
-    The graph may see several axes as one: `rows` are the sizes of those that come first.
+    The graph may see several axes as one, or another one last: `rows` says how.
     """
 
     axis: int = 0
     shape: tuple[int, ...] = ()
     start: int = 0
     total: int = 0
-    rows: tuple[int, ...] = ()
+    rows: Rows | None = None
 
     @property
     def plain(self) -> bool:
         """Whether rule and graph see the same."""
-        return self.axis == 0 and self.total == 0 and not self.rows
+        return self.axis == 0 and self.total == 0 and self.rows is None
 
     def to_rule(self, mat: Tensor) -> Tensor:
         """Columns `[V, *tensor]` of the graph as columns `[V, N, *out]` of the rule."""
-        if self.rows:
-            mat = mat.unflatten(1, self.rows)
+        if self.rows is not None:
+            mat = self.rows.to_rule(mat)
         if self.axis:
             mat = mat.movedim(1 + self.axis, 1)
         if not self.total:
@@ -46,7 +68,7 @@ class Port:
         if self.total:
             mat = mat[..., self.start : self.start + prod(self.shape)].reshape(*mat.shape[:2], *self.shape)
         mat = mat.movedim(1, 1 + self.axis) if self.axis else mat
-        return mat.flatten(1, len(self.rows)) if self.rows else mat
+        return mat if self.rows is None else self.rows.to_graph(mat)
 
     def one_to_rule(self, x: Tensor) -> Tensor:
         """A single tensor of the graph as the rule sees it."""

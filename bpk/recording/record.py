@@ -25,6 +25,7 @@ from bpk.recording.activations import forget, leave_on
 from bpk.recording.connections import Connected
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.membership import path_of
+from bpk.recording.ports import Rows
 from bpk.recording.state import CTX
 
 LIVE: set[weakref.ref[Record]] = set()
@@ -72,7 +73,7 @@ class Record(Connected):
         places: dict[int, int],
         hooks: engine.SavedTensorHooks | None = None,
         params: dict[str, Tensor] | None = None,
-        rows: tuple[int, ...] = (),
+        rows: Rows | None = None,
     ) -> None:
         super().__init__(binding, inputs, edges, results, places, hooks, rows)
         self.module = module

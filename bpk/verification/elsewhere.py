@@ -1,7 +1,7 @@
 """Uses of parameters outside of the modules that hold them, such as `self.scale * x`.
 
-Functions that multiply with a matrix from the right (`F.linear(x, self.table.weight)`, `x @ self.w`) are seen as such:
-such a matrix has Kronecker factors.
+Functions that multiply with a matrix (`F.linear(x, self.table.weight)`, `x @ self.w`, `self.w @ x`, `torch.einsum`) are
+seen as such: such a matrix has Kronecker factors.
 """
 
 from __future__ import annotations
@@ -63,10 +63,39 @@ class Elsewhere(TorchFunctionMode):
                 x = args[PRODUCTS[name] - 1]
                 if x.dim() > 1 and id(x) not in self.names:
                     return self.multiply(self.names[id(param)], transposed == (name == "linear"), x, result)
+            if name in LEFT_PRODUCTS and (known := self.factor(args[0])) is not None and args[1].dim() > 1:
+                param, transposed = known
+                return self.multiply(self.names[id(param)], transposed, args[1].mT, result.mT).mT
+            if name == "einsum" and (found := self.contracted(*args)) is not None:
+                param, in_first, features, order = found
+                rows = result.permute(order)
+                biased = self.multiply(self.names[id(param)], in_first, features, rows.flatten(features.dim() - 1))
+                return biased.reshape(rows.shape).permute(sorted(range(len(order)), key=order.__getitem__))
         for param in (x for x in inputs if id(x) in self.names and x.requires_grad):
             made = [x for x in tensors_of(result) if x is not param and depends(x, param, before)]
             self.made.setdefault(self.names[id(param)], []).extend(made)
         return result
+
+    def contracted(self, equation: Any, *operands: Any) -> tuple[Tensor, bool, Tensor, list[int]] | None:
+        """Of an einsum that multiplies rows with a parameter: it, whether its input axes come first, and the rows.
+
+        The last is the order of the result's axes in which those of the rows come first.
+        """
+        left, arrow, out = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+        terms = left.split(",")
+        if len(operands) != 2 or len(terms) != 2 or not arrow or "." in left:
+            return None
+        for k in (0, 1):
+            weight, x, w, rows = operands[k], operands[1 - k], terms[k], terms[1 - k]
+            if id(weight) not in self.names or not weight.requires_grad or id(x) in self.names:
+                continue
+            ins, outs = [c for c in w if c in rows], [c for c in w if c not in rows]
+            free = [c for c in rows if c not in w]
+            clean = sorted(out) == sorted([*free, *outs]) and len(set(w)) == len(w) and len(set(rows)) == len(rows)
+            if clean and ins and outs and free and list(w) in (ins + outs, outs + ins):
+                x = x.permute([rows.index(c) for c in free + ins]).flatten(len(free))
+                return weight, list(w) == ins + outs, x, [out.index(c) for c in free + outs]
+        return None
 
     def factor(self, x: Any) -> tuple[Tensor, bool] | None:
         """The trained matrix that an operand is, and whether transposed."""
@@ -77,6 +106,8 @@ class Elsewhere(TorchFunctionMode):
 
 PRODUCTS = {"matmul": 1, "__matmul__": 1, "mm": 1, "linear": 1, "addmm": 2}
 """Functions that multiply two matrices, and which argument is the right one."""
+
+LEFT_PRODUCTS = ("matmul", "__matmul__", "mm")
 
 TRANSPOSITIONS = ("t", "transpose", "__get__")
 

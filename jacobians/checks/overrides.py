@@ -117,7 +117,7 @@ def kronecker(case: Case, param: str) -> None:
             case.run("kron_input", rule.kron_input, one, param),
         )
         if left is not None and right is not None:
-            if call.params[param].shape[0] != size:  # factors of the transpose (a table of embeddings is [in, out])
+            if rule.transposes(param) or call.params[param].shape[0] == len(right) != size:  # the weight is [in, out]
                 left, right = right, left
             expected = case.run("jac_t_mat_prod", block, rule, one, column, param)
             case.same("kron_output", torch.kron(left, right), expected, param, against="the block of one sample")

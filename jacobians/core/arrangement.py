@@ -1,0 +1,75 @@
+"""How the entries of one tensor are arranged in another: permutations of axes and changes of shape, each in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+AXES, SHAPE = "permute", "reshape"
+
+Step = tuple[str, tuple[int, ...]]
+"""What is done, and the axes or sizes with which."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A function of tensors `[..., *shape]` that moves each entry to a place of its own.
+
+    >>> by_head = Arrangement((2, 3, 4), ((AXES, (1, 0, 2)), (SHAPE, (3, 8))))
+    >>> by_head(torch.ones(5, 2, 3, 4)).shape, by_head.inverse(torch.ones(5, 3, 8)).shape
+    (torch.Size([5, 3, 8]), torch.Size([5, 2, 3, 4]))
+    """
+
+    shape: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        lead = x.dim() - len(self.shape)
+        for kind, numbers in self.steps:
+            if kind == AXES:
+                x = x.permute(*range(lead), *(lead + axis for axis in numbers))
+            else:
+                x = x.reshape(*x.shape[:lead], *numbers)
+        return x
+
+    @cached_property
+    def inverse(self) -> Arrangement:
+        """The way back."""
+        shape, back = self.shape, list[Step]()
+        for kind, numbers in self.steps:
+            if kind == AXES:
+                back.append((AXES, tuple(sorted(range(len(numbers)), key=numbers.__getitem__))))
+                shape = tuple(shape[axis] for axis in numbers)
+            else:
+                back.append((SHAPE, shape))
+                shape = numbers
+        return Arrangement(shape, tuple(reversed(back)))
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Of a matrix `[I, O]`: its rows in the order of the tensor's entries."""
+        return self._numbers[:, 0].argsort()
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """The same of its columns."""
+        return self._numbers[0].argsort()
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether both are so already."""
+        return all(torch.equal(order, torch.arange(len(order))) for order in (self.rows, self.columns))
+
+    @cached_property
+    def firsts(self) -> tuple[bool, bool]:
+        """Whether the tensor is, entry by entry, that matrix once rows and columns are in order, or its transpose."""
+        matrix = self._numbers[self.rows][:, self.columns]
+        number = torch.arange(matrix.numel())
+        return torch.equal(matrix.flatten(), number), torch.equal(matrix.T.flatten(), number)
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        return self(torch.arange(torch.Size(self.shape).numel()).reshape(self.shape))
