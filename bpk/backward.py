@@ -25,6 +25,7 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.observing import Observing
 from bpk.plan.inspection import Inspection
+from bpk.plan.overwritten import require_result
 from bpk.plan.step import Step
 from bpk.recording import engine
 from bpk.recording.membership import around
@@ -116,6 +117,7 @@ class Backward:
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         if record.recomputed is not None:
+            require_result(record, grad, engine.current_node())
             record.leave()
         self.reached[record.module] = None
         planned = self.at_losses.reach(record, grad) if self.sweeps.second_order else None

@@ -73,7 +73,7 @@ def keep_input(module: nn.Module, x: Tensor, before: Before) -> Tensor:
     layer works on a copy, and its result is copied into the view.
     """
     rule = REGISTRY.find(module)
-    copied = rule is not None and not rule.from_output
+    copied = rule is not None and (not rule.from_output or engine.checkpointing() is not None)  # see `require_result`
     if not x.requires_grad:
         before.kept = x.detach().clone() if copied else x
         return x

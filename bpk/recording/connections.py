@@ -42,7 +42,7 @@ class Connected:
         self.places = places
         self.rows = rows
         self.shifted = 0
-        self.as_called = not (binding.axes or binding.out_axes or rows or len(results) > 1)
+        self.as_called = not (binding.axes or binding.out_axes or rows is not None or len(results) > 1)
         self.aligned = self.as_called
         self._batch_size: int | None = None
         self.used: list[int] = [] if len(results) > 1 else list(results)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
@@ -248,3 +249,39 @@ def test_a_tensor_that_is_overwritten_whole() -> None:
         return m.b(h)
 
     assert_same(build(forward, False), build(lambda m, x: m.b(m.act(m.a(x))), False), converter=False)
+
+
+# ---- one after the other in a checkpoint: autograd does not see that it differentiates from overwritten values -----
+def chained(first: type[nn.Module], second: type[nn.Module], inplace: bool) -> nn.Module:
+    torch.manual_seed(1)
+    block = nn.Sequential(nn.Linear(4, 4), first(inplace=inplace), second(inplace=inplace), nn.Linear(4, 4))
+    layers = {"a": nn.Linear(4, 4), "block": block, "b": nn.Linear(4, 3)}
+    return Assembled(lambda m, x: m.b(checkpoint(m.block, m.a(x).tanh(), use_reentrant=False)), **layers).double()
+
+
+@pytest.mark.parametrize("second", [nn.ReLU, nn.ELU, nn.SELU, nn.Hardtanh, nn.SiLU, nn.Mish])
+@pytest.mark.parametrize("first", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.SiLU])
+def test_in_place_layers_in_a_checkpoint(first: type[nn.Module], second: type[nn.Module]) -> None:
+    assert_same(chained(first, second, True), chained(first, second, False), converter=False)
+
+
+def test_in_place_layers_in_a_checkpoint_whose_difference_is_hidden() -> None:
+    """A ReLU hides all entries at which the output of the ELU is not what it was."""
+    assert_same(chained(nn.ELU, nn.ReLU, True), chained(nn.ELU, nn.ReLU, False), converter=False)
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagHessian])
+@pytest.mark.parametrize(
+    ("first", "second"), [(nn.ELU, nn.ELU), (nn.SELU, nn.SiLU), (nn.CELU, nn.Mish), (nn.ReLU, nn.Hardsigmoid)]
+)
+def test_a_wrong_gradient_of_autograd_is_refused(
+    first: type[nn.Module], second: type[nn.Module], extension: Callable[[], E.BackpropExtension]
+) -> None:
+    x, y = rand(6, 4), torch.randint(3, (6,))
+    model, twin = (chained(first, second, inplace) for inplace in (True, False))
+    for net in (model, twin):
+        F.cross_entropy(net(x), y).backward()
+    assert not torch.allclose(model.a.weight.grad, twin.a.weight.grad), "torch has mended it: so can we"
+    net, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(extension()), pytest.raises(RuntimeError, match="changed in place inside of a checkpoint"):
+        loss_fn(net(x), y).backward()
