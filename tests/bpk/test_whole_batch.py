@@ -238,43 +238,107 @@ def test_those_of_samples_are_refused(extension: type, beside: tuple, name: str)
     assert not any(vars(p) for p in parts[0].parameters())
 
 
-@pytest.mark.parametrize("mixed_first", [False, True])
-@pytest.mark.parametrize("extension", SUMS)
-def test_a_loss_behind_which_samples_are_apart(extension: type[BackpropExtension], mixed_first: bool) -> None:
-    """All losses are looked at before anything is computed: the batch is one sample behind each of them."""
+class Branches(nn.Module):
+    """A trunk, one prediction behind which samples are apart, and others behind which they are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.apart, self.normed, self.centred = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.rand(3) + 0.5)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        h = torch.tanh(self.trunk(x)) * self.scale
+        return [self.apart(h), self.normed(self.norm(h).sin()), self.centred(h.exp() * (h - h.mean(0)))]
+
+
+class One(nn.Module):
+    """One of the predictions."""
+
+    def __init__(self, model: nn.Module, number: int) -> None:
+        super().__init__()
+        self.model, self.number = model, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(x)[self.number]
+        return out
+
+
+@pytest.mark.parametrize("beside", [(), (E.BatchGrad, E.Variance)], ids=["alone", "beside first order"])
+@pytest.mark.parametrize("one_pass", ["one forward pass", "a loss right behind its prediction"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 2), (2, 0), (0, 2, 1), (1, 0, 2), (2, 1, 0)], ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_losses_behind_some_of_which_samples_mix(order: tuple[int, ...], one_pass: str, beside: tuple) -> None:
+    """Autograd begins with the loss that was computed last; whether samples mix there or elsewhere is all the same."""
+    torch.manual_seed(0)
+    model, x, y = Branches().double(), torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    kinds = {0: nn.MSELoss(), 1: nn.CrossEntropyLoss(), 2: nn.MSELoss(reduction="sum")}
+    targets = {0: y, 1: torch.tensor([0, 1, 1, 0, 1]), 2: 2 * y}
+    factors = {0: 2.0, 1: 0.5, 2: 3.0}
+    refs = [Reference(One(model, k), kinds[k], x, targets[k]) for k in order]
+    net, losses = bpk.extend(model), {k: bpk.extend(kind) for k, kind in kinds.items()}
+    with bpk.backpack(*[e() for e in SUMS], *[e() for e in beside]):
+        if one_pass == "one forward pass":
+            out = net(x)
+            total = sum(factors[k] * losses[k](out[k], targets[k]) for k in order)
+        else:
+            total = sum(factors[k] * losses[k](net(x)[k], targets[k]) for k in order)
+        total.backward()
+    unused = {"apart", "normed", "centred", "norm"} - {("apart", "normed", "centred")[k] for k in order}
+    for name, p in model.named_parameters():
+        if name.partition(".")[0] in unused - ({"norm"} if 1 in order else set()):
+            continue
+        if beside:
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+        key, unit = f"model.{name}", torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+        ggn, full = (sum(factors[k] * getattr(r, of)[key] for k, r in zip(order, refs, strict=True)) for of in HALVES)
+        torch.testing.assert_close(p.diag_ggn_exact.flatten(), ggn.diag(), msg=lambda m, n=name: f"GGN of {n}: {m}")
+        torch.testing.assert_close(p.diag_h.flatten(), full.diag(), msg=lambda m, n=name: f"Hessian of {n}: {m}")
+        torch.testing.assert_close(p.ggnmp(unit).flatten(1), ggn, msg=lambda m, n=name: f"GGNMP of {n}: {m}")
+        torch.testing.assert_close(p.hmp(unit).flatten(1), full, msg=lambda m, n=name: f"HMP of {n}: {m}")
+
+
+HALVES = ("ggn", "hessian")
+
+
+def test_positive_curvature_of_several_losses() -> None:
+    """The other order gives the same, and no less than the GGN."""
+    found = []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        torch.manual_seed(0)
+        model, x, y = bpk.extend(Branches().double()), torch.randn(5, 3).double(), torch.randn(5, 2).double()
+        losses = [bpk.extend(nn.MSELoss()) for _ in order]
+        with bpk.backpack(E.PCHMP(), E.GGNMP()):
+            out = model(x)
+            sum(losses[k](out[k], y) for k in order).backward()
+        units = [torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape) for p in model.parameters()]
+        found.append([p.pchmp(unit).flatten(1) for p, unit in zip(model.parameters(), units, strict=True)])
+        for p, unit, block in zip(model.parameters(), units, found[-1], strict=True):
+            assert torch.linalg.eigvalsh(block - p.ggnmp(unit).flatten(1)).min() > -1e-9
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_models_of_their_own_behind_several_losses() -> None:
     model, loss_fn, x, y = problem("MLP")
     plain, other = bpk.extend(nn.Linear(3, 2).double()), bpk.extend(nn.CrossEntropyLoss())
+    refs = Reference(model, loss_fn, x, y), Reference(plain, other, x, y)
     model, loss_fn = bpk.extend(model), bpk.extend(loss_fn)
-    with bpk.backpack(extension()):
-        terms = [lambda: 2 * loss_fn(model(x), y), lambda: other(plain(x), y)]  # autograd begins at the later one
-        first, last = terms if mixed_first else terms[::-1]
-        (first() + last()).backward()
-    field = FIELDS[extension]
-    for one, factor in ((model, 2), (plain, 1)):
-        ref = Reference(one, loss_fn, x, y)
-        for name, p in one.named_parameters():
-            matrix = factor * (ref.hessian if extension in (E.DiagHessian, E.HMP) else ref.ggn)[name]
-            if extension in (E.HMP, E.GGNMP):
-                unit = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
-                torch.testing.assert_close(getattr(p, field)(unit).flatten(1), matrix)
-            else:
-                torch.testing.assert_close(getattr(p, field).flatten(), matrix.diag())
+    with bpk.backpack(*[e() for e in SUMS]):
+        mixed = loss_fn(model(x), y)
+        apart = other(plain(x), y)  # the later one: autograd begins there
+        (mixed + apart).backward()
+    for net, ref in zip((model, plain), refs, strict=True):
+        agree(net, ref)
 
 
-def test_two_heads_one_of_which_mixes_samples() -> None:
-    torch.manual_seed(0)
-    trunk, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), torch.rand(5, 3).double()
-    heads = [nn.Linear(4, 2).double(), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()]
-    losses = [nn.CrossEntropyLoss(), nn.MSELoss()]
-    targets = [torch.randint(2, (5,)), torch.rand(5, 2).double()]
-    extended = [bpk.extend(module) for module in (trunk, *heads, *losses)]
-    with bpk.backpack(E.DiagGGNExact()):
-        h = extended[0](x)
-        sum(loss_fn(head(h), y) for head, loss_fn, y in zip(heads, losses, targets, strict=True)).backward()
-    parts = [Reference(nn.Sequential(trunk, head), f, x, y) for head, f, y in zip(heads, losses, targets, strict=True)]
-    for name, p in trunk.named_parameters():
-        expected = sum(part.ggn[f"0.{name}"] for part in parts).diag()
-        torch.testing.assert_close(p.diag_ggn_exact.flatten(), expected)
+@pytest.mark.parametrize("extension", PER_SAMPLE, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 2)], ids=str)
+def test_those_of_samples_are_refused_behind_several_losses(extension: type, order: tuple[int, ...]) -> None:
+    model, x, y = bpk.extend(Branches()), torch.randn(5, 3), torch.randn(5, 2)
+    losses = [bpk.extend(nn.MSELoss()) for _ in order]
+    with bpk.backpack(E.DiagGGNExact(), extension()), pytest.raises(NotImplementedError, match=r"(?s)mix.*Do:"):
+        out = model(x)
+        sum(loss(out[k], y) for loss, k in zip(losses, order, strict=True)).backward()
 
 
 def test_subsampling_is_refused() -> None:
