@@ -24,6 +24,11 @@ class Job(ABC):
         self.setup = setup
         self.quantity = quantity
 
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.setup.inputs.device
+
     @abstractmethod
     def run(self) -> Result:
         """Forward, backward and the quantity: this is what is timed."""
@@ -34,7 +39,7 @@ class Job(ABC):
             p.grad = None
 
     def drop(self) -> None:
-        """Drop what the last run has computed, if it is still on the model. (In a training loop, it is there.)"""
+        """Free what the last run has computed, if it is still on the model. (In a training loop, it is there.)"""
 
     def canonical(self, result: Result) -> Result:
         """The result in `bpk`'s scaling, for the comparison with the reference."""
@@ -58,7 +63,7 @@ class Alternative(ABC):
 def product_vectors(setup: Setup) -> list[Tensor]:
     """One seeded vector `[1, *p]` per parameter, the same for every alternative."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(1, *p.shape, generator=generator, dtype=p.dtype) for p in setup.params]
+    return [torch.randn(1, *p.shape, generator=generator, dtype=p.dtype).to(p.device) for p in setup.params]
 
 
 def hessian_root(logits: Tensor, positions: int) -> Tensor:

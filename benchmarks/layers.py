@@ -109,6 +109,10 @@ class ProductsJob(Job):
         floating = [i for i, x in enumerate(self.call.inputs) if x.is_floating_point()]
         return floating[:1] if isinstance(self.rule, Loss) else floating
 
+    @property
+    def device(self) -> torch.device:
+        return self.call.output.device
+
     def run(self) -> Result:
         c, rule = self.call, self.rule
         call = Call(c.options, c.inputs, c.params, c.output)

@@ -91,7 +91,10 @@ def by_autodiff(rounds: int) -> Iterator[Limit]:
 
 def beyond_plain(alternative: str, problem: str, quantity: str) -> Peak | None:
     """Peak memory beyond that of plain forward and backward."""
-    base, peak = in_own_process("plain", problem, "NoContext"), in_own_process(alternative, problem, quantity)
+    base, peak = (
+        in_own_process("plain", KNOWN[problem], "NoContext"),
+        in_own_process(alternative, KNOWN[problem], quantity),
+    )
     return None if base is None or peak is None else Peak(peak.megabytes - base.megabytes, peak.seconds)
 
 
@@ -110,9 +113,9 @@ def peers(rounds: int) -> Iterator[Limit]:
         for name in KNOWN[problem].quantities:
             if name == "NoContext" or BACKPACK.reason(KNOWN[problem], QUANTITIES[name]):
                 continue
-            theirs = in_own_process(BACKPACK.name, problem, name)
+            theirs = in_own_process(BACKPACK.name, KNOWN[problem], name)
             if theirs is not None:
-                own = in_own_process(BPK.name, problem, name)
+                own = in_own_process(BPK.name, KNOWN[problem], name)
                 yield of_peak("peers", f"{problem}, {name}", own, theirs.megabytes)
 
 
@@ -120,7 +123,7 @@ def large(rounds: int) -> Iterator[Limit]:
     """Language models within 4 GiB, a character RNN and a segmentation network within 2 GiB."""
     for problem in (p for p in LARGE.values() if p.check):
         for name in problem.quantities:
-            peak = in_own_process(BPK_PLAIN.name, problem.name, name)
+            peak = in_own_process(BPK_PLAIN.name, problem, name)
             at_most = (4 if problem.name.startswith("lm") else 2) * GIBIBYTE
             yield of_peak("large", f"{problem.title}, N={problem.batch}, {name}", peak, at_most)
 

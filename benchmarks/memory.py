@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.alternative import Alternative
-from benchmarks.problems import KNOWN
+from benchmarks.alternative import Alternative, Job
+from benchmarks.problems import Problem
 from benchmarks.quantities import QUANTITIES
+from benchmarks.timing import now
 
 ROOT = Path(__file__).resolve().parent.parent
 _STATUS = Path("/proc/self/status")
@@ -38,26 +39,63 @@ def _release() -> None:
         return
 
 
+STEPS = 10
+"""How many steps a process takes that tells the first from later ones."""
+
+PATIENCE = 5.0
+"""Seconds that a step takes at most for that."""
+
+
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of one run, and the processor's seconds that it took."""
+    """Peak memory of one run, the seconds that it took, and those of the first and the tenth (if that is not long)."""
 
     megabytes: float
     seconds: float
+    first: float = 0.0
+    tenth: float | None = None
 
 
-def measure(alternative: Alternative, problem: str, quantity: str) -> Peak:
-    """Memory that forward, backward and the quantity take at their peak beyond model and data.
+def measure(alternative: Alternative, problem: Problem, quantity: str) -> Peak:
+    """Memory that forward, backward and the quantity take at their peak beyond model and data, in a fresh process.
 
     On Linux the peak of the resident set is reset after a first run, which pays for imports and code
     that is derived on first use. Elsewhere the peak since the start of the process is all there is.
     """
     torch.set_num_threads(1)
-    job = alternative.prepare(KNOWN[problem].setup(), QUANTITIES[quantity])
+    job = alternative.prepare(problem.setup(), QUANTITIES[quantity])
+    first = seconds_of(job)
+    peak = on_accelerator(job) if problem.device != "cpu" else on_processor(job)
+    tenth = None
+    if first < PATIENCE:
+        tenth = [seconds_of(job) for _ in range(2, STEPS)][-1]
+    return Peak(*peak, first, tenth)
+
+
+def seconds_of(job: Job) -> float:
+    """Of one run, as a training loop would have it: fields stay."""
+    start = now(job)
+    job.run()
+    seconds = now(job) - start
+    job.clear()
+    return seconds
+
+
+def on_accelerator(job: Job) -> tuple[float, float]:
+    """Megabytes beyond what is there, and seconds, of one run."""
+    job.drop()
+    torch.cuda.reset_peak_memory_stats(job.device)
+    before, start = torch.cuda.memory_allocated(job.device), now(job)
+    result = job.run()
+    seconds = now(job) - start
+    del result
+    return (torch.cuda.max_memory_allocated(job.device) - before) / 2**20, seconds
+
+
+def on_processor(job: Job) -> tuple[float, float]:
+    """The same."""
     resettable = os.access(_CLEAR_REFS, os.W_OK)
     if resettable:
-        job.run()
-        job.clear()
         job.drop()  # or memory for new fields is there already, and counts as that of the model
         _release()
         _CLEAR_REFS.write_text("5")
@@ -66,7 +104,8 @@ def measure(alternative: Alternative, problem: str, quantity: str) -> Peak:
     seconds = time.process_time() - start
     peak = _kilobytes("VmHWM") if resettable else _highest()
     del result
-    return Peak((peak - before) / 1024, seconds)
+    job.clear()
+    return (peak - before) / 1024, seconds
 
 
 def _highest() -> float:
@@ -75,9 +114,10 @@ def _highest() -> float:
     return highest / 1024 if sys.platform == "darwin" else highest
 
 
-def in_own_process(alternative: str, problem: str, quantity: str) -> Peak | None:
+def in_own_process(alternative: str, problem: Problem, quantity: str) -> Peak | None:
     """Run `measure` in a fresh interpreter; `None` where it fails."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--memory-of", problem, quantity, alternative]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--device", problem.device]
+    command += ["--memory-of", problem.name, quantity, alternative]
     # Every tensor of some size gets pages of its own, which are returned when it is freed.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -163,7 +163,7 @@ class OpacusJob(PlainJob):
 
     def clear(self) -> None:
         for p in self.params:
-            p.grad = p.grad_sample = None  # type: ignore[attr-defined]
+            p.grad = p.grad_sample = None  # type: ignore[attr-defined]  # kept, it would be added to a list
 
     def canonical(self, result: Result) -> Result:
         """Opacus leaves out the division by `N`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -74,6 +74,7 @@ class Problem:
     slow: tuple[str, ...] = ()
     flat: bool = False
     check: str | None = None
+    device: str = "cpu"
 
     def setup(self, batch: int | None = None, seed: int = 0) -> Setup:
         """Draw parameters and `batch` samples; the same seed gives the same problem everywhere."""
@@ -88,11 +89,14 @@ class Problem:
         if self.flat:
             targets = targets.flatten()
         evaluate(model, inputs)
-        return Setup(model, nn.CrossEntropyLoss(), inputs, targets, self.functions)
+        here = self.device
+        return Setup(model.to(here), nn.CrossEntropyLoss(), inputs.to(here), targets.to(here), self.functions)
 
     def check_setup(self) -> Setup:
         """The batch on which results are compared with the reference."""
-        return self.setup(self.check_batch) if self.check is None else KNOWN[self.check].setup()
+        if self.check is None:
+            return self.setup(self.check_batch)
+        return replace(KNOWN[self.check], device=self.device).setup()
 
 
 def evaluate(model: nn.Module, inputs: Tensor) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.own_process import commit
 from benchmarks.problems import KNOWN
 from benchmarks.quantities import IMPORT_SECONDS
 from benchmarks.row import Cell, Row
 
 RESULTS = Path(__file__).resolve().parent / "results"
+PEERS = ("backpack-for-pytorch", "opacus", "curvlinops-for-pytorch")
 COLUMNS = ("bpk", "bpk plain", "torch.func", "loop", "backpack", "opacus", "write")
 
 
@@ -33,16 +36,26 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
+        "commit": commit(),
+        "peers": {name: version(name) for name in PEERS if find(name)},
     }
 
 
+def find(package: str) -> bool:
+    """Whether a package is installed."""
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
 def shown(cell: Cell | None) -> str:
-    """A cell as text: the ratio, with megabytes where they were measured, or why there is none."""
+    """A cell as text: the ratios (kept / freed), with megabytes where they were measured, or why there is none."""
     if cell is None or cell.status == "skipped":
         return "–"
     if cell.ratio is None:
         return cell.status
-    text = f"{cell.ratio:.2f}" if cell.ratio < 20 else f"{cell.ratio:.0f}"
+    text = " / ".join(f"{x:.2f}" if x < 20 else f"{x:.0f}" for x in (cell.ratio, cell.freed) if x is not None)
     return text if cell.megabytes is None else f"{text} ({cell.megabytes:.0f} MB)"
 
 

@@ -15,6 +15,9 @@ from benchmarks.quantities import MEGABYTES, QUANTITIES, RELATIVE, WRITE_FACTOR,
 from benchmarks.reference import Reference, check
 from benchmarks.timing import Series, interleave
 
+FREED = ", freed"
+"""What stands behind the name of an alternative whose results are freed between runs."""
+
 PLAIN = Plain()
 WRITE = Write()
 OWN: tuple[Alternative, ...] = (BPK, BPK_PLAIN, TorchFunc(), Loop(), WRITE)
@@ -24,7 +27,11 @@ ALTERNATIVES: dict[str, Alternative] = {a.name: a for a in (PLAIN, *OWN, *PEERS,
 
 @dataclass
 class Cell:
-    """What one alternative reached: `status` is `ok`, `skipped`, `wrong` or `failed`."""
+    """What one alternative reached: `status` is `ok`, `skipped`, `wrong` or `failed`.
+
+    `ratio` and `seconds` are those of runs that overwrite what the last one has left; `freed` is the ratio where that
+    is freed before. In a process of its own: the peak in `megabytes`, and the seconds of the `first` and `tenth` step.
+    """
 
     status: str
     reason: str = ""
@@ -32,6 +39,9 @@ class Cell:
     seconds: float | None = None
     rounds: int = 0
     megabytes: float | None = None
+    freed: float | None = None
+    first: float | None = None
+    tenth: float | None = None
 
 
 @dataclass
@@ -74,6 +84,7 @@ def measure_row(
         alone = {f"{BPK.name} {part}": part for part in RELATIVE[quantity_name][0]}
         jobs |= {key: BPK.prepare(problem.setup(), QUANTITIES[part]) for key, part in alone.items()}
     series = _time(jobs, rounds, budget, row)
+    freed = {name: series.pop(name + FREED).ratio for name in jobs if name + FREED in series}
     row.cells = {PLAIN.name: Cell("ok")} | row.cells
     for name, one in series.items():
         if name in alone:
@@ -81,9 +92,11 @@ def measure_row(
             continue
         cell = row.cells[name]
         cell.ratio, cell.seconds, cell.rounds = one.ratio, one.median, len(one.seconds)
+        cell.freed = freed.get(name, 1.0)
         if memory:
-            peak = in_own_process(name, problem.name, quantity_name)
-            cell.megabytes = None if peak is None else peak.megabytes
+            own = in_own_process(name, problem, quantity_name)
+            if own is not None:
+                cell.megabytes, cell.first, cell.tenth = own.megabytes, own.first, own.tenth
     row.verdict = judge(row)
     return row
 
@@ -115,7 +128,7 @@ def _time(jobs: Mapping[str, Job], rounds: int, budget: float, row: Row) -> dict
             jobs = {key: other for key, other in jobs.items() if key != name}
         finally:
             job.clear()
-    return interleave(jobs, PLAIN.name, rounds, budget)
+    return interleave(jobs, PLAIN.name, rounds, budget, FREED)
 
 
 def fastest_peer(row: Row) -> str | None:
@@ -156,6 +169,8 @@ def judge(row: Row) -> str:
         cell = row.cells[peer]
         if cell.ratio is not None and own.ratio > cell.ratio:
             faults.append(f"slower than {peer}")
+        elif own.freed is not None and cell.freed is not None and own.freed > cell.freed:
+            faults.append(f"slower than {peer} where fields are freed")
         if own.megabytes is not None and cell.megabytes is not None and own.megabytes > cell.megabytes:
             faults.append(f"more memory than {peer}")
     return "; ".join(faults) or "reached"

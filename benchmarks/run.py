@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", type=float, help=f"seconds of timing for one row (120; with --layers {layers.SECONDS})")
     p.add_argument("--quick", action="store_true", help="5 rounds and 6 seconds for one row (--layers: 3 rounds)")
     p.add_argument("--no-peers", action="store_true", help="leave BackPACK and Opacus out")
-    p.add_argument("--memory", action="store_true", help="peak memory too, each in a process of its own")
+    p.add_argument("--memory", action="store_true", help="peak memory, first and tenth step, each in its own process")
+    p.add_argument("--device", default="cpu", help="where networks run (cpu, cuda; default cpu)")
     p.add_argument("--name", help="write results/NAME.json (latest; with --layers layers)")
     p.add_argument("--markdown", action="store_true", help="print Markdown in place of the plain table")
     p.add_argument("--show", type=Path, metavar="JSON", help="print an earlier result and measure nothing")
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if args.memory_of:
         problem, quantity, alternative = args.memory_of
-        print(json.dumps(asdict(measure(ALTERNATIVES[alternative], problem, quantity))))
+        known = replace(KNOWN[problem], device=args.device)
+        print(json.dumps(asdict(measure(ALTERNATIVES[alternative], known, quantity))))
         return 0
     if args.layers is not None or (args.show and layers.read_json(args.show) is not None):
         found = layers.read_json(args.show) if args.show else run_layers(args)
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> tuple[list[Row], float | None]:
     alternatives = [a for a in candidates if not args.alternative or a.name in args.alternative]
     rows: list[Row] = []
     for name in args.problem or PROBLEMS:
-        problem = KNOWN[name]
+        problem = replace(KNOWN[name], device=args.device)
         reference = Reference(problem)
         for quantity in problem.quantities:
             if args.quantity and quantity not in args.quantity:

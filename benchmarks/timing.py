@@ -1,7 +1,11 @@
 """Interleaved timing: in every round each job runs once, right after the plain one it is compared with.
 
 What is counted are the processor's seconds spent on this process. On one thread this is the time on the clock
-where nothing else runs, and it does not count the time in which another process had the core.
+where nothing else runs, and it does not count the time in which another process had the core. On a GPU it is the time
+on the clock until all work is done.
+
+Each job is measured in two ways: what a run has computed is kept until the next one overwrites it, as in a loop that
+never deletes a field; and it is freed before, as in a first step, or in a loop that is done with it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from benchmarks.alternative import Job
 
@@ -25,6 +31,7 @@ class Series:
     """Measurements of one job, each with that of the plain job just before it."""
 
     job: Job
+    frees: bool = False
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
@@ -40,14 +47,16 @@ class Series:
         return statistics.median(s / p for s, p in zip(self.seconds, self.plain, strict=True))
 
     def measure(self) -> float:
-        """Mean seconds of `calls` runs; what they leave behind is freed between them, untimed."""
+        """Mean seconds of `calls` runs; gradients are freed between them, and fields if it `frees` them, untimed."""
         total = 0.0
         for _ in range(self.calls):
-            start = time.process_time()
+            start = now(self.job)
             result = self.job.run()
-            total += time.process_time() - start
+            total += now(self.job) - start
             del result
             self.job.clear()
+            if self.frees:
+                self.job.drop()
         return total / self.calls
 
     def warm_up(self) -> float:
@@ -57,13 +66,25 @@ class Series:
         return once
 
 
-def interleave(jobs: Mapping[str, Job], plain: str, rounds: int, budget: float) -> dict[str, Series]:
+def now(job: Job) -> float:
+    """Seconds that this process has worked, or on the clock once a GPU has done its work."""
+    if job.device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize(job.device)
+    return time.perf_counter()
+
+
+def interleave(jobs: Mapping[str, Job], plain: str, rounds: int, budget: float, freed: str = "") -> dict[str, Series]:
     """Measure all jobs for `rounds` rounds, in an order that rotates from round to round.
+
+    If there is a suffix for names of those whose results are `freed`, all but the plain one are measured in both ways.
 
     A job that has used up its share of `budget` seconds leaves after three rounds; one that takes more
     than its share in a single run leaves after one.
     """
     series = {name: Series(job) for name, job in jobs.items()}
+    if freed:
+        series |= {name + freed: Series(job, frees=True) for name, job in jobs.items() if name != plain}
     first = {name: one.warm_up() for name, one in series.items()}
     share = budget / len(series)
     order = list(series)

@@ -55,6 +55,7 @@ def test_row_is_reported(quantity: str, tmp_path: Path, monkeypatch: pytest.Monk
     row = measure_row(problem, quantity, chosen, REFERENCES["tiny_mlp"], rounds=1, budget=1.0)
     assert row.cells["plain"].ratio == 1.0
     assert row.cells["bpk"].status == "ok" and row.cells["bpk"].ratio is not None
+    assert row.cells["bpk"].freed is not None and row.cells["bpk"].freed > 0
     assert set(row.parts) == set(RELATIVE.get(quantity, ((),))[0])
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     path = report.write_json([row], "one", 0.1)
@@ -69,15 +70,17 @@ def test_verdict_names_every_fault() -> None:
     assert judge(row) == "over target 1.9; slower than loop; more memory than loop"
     cells["bpk"] = Cell("ok", ratio=1.5, megabytes=8.0)
     assert judge(row) == "reached"
+    cells["bpk"].freed, cells["loop"].freed = 2.1, 2.0
+    assert judge(row) == "slower than loop where fields are freed"
 
 
 def test_memory_of_written_rows() -> None:
     threads = torch.get_num_threads()
     try:
-        found = measure(ALTERNATIVES["write"], "logreg", "BatchGrad")
+        found = measure(ALTERNATIVES["write"], PROBLEMS["logreg"], "BatchGrad")
     finally:
         torch.set_num_threads(threads)
-    assert found.seconds > 0
+    assert found.seconds > 0 and found.first > 0 and found.tenth is not None and found.tenth > 0
     assert found.megabytes > 0.8 * 512 * 7850 * 4 / 2**20  # [N, p] in float32 is among what it takes
 
 
