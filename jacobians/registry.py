@@ -14,6 +14,10 @@ from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.rule import Rule
 
 
+UNKNOWN = object()
+"""Stands for a class that was not looked up yet."""
+
+
 class Registry(Collected[Rule]):
     """Rules by module class and by function.
 
@@ -35,10 +39,11 @@ class Registry(Collected[Rule]):
     def find(self, module: nn.Module | type[nn.Module]) -> Rule | None:
         """The rule of a module (or of its class), or `None`."""
         cls = module if isinstance(module, type) else type(module)
-        if cls not in self._found:
+        found = self._found.get(cls, UNKNOWN)
+        if found is UNKNOWN:
             self.fill()
-            self._found[cls] = self._search(cls)
-        return self._found[cls]
+            found = self._found[cls] = self._search(cls)
+        return found  # type: ignore[return-value]  # no other object is stored
 
     def find_function(self, function: Any) -> Rule | None:
         """The rule of a function or tensor method, or `None`."""

@@ -51,25 +51,40 @@ class Arrangement:
     @cached_property
     def rows(self) -> Tensor:
         """Of a matrix `[I, O]`: its rows in the order of the tensor's entries."""
-        return self._numbers[:, 0].argsort()
+        return self._numbers()[:, 0].argsort()
 
     @cached_property
     def columns(self) -> Tensor:
         """The same of its columns."""
-        return self._numbers[0].argsort()
+        return self._numbers()[0].argsort()
 
     @cached_property
     def in_order(self) -> bool:
         """Whether both are so already."""
+        if self.is_transpose is not None:
+            return True
         return all(torch.equal(order, torch.arange(len(order))) for order in (self.rows, self.columns))
 
     @cached_property
     def firsts(self) -> tuple[bool, bool]:
         """Whether the tensor is, entry by entry, that matrix once rows and columns are in order, or its transpose."""
-        matrix = self._numbers[self.rows][:, self.columns]
+        if self.is_transpose is not None:
+            return not self.is_transpose or 1 in self.shape, self.is_transpose or 1 in self.shape
+        matrix = self._numbers()[self.rows][:, self.columns]
         number = torch.arange(matrix.numel())
         return torch.equal(matrix.flatten(), number), torch.equal(matrix.T.flatten(), number)
 
     @cached_property
+    def is_transpose(self) -> bool | None:
+        """Of a matrix that is handed on, whether its axes are exchanged (`None`: something else is done).
+
+        >>> Arrangement((2, 3), ((AXES, (1, 0)),)).is_transpose, Arrangement((2, 3), ((SHAPE, (3, 2)),)).is_transpose
+        (True, None)
+        """
+        if len(self.shape) != 2 or any(kind != AXES for kind, _ in self.steps):
+            return None
+        return sum(axes == (1, 0) for _, axes in self.steps) % 2 == 1
+
     def _numbers(self) -> Tensor:
+        """The numbers of the tensor's entries where they go to: as large as the tensor, so not kept."""
         return self(torch.arange(torch.Size(self.shape).numel()).reshape(self.shape))
