@@ -13,7 +13,6 @@ from bpk.jacobians.core.collected import Collected
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.rule import Rule
 
-
 UNKNOWN = object()
 """Stands for a class that was not looked up yet."""
 
