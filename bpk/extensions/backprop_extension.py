@@ -44,6 +44,8 @@ class BackpropExtension:
     """Whether the value adds up rows, exact ones of a square root, so that each may count as a sample of its own."""
     sums_samples = False
     """Whether the value (of second order) is one of the whole batch, so that it exists where samples mix."""
+    linear_in_terms = False
+    """Whether it is a sum over terms of the loss also where samples mix: of Jacobians, with no gradient in between."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
     form: Form

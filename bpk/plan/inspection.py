@@ -76,7 +76,7 @@ class Inspection:
             raise
         if merges and self.merged is None:
             require_before(next(iter(roots)), list(self.above))
-            self.merged = Attribution()
+            self.merged = Attribution(mixed=True)
         if len(roots) > 1:  # what is behind several of them was maybe left to autograd behind one
             for root, placement in found.items():
                 placement.above = upstream(root, self.sources)

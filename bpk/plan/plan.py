@@ -52,7 +52,7 @@ class Plan:
             params = {name: p for name, p in record.params.items() if is_trained(p)} if record.params else {}
             rows, n = attribution.rows(record), attribution.batch_size(record)
             node = nodes[record]
-            self.of[record] = Step(record, record.rule, call, node, params, rows, n)
+            self.of[record] = Step(record, record.rule, call, node, params, rows, n, mixed=attribution.mixed)
             self.of[record].runs = node is None or record in losses or engine.will_run(node)
             self.largest = max(self.largest, call.output.numel())
         for record, step in list(self.of.items()):
@@ -76,7 +76,8 @@ class Plan:
         inputs = [self.of[record].call.output for record, _ in source.targets]
         call = StretchCall(source, step.call.inputs[index], inputs, step.samples_of_rows, step.batch_size)
         params = dict(call.params)
-        stretch = Step(step.record, STRETCH, call, None, params, step.samples_of_rows, step.batch_size, step, index)
+        rows, n = step.samples_of_rows, step.batch_size
+        stretch = Step(step.record, STRETCH, call, None, params, rows, n, step, index, mixed=step.mixed)
         stretch.links = {k: Link(self.of[record]) for k, (record, _) in enumerate(source.targets)}
         call.rows_of_inputs = [self.of[record].samples_of_rows for record, _ in source.targets]
         return Link(stretch)

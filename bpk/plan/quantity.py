@@ -24,6 +24,7 @@ class Quantity(Protocol):
     combines: bool
     sums_rows: bool
     sums_samples: bool
+    linear_in_terms: bool
     needs_rows: bool
     needs_samples: bool
     needs_gradient: bool
@@ -47,3 +48,8 @@ class Quantity(Protocol):
 
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones and that of the others."""
+
+
+def is_of_batch(extension: Quantity) -> bool:
+    """Whether an extension is a sum that exists where samples mix: over all terms of the loss, or over some of them."""
+    return extension.sums_samples and (extension.subsampling is None or extension.linear_in_terms)

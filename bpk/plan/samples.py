@@ -17,6 +17,8 @@ class Attribution:
 
     samples: dict[int, Tensor] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
+    mixed: bool = False
+    """Whether samples mix, so that they count as one."""
 
     def rows(self, record: Record) -> Tensor | None:
         """The sample `[R]` of each row (`None`: rows are the samples); rows that feed no loss count as the first's."""

@@ -58,7 +58,8 @@ class Step:
     It `runs` if autograd evaluates it in this pass. `record` is the recorded call, and for a stretch the one that reads
     its end, at input `index`. `links` say what feeds its inputs, `params` are those that get fields; `reused` names
     those that calls further up use as well, and `last` the others. Where rows are not the samples in order,
-    `samples_of_rows` says which of the `batch_size` samples each belongs to.
+    `samples_of_rows` says which of the `batch_size` samples each belongs to; all to the only one where samples are
+    `mixed`.
     """
 
     record: Record
@@ -80,6 +81,7 @@ class Step:
     prepared: bool = False
     runs: bool = True
     is_loss: bool = False
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         self.is_loss = isinstance(self.rule, Loss)
@@ -118,10 +120,10 @@ class Step:
         self.prepared = True
 
     def view(self, samples: tuple[int, ...] | None) -> Call:
-        """The call restricted to some samples; a loss stays whole."""
+        """The call restricted to some samples; a loss stays whole, and so does all where samples mix."""
         if not self.prepared:
             self.prepare()
-        if samples is None or self.is_loss:
+        if samples is None or self.is_loss or self.mixed:
             return self.call
         if samples not in self.views:
             self.views[samples] = self.call.subset(samples)

@@ -16,7 +16,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.plan.quantity import FAIL_ERROR, FAIL_SILENT, Quantity
+from bpk.plan.quantity import FAIL_ERROR, FAIL_SILENT, Quantity, is_of_batch
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -57,6 +57,9 @@ CHAIN_RULE = (
     "samples."
 )
 
+OF_TERMS = "With subsampling=, second derivatives of layers need the gradient of some terms of the loss only."
+NO_SUBSAMPLING = "leave out subsampling=, or use DiagGGNExact, DiagGGNMC or GGNMP."
+
 WARNED: WeakSet[nn.Module] = WeakSet()
 """Layers that mix samples or take the generic way, and whose user has been told."""
 
@@ -79,10 +82,10 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     mixing = rule.mixing(call) if call is not None else None
     if extension.second_order and mixing is not None and not isinstance(rule, Loss):
-        if extension.sums_samples and extension.subsampling is None:
+        if is_of_batch(extension):
             return Support(Kind.GENERIC, f"{mixing.rstrip('.')}. {WHOLE_BATCH}")
-        do = "leave out subsampling=." if extension.sums_samples else f"{WAY_OUT} {SUMS}"
-        return Support(Kind.REFUSED, mixing.rstrip(".") + ".", do)
+        why, do = (OF_TERMS, NO_SUBSAMPLING) if extension.sums_samples else ("", f"{WAY_OUT} {SUMS}")
+        return Support(Kind.REFUSED, f"{mixing.rstrip('.')}. {why}".strip(), do)
     if reason is not None:
         do = OTHER_LOSS if isinstance(rule, Loss) else WAY_OUT
         do = ADD_AXIS if reason.rstrip(".").endswith("no batch axis") else do

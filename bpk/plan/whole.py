@@ -5,6 +5,10 @@ of them over the batch, so that none of what is beyond belongs to a sample. Sums
 `diag(J^T H J)` with the Jacobian `J` of all predictions. If all rows are those of one sample, columns are written out
 row by row at the loss, rows of a parameter are summed before they are squared, and cross terms are right. Calls that
 mix are left to autograd, whose products are those of the batch.
+
+Sub-sampling means the terms of the loss that belong to the chosen samples, as functions of the whole batch:
+`sum_n J_n^T H_n J_n` with the Jacobian `J_n` of prediction `n`. Where samples are apart, this is the sum over what
+belongs to them alone; and everywhere the sum over all single samples is that of the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Sources
 from bpk.plan.placement import Placement, is_stuck, leave, place
-from bpk.plan.quantity import Quantity
+from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.support import require_support
 from bpk.plan.survey import mixes, upstream
 from bpk.recording.record import Record
@@ -37,6 +41,7 @@ def place_or_merge(
     were already behind other losses of this pass (`merged`), they are here, too.
     """
     second_order = any(e.second_order for e in extensions)
+    sampled = [e for e in extensions if e.second_order and e.subsampling is not None]
     if not all(isinstance(root.rule, Loss) for root in roots) or not may_merge(extensions):
         return {root: place(root, sources, second_order, by_hand) for root in roots}, False
     mixing = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
@@ -45,6 +50,8 @@ def place_or_merge(
             return {root: place(root, sources, second_order, by_hand) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
+    for root in roots if sampled else ():
+        require_rows(root, upstream(root, sources), sampled[0])
     return {root: merge(root, sources, extensions, by_hand, mixing) for root in roots}, True
 
 
@@ -71,7 +78,20 @@ def merge(
 def may_merge(extensions: Sequence[Quantity]) -> bool:
     """Whether every second-order extension is a sum over the whole batch (and there are some)."""
     second_order = [e for e in extensions if e.second_order]
-    return bool(second_order) and all(e.sums_samples and e.subsampling is None for e in second_order)
+    return bool(second_order) and all(is_of_batch(e) for e in second_order)
+
+
+def require_rows(root: Record, above: Iterable[Record], extension: Quantity) -> None:
+    """Refuse sub-sampling where the rows of the loss need not be the samples: what mixes hides whose they are."""
+    given = {record.given[0] for record in above if record.given}
+    if any(root.batch_size not in shape[:2] for shape in given):
+        raise UnsupportedLayer(
+            explain(
+                f"{extension} cannot look at some samples only behind the loss '{root.path}'.",
+                f"samples mix, so that nothing tells which sample each of its {root.batch_size} rows belongs to.",
+                "leave out subsampling=, or give the loss one row for each sample ([N, C, T]).",
+            )
+        )
 
 
 def one_sample(record: Record) -> Tensor:

@@ -110,7 +110,10 @@ def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]
     joint = frame.rule.joint(frame.call, tuple(frame.feeds))
     tangent = joint.merge({wrt: mat for wrt, mat in tangents.items() if isinstance(wrt, int)})
     if frame.samples is None:
-        return dict(joint.split(joint.rule.hessian_mat_prod(joint.call, tangent) * frame.grad).items())
+        product = joint.rule.hessian_mat_prod(joint.call, tangent) * frame.grad
+        if frame.terms is not None:
+            product = product * frame.terms.reshape(-1, *[1] * (product.dim() - 2))
+        return dict(joint.split(product).items())
     index = torch.as_tensor(frame.samples, device=tangent.device)
     full = tangent.new_zeros(tangent.shape[0], *joint.call.inputs[0].shape).index_copy(1, index, tangent)
     product = joint.rule.hessian_mat_prod(joint.call, full) * frame.grad

@@ -46,7 +46,9 @@ class SquareRoot(ColumnSweep):
 
     def at_inputs(self, step: Step, root: Tensor) -> dict[int | str, Tensor]:
         """Columns of the predictions of a loss, side by side, by input, times the root of its factor."""
-        return dict(step.joint.split(times_root_of_factor(self.rows(root, 1), step)).items())
+        terms = self.terms(step)
+        mat = self.rows(root, 1) if terms is None else root * terms.sqrt().reshape(-1, *[1] * (root.dim() - 2))
+        return dict(step.joint.split(times_root_of_factor(mat, step)).items())
 
 
 class RootColumns(Starting):

@@ -45,6 +45,13 @@ class Sweep(ABC):
             return full
         return full.index_select(axis, torch.as_tensor(self.samples, device=full.device))
 
+    def terms(self, step: Step) -> Tensor | None:
+        """How often each row `[R]` of a loss counts, where samples mix (`None`: once)."""
+        if self.samples is None or not step.mixed:
+            return None
+        given = step.joint.call.inputs[0]
+        return torch.bincount(torch.as_tensor(self.samples, device=given.device), minlength=len(given)).to(given.dtype)
+
 
 class Observer(Sweep):
     """A sweep that looks at every call when autograd is there."""

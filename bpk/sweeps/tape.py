@@ -44,6 +44,7 @@ class Frame:
     samples: tuple[int, ...] | None
     params: dict[str, int]
     stretch: LinearisedStretch | None = None
+    terms: Tensor | None = None
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -124,14 +125,16 @@ class Tape(Observer):
         """Add a frame."""
         view = step.view(self.samples)
         kept = view if torch.is_grad_enabled() else view.detached()  # a live graph would lead back to the parameter
-        grad = step.grad if step.is_loss else self.rows(step.grad)
+        samples = None if step.mixed else self.samples
+        grad = step.grad if step.is_loss or step.mixed else self.rows(step.grad)
         feeds = {index: self.feed(link) for index, link in step.links.items()}
         params = {name: id(p) for name, p in step.params.items()}
         assert step.rule is not None
         stretch = self.linearise(step)
         if stretch is not None:
             kept = Call(None, (), {}, step.call.output.new_empty(0))
-        frame = Frame(step.number, step.rule, kept, grad, feeds, step.where, self.samples, params, stretch)
+        frame = Frame(step.number, step.rule, kept, grad, feeds, step.where, samples, params, stretch)
+        frame.terms = self.terms(step) if step.is_loss else None
         self.frames.append(frame)
         return self, len(self.frames)
 
@@ -144,7 +147,8 @@ class Tape(Observer):
         call = step.call
         if not isinstance(call, StretchCall):
             return None
-        stretch = LinearisedStretch(call.source, call.output, step.grad, self.samples, self.factored, call.merged)
+        samples = None if step.mixed else self.samples
+        stretch = LinearisedStretch(call.source, call.output, step.grad, samples, self.factored, call.merged)
         if self.factored and stretch.columns is not None and call.samples_of_rows is not None and not call.merged:
             raise UnsupportedLayer(
                 explain(

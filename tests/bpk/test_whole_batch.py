@@ -341,9 +341,72 @@ def test_those_of_samples_are_refused_behind_several_losses(extension: type, ord
         sum(loss(out[k], y) for loss, k in zip(losses, order, strict=True)).backward()
 
 
-def test_subsampling_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"(?s)mixes samples.*subsampling"):
-        run(*problem("MLP"), E.DiagGGNExact(subsampling=[0]))
+class Terms(nn.Module):
+    """Some terms of a loss that is a mean over `n` samples, each as often as it is named."""
+
+    def __init__(self, loss_fn: nn.Module, chosen: list[int]) -> None:
+        super().__init__()
+        self.loss_fn, self.chosen = loss_fn, chosen
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return self.loss_fn(out[self.chosen], y[self.chosen]) * len(self.chosen) / len(out)
+
+
+@pytest.mark.parametrize("chosen", [[0], [2, 1], [3, 3, 0], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("loss", ["CE", "MSE"])
+@pytest.mark.parametrize("name", MODELS)
+def test_subsampling_is_of_terms_of_the_loss(name: str, loss: str, chosen: list[int]) -> None:
+    """The chosen samples' terms, as functions of the whole batch."""
+    model, loss_fn, x, y = problem(name, loss)
+    whole, some = Reference(model, loss_fn, x, y), Reference(model, Terms(loss_fn, chosen), x, y)
+    exact, product = E.DiagGGNExact(subsampling=chosen), E.GGNMP(savefield="some", subsampling=chosen)
+    run(model, loss_fn, x, y, exact, product, E.GGNMP(), E.HMP())
+    for key, p in model.named_parameters():
+        unit = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+        torch.testing.assert_close(p.diag_ggn_exact.flatten(), some.ggn[key].diag())
+        torch.testing.assert_close(p.some(unit).flatten(1), some.ggn[key])
+        torch.testing.assert_close(p.ggnmp(unit).flatten(1), whole.ggn[key])
+        torch.testing.assert_close(p.hmp(unit).flatten(1), whole.hessian[key])
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 1}, {"memory": 2000}], ids=str)
+def test_subsampling_a_few_columns_at_a_time(options: dict[str, int]) -> None:
+    parts = problem("ConvNet")
+    some = Reference(parts[0], Terms(parts[1], [1, 3]), *parts[2:])
+    run(*parts, E.DiagGGNExact(subsampling=[1, 3]), **options)
+    for key, p in parts[0].named_parameters():
+        torch.testing.assert_close(p.diag_ggn_exact.flatten(), some.ggn[key].diag())
+
+
+def test_subsampling_of_sampled_columns() -> None:
+    parts = problem("MLP")
+    some = Reference(parts[0], Terms(parts[1], [1, 3, 3]), *parts[2:])
+    run(*parts, E.DiagGGNMC(mc_samples=20_000, subsampling=[1, 3, 3]))
+    for key, p in parts[0].named_parameters():
+        expected = some.ggn[key].diag()
+        assert (p.diag_ggn_mc.flatten() - expected).norm() <= 0.06 * expected.norm() + 1e-12, key
+
+
+@pytest.mark.parametrize("extension", [E.DiagHessian, E.HMP, E.PCHMP])
+def test_subsampling_that_needs_gradients_is_refused(extension: type) -> None:
+    with pytest.raises(NotImplementedError, match=r"(?s)mixes samples.*the gradient of some terms.*subsampling"):
+        run(*problem("MLP"), extension(subsampling=[0]))
+    with pytest.raises(NotImplementedError, match="Rows are not samples"):
+        run(*problem("functions"), extension(subsampling=[0]))
+
+
+class Folded(Sequences):
+    """A row for each position, at the loss, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x).flatten(0, 1)))
+
+
+def test_subsampling_of_rows_that_are_no_samples_is_refused() -> None:
+    x, y = torch.randn(4, 3, 3), torch.randn(12, 2)
+    with pytest.raises(NotImplementedError, match="nothing tells which sample each of its 12 rows"):
+        run(Folded(), nn.MSELoss(), x, y, E.DiagGGNExact(subsampling=[0]))
+    run(Folded(), nn.MSELoss(), x, y, E.DiagGGNExact())
 
 
 @pytest.mark.parametrize("name", ["MLP", "ConvNet", "MLP, norm first and last"])

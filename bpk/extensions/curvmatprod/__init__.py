@@ -81,6 +81,7 @@ class GGNMP(MatrixProduct):
     """
 
     curvature = Curvature.GGN
+    linear_in_terms = True
 
     def __init__(self, savefield: str = "ggnmp", subsampling: Sequence[int] | None = None) -> None:
         super().__init__(savefield, subsampling=subsampling)

@@ -44,6 +44,7 @@ class DiagGGNExact(DiagGGN):
     form = Form.BATCH
     sums_rows = True
     sums_samples = True
+    linear_in_terms = True
 
 
 class DiagGGNMC(SampledRootExtension, DiagGGN):
@@ -68,6 +69,7 @@ class DiagGGNMC(SampledRootExtension, DiagGGN):
     field = "diag_ggn_mc"
     form = Form.BATCH
     sums_samples = True
+    linear_in_terms = True
 
 
 class BatchDiagGGNExact(DiagGGN):
