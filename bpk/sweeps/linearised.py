@@ -170,7 +170,9 @@ def any_of(mats: Sequence[Tensor | None]) -> bool:
 
 def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:
     """`[N]`: how often each sample of a batch `[N, ...]` is named."""
-    return torch.bincount(torch.as_tensor(samples, device=like.device), minlength=len(like)).to(like.dtype)
+    return torch.bincount(torch.as_tensor(samples, dtype=torch.long, device=like.device), minlength=len(like)).to(
+        like.dtype
+    )
 
 
 def spread(counts: Tensor, dims: int) -> Tensor:

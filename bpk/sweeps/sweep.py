@@ -20,6 +20,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
 from bpk.sweeps.hand import Hand
+from bpk.sweeps.linearised import times_named
 
 
 class Sweep(ABC):
@@ -49,8 +50,7 @@ class Sweep(ABC):
         """How often each row `[R]` of a loss counts, where samples mix (`None`: once)."""
         if self.samples is None or not step.mixed:
             return None
-        given = step.joint.call.inputs[0]
-        return torch.bincount(torch.as_tensor(self.samples, device=given.device), minlength=len(given)).to(given.dtype)
+        return times_named(self.samples, step.joint.call.inputs[0])
 
 
 class Observer(Sweep):

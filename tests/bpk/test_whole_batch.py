@@ -369,6 +369,21 @@ def test_subsampling_is_of_terms_of_the_loss(name: str, loss: str, chosen: list[
         torch.testing.assert_close(p.hmp(unit).flatten(1), whole.hessian[key])
 
 
+def test_subsampling_of_several_losses_is_additive() -> None:
+    """Over all samples one by one, the quantities of two losses sum to those of the batch; over none they are zero."""
+    torch.manual_seed(0)
+    model, x, y = bpk.extend(Branches().double()), torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    losses = [bpk.extend(nn.MSELoss()) for _ in range(2)]
+    found: dict[str, Tensor] = {}
+    for name, chosen in {"all": None, "none": [], **{str(n): [n] for n in range(5)}}.items():
+        with bpk.backpack(E.DiagGGNExact(subsampling=chosen)):
+            out = model(x)
+            (losses[0](out[0], y) + 2 * losses[1](out[2], y)).backward()
+        found[name] = model.trunk.weight.diag_ggn_exact.clone()
+    assert not found.pop("none").any()
+    torch.testing.assert_close(found.pop("all"), torch.stack(list(found.values())).sum(0))
+
+
 @pytest.mark.parametrize("options", [{"chunk_size": 1}, {"memory": 2000}], ids=str)
 def test_subsampling_a_few_columns_at_a_time(options: dict[str, int]) -> None:
     parts = problem("ConvNet")
