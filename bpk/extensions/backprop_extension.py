@@ -114,7 +114,7 @@ class BackpropExtension:
         raise TypeError(f"{type(self).__name__} declares a sweep but no value")
 
     def combine(self, before: Any, value: Any) -> Any:
-        """The value of all columns, from that of the first ones and that of the others."""
+        """The value of all columns, from that of the first ones (which may be overwritten) and that of the others."""
         raise TypeError(f"{type(self).__name__} does not combine values")
 
     def definition(self, plain: PlainAutograd) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
-from bpk.fields.values import value_of
+from bpk.fields.values import own, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording import engine
@@ -105,7 +105,9 @@ class Parameters:
                 if index not in state.values:
                     self.recycle(state.param, extension, found)
                 value = value_of(extension, found)
-                state.values[index] = extension.combine(state.values[index], value) if index in state.values else value
+                state.values[index] = (
+                    extension.combine(own(state.values, index), value) if index in state.values else value
+                )
 
     def save_values(self, params: Iterable[Tensor]) -> None:
         """All columns have reached these parameters; if they were those of the last loss, save the fields."""

@@ -45,7 +45,7 @@ class Uses(Rows):
         for mat, known in self.blocks():
             use.call.spare = self.spare if total is None else None
             part = use.rule.squared_sum(use.call, mat, use.name, known, per_sample)
-            total = part if total is None else total + part if torch.is_grad_enabled() else total.add_(part)
+            total = part if total is None else add_into(total, part)
         use.call.spare = None
         assert total is not None
         return total
@@ -153,6 +153,11 @@ class Uses(Rows):
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
         outputs = add_up(parts)
         return [outputs] if inputs is None else [outputs, inputs]
+
+
+def add_into(total: Tensor, part: Tensor) -> Tensor:
+    """The sum, in the memory of `total` where no graph is built."""
+    return total + part if torch.is_grad_enabled() else total.add_(part)
 
 
 def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:

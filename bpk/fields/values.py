@@ -32,6 +32,16 @@ def value_of(extension: Quantity, uses: Uses) -> Any:
         ) from error
 
 
+def own(values: Mapping[int, Any], index: int) -> Any:
+    """One of several values, as a tensor that may be overwritten: copied where another value is in the same memory."""
+    value = values[index]
+    if not isinstance(value, Tensor):
+        return value
+    here = value.untyped_storage().data_ptr()
+    others = (other for number, other in values.items() if number != index and isinstance(other, Tensor))
+    return value.clone() if any(other.untyped_storage().data_ptr() == here for other in others) else value
+
+
 def holds(model: nn.Module, param: Tensor) -> bool:
     """Whether a parameter is one of the model's."""
     return any(param is p for p in model.parameters())

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.convolution.moments import patch_moment
+from bpk.jacobians.convolution.moments import patch_moment, shares_enough
 from bpk.jacobians.convolution.unfold import pad_adjoint, unfold, unfold_transposed
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
@@ -158,16 +158,18 @@ class Conv(ChannelsFirst):
 
     def moment(self, call: Call, average: bool) -> Tensor:
         weight, options = call.params["weight"], call.options
-        kernel = weight.shape[2:]
-        if average or options.groups > 1 or kernel[0] == 1 or weight[0, :, 0].numel() < 32 or torch.is_grad_enabled():
+        kernel, stride, dilation = weight.shape[2:], self.stride(options), self.dilation(options)
+        size, width = call.output.shape[2:], weight[0].numel()
+        if average or options.groups > 1 or width < 32 * kernel[0] or torch.is_grad_enabled():
+            return super().moment(call, average)
+        if not shares_enough(kernel, stride, dilation, width, call.batch_size * size.numel()):
             return super().moment(call, average)
 
         def padded(part: slice) -> Tensor:
             x, padding = self._padded(options, call.inputs[0][part], kernel)
             return F.pad(x, [p for p in reversed(padding) for _ in range(2)])
 
-        size = call.output.shape[2:]
-        return patch_moment(padded, call.batch_size, kernel, self.stride(options), self.dilation(options), size)
+        return patch_moment(padded, call.batch_size, kernel, stride, dilation, size)
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         weight, options = call.params["weight"], call.options

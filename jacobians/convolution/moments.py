@@ -13,7 +13,22 @@ from bpk.jacobians.core.numeric import chunks, linear, wide
 LARGEST = 1 << 22
 """How many numbers lines of patches hold at most; a larger sample is looked at in strips, which is also faster."""
 
+ASSEMBLING = 230
+"""How many positions a product of two patch entries may sum for the time that putting it into its place takes more."""
+
+CALLS = 1 << 21
+"""How many products, each multiplied with the positions it sums, take the time that one block takes beside these."""
+
 Blocks = dict[tuple[int, int], Tensor]
+
+
+def shares_enough(
+    kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], width: int, positions: int
+) -> bool:
+    """Whether products that `patch_moment` does not form twice are worth putting its blocks together. Measured."""
+    blocks = kernel[0] ** 2
+    formed = sum(len(_shared(kernel[0] - gap, stride[0], dilation[0])) for gap in range(kernel[0]))
+    return width**2 * (positions * (1 - formed / blocks) - ASSEMBLING) > CALLS * blocks
 
 
 def patch_moment(

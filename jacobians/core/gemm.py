@@ -218,16 +218,25 @@ def norm_squared(patches: Patches, m: Tensor, width: int) -> Tensor:
 
 def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Tensor, average: bool) -> Tensor:
     """`sum_n sum_t a a^T`, averaged over groups: `[I, I]`; positions are averaged first where `average`."""
-    total = torch.zeros(width, width, dtype=wide(like).dtype, device=like.device)
+    total: Tensor | None = None
     for part in chunks(n, g * width * t // 8, like.device):
         a = wide(patches(part))
         if average:
-            rows = a.mean(-1).reshape(-1, width)
-            total = total + rows.T @ rows
-        elif g == 1:
-            for sample in a[:, 0] if t > 64 else (a[:, 0].transpose(0, 1).reshape(width, -1),):
-                total = total + linear(sample, sample)
-        else:
-            rows = a.transpose(2, 3).reshape(-1, width)
-            total = total + rows.T @ rows
+            a = a.mean(-1, keepdim=True)
+        total = _add_gram(total, a.permute(2, 0, 1, 3).reshape(width, -1))
+    if total is None:
+        return like.new_zeros(width, width)
     return (total / g if g > 1 else total).to(like.dtype)
+
+
+def _add_gram(total: Tensor | None, x: Tensor) -> Tensor:
+    """`total + x x^T`; a large one some rows at a time, so that products stay in cache until they are added."""
+    step = 4 * CACHE // max(1, len(x)) if x.device.type == "cpu" and not torch.is_grad_enabled() else len(x)
+    if len(x) <= step:
+        product = linear(x, x)
+        return product if total is None else total + product
+    into = x.new_empty(len(x), len(x)) if total is None else total
+    for rows, goal in zip(x.split(max(1, step)), into.split(max(1, step)), strict=True):
+        product = linear(rows, x)
+        goal.copy_(product) if total is None else goal.add_(product)
+    return into

@@ -103,15 +103,21 @@ class Affine(LinearInEach):
             patches = partial(self.patches, call)
             squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
             return self.as_weight(call, squares)
-        squares = sum_of_squares(self._over_positions(call, mat), weights)
-        return (squares if per_sample else squares.sum(0)).to(mat.dtype)
+        return self._squared_bias(self._over_positions(call, mat), weights, per_sample)
+
+    def _squared_bias(self, rows: Tensor, weights: Tensor | None, per_sample: bool) -> Tensor:
+        squares = sum_of_squares(rows, weights)
+        return (squares if per_sample else squares.sum(0)).to(rows.dtype)
 
     def squared_sum_of_blocks(
         self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
     ) -> Tensor | None:
         """All blocks at once, so that the patches are gathered and multiplied once for all of them."""
-        if torch.is_grad_enabled() or self.has_cheap_squares(call, param):
+        if torch.is_grad_enabled() or (param == "weight" and self.positions(call) == 1):
             return None
+        if param != "weight":
+            rows = torch.cat([self._over_positions(call, mat) for mat in mats])
+            return self._squared_bias(rows, weights, per_sample)
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
         if gemm.by_pairs(sum(map(len, mats)), blocks[0].shape[3], width, self.positions(call)):
             patches = partial(self.patches, call)

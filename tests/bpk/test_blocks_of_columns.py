@@ -144,6 +144,7 @@ def test_factors_in_strips(layer: nn.Module, size: tuple[int, ...], monkeypatch:
     expected = patches.T @ patches / 2
     cuts: list[int] = []
     lines = moments._lines
+    monkeypatch.setattr(moments, "ASSEMBLING", -1 << 40)
     monkeypatch.setattr(moments, "_lines", lambda x, *rest: cuts.append(x.shape[3]) or lines(x, *rest))
     for largest in (1, 3000, 1 << 24):
         cuts.clear()
@@ -197,3 +198,24 @@ class OneOrder(Autodiff):
 def test_check_rule_gives_columns_in_blocks() -> None:
     with pytest.raises(RuleError, match="all columns at once"):
         check_rule(OneOrder(nn.Linear, params=("weight", "bias")), [case(nn.Linear, 3, 3, shape=(2, 3))])
+
+
+class Same(E.DiagGGNExact):  # type: ignore[misc]
+    """The same quantity in a field of its own: both are made of one tensor."""
+
+    field = "same"
+
+
+@pytest.mark.parametrize("layers", ([nn.Linear(6, 4)], [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)]))
+def test_two_quantities_of_one_tensor_are_summed_apart(layers: list[nn.Module]) -> None:
+    """Sums over runs of columns overwrite their first term, which nobody else may hold."""
+    model, lossfunc = bpk.extend(nn.Sequential(*layers).double()), bpk.extend(nn.CrossEntropyLoss())
+    x, targets = rand(3, 6), torch.tensor([0, 3, 1])
+    with bpk.backpack(E.DiagGGNExact()):
+        lossfunc(model(x), targets).backward()
+    expected = [p.diag_ggn_exact.clone() for p in model.parameters()]
+    with bpk.backpack(E.DiagGGNExact(), Same(), chunk_size=1):
+        lossfunc(model(x), targets).backward()
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact, value)
+        torch.testing.assert_close(p.same, value)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.convolution import moments
+from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.families.autodiff import Autodiff
@@ -67,8 +69,13 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.parametrize("shared", (True, False))
 @pytest.mark.parametrize(("layer", "shape"), MOMENTS, ids=[str(layer) for layer, _ in MOMENTS])
-def test_moment_of_patches_with_shared_rows(layer: nn.Module, shape: tuple[int, ...]) -> None:
+def test_moment_of_patches_with_shared_rows(
+    layer: nn.Module, shape: tuple[int, ...], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments, "ASSEMBLING", (-1 if shared else 1) << 40)
+    monkeypatch.setattr(gemm, "CACHE", 1 << 10)  # several samples, and several rows of the result, at a time
     rule, call = prepare(layer, shape, torch.float64)
     patches = rule.patches(call)  # type: ignore[attr-defined]
     with torch.no_grad():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import generic, layers, limits, report
+from benchmarks import convolution_choices, generic, layers, limits, report
 from benchmarks.architectures import LanguageModel
 from benchmarks.memory import measure
 from benchmarks.problems import LARGE, PROBLEMS, TEST_PROBLEMS
@@ -203,3 +203,9 @@ def test_flat_language_model_is_the_same() -> None:
 def test_unknown_layer_is_refused() -> None:
     with pytest.raises(SystemExit, match="no rule of this name"):
         layers.choose(["Lienar"])
+
+
+def test_choices_for_convolutions_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    convolution_choices.main(1, [(2, 16, 6, 3, 1)])
+    printed = capsys.readouterr().out
+    assert all(way in printed for way in ("chosen", "shared rows", "one product", "largest regret"))

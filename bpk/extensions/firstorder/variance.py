@@ -12,7 +12,7 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import CHUNK, Uses
-from bpk.jacobians.core.gemm import wide
+from bpk.jacobians.core.numeric import LARGE, wide
 
 ROUNDINGS = 1024
 """A variance that is so many roundings of the mean square, or less, is not left to the difference of the two."""
@@ -81,9 +81,16 @@ def shifted(uses: Uses) -> Tensor:
     sums, squares = torch.zeros_like(mean), torch.zeros_like(mean)
     for part in chain([rows], pieces):
         off, count = wide(part) - mean, count + len(part)
-        sums, squares = sums + off.sum(0), squares + off.square().sum(0)
-    left = 1 - count / n  # of samples that are left out
-    return (squares / n - (sums / n).square() + left * mean * (2 * sums + count * mean) / n).clamp(min=0)
+        if torch.is_grad_enabled() or mean.numel() < LARGE:
+            sums, squares = sums + off.sum(0), squares + off.square().sum(0)
+            continue
+        for row in off:  # without a tensor for each product
+            sums.add_(row)
+            squares.addcmul_(row, row)
+    variance = squares.addcmul(sums, sums, value=-1 / n) / n
+    if count < n:  # samples were left out
+        variance = variance + (1 - count / n) * mean * (2 * sums + count * mean) / n
+    return variance.clamp(min=0)
 
 
 def pieces_of_rows(uses: Uses) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
-from bpk.fields.statistics import Uses
+from bpk.fields.statistics import Uses, add_into
 
 
 class DiagGGN(SquareRootExtension):
@@ -18,7 +18,7 @@ class DiagGGN(SquareRootExtension):
         return uses.squared_sum(per_sample=self.needs_samples)
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
-        return before + value
+        return add_into(before, value)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return plain.ggn_diagonals if self.needs_samples else plain.ggn_diagonals.sum(0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
-from bpk.fields.statistics import Uses
+from bpk.fields.statistics import Uses, add_into
 from bpk.sweeps.signed import SignedHessian
 from bpk.sweeps.sweep import Sweep
 
@@ -28,7 +28,7 @@ class HessianDiagonal(SecondOrderBackpropExtension):
         return uses.squared_sum(per_sample=self.needs_samples)
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
-        return before + value
+        return add_into(before, value)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return plain.hessian_diagonals if self.needs_samples else plain.hessian_diagonal
