@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.attention.attention import Heads, Triple, additive, plus, split_heads
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.numeric import is_differentiated, linear
 
 PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 APPENDED = {1: "bias_k", 2: "bias_v"}
@@ -55,7 +56,11 @@ def projection(params: Mapping[str, Tensor], role: int) -> tuple[Tensor, Tensor 
 
 def evaluate_heads(settings: Settings, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Heads:
     """The heads of one call, without dropout."""
-    q, k, v = (F.linear(x, *projection(params, role)) for role, x in enumerate(inputs[:3]))
+    if "in_proj_weight" in params and not is_differentiated() and same(inputs[:3]):
+        together, bias = linear(inputs[0], params["in_proj_weight"]), params.get("in_proj_bias")
+        q, k, v = (together if bias is None else together.add_(bias)).chunk(3, -1)
+    else:
+        q, k, v = (F.linear(x, *projection(params, role)) for role, x in enumerate(inputs[:3]))
     if "bias_k" in params:
         k, v = append(k, params["bias_k"]), append(v, params["bias_v"])
     if settings.module.add_zero_attn:

@@ -65,7 +65,7 @@ class LinearInside(SeveralOutputs):
             return super().squared_sum(call, mat, param, weights, per_sample)
         empty = call.empty if len(inputs) == 1 else fresh
         pairs = zip(self.columns(call, mat, param), inputs, strict=True)
-        return joined([squares(m, x, weights, per_sample, empty) for m, x in pairs], -2)
+        return joined([sequences.squared_sum(m, x, weights, per_sample, empty) for m, x in pairs], -2)
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         inputs = self.operands(call, param)
@@ -105,15 +105,6 @@ class LinearInside(SeveralOutputs):
     def _pull_to_outputs(self, one: Call, param: str, matrix: Tensor) -> Tensor:
         """Columns `[D, D_out]` at the only sample's output, pulled to the outputs of a weight's layers: `[D, O]`."""
         return self.kron_rows(one, matrix.reshape(-1, *one.output.shape), param)[:, 0]
-
-
-def squares(m: Tensor, x: Tensor, weights: Tensor | None, keep: bool, empty: gemm.Empty) -> Tensor:
-    """`sum_v w_vn (sum_t m_t x_t^T)^2`: `[O, I]`, or `[N, O, I]` where `keep`, in the cheaper way."""
-    (v, _, t, o), width = m.shape, x.shape[2]
-    if t > 1 and not gemm.by_pairs(v, o, width, t):
-        return sequences.squared_sum(m, x, weights, keep, empty)
-    found = gemm.squared_sum(sequences.patches(x), sequences.as_columns(m), width, weights, keep, empty)
-    return found.squeeze(-3)
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -16,8 +16,10 @@ MEMORY = 1 << 26
 """How many numbers a buffer holds elsewhere."""
 
 LARGE = 1 << 16
-"""From how many multiplications on a matrix product is worth a call of its own, and from how many entries on a column
-is squared on its own: this saves memory, and from here on no time is lost."""
+"""From how many entries on a column is squared on its own: this saves memory, and from here on no time is lost."""
+
+WORTH_ONEDNN = 1 << 20
+"""From how many multiplications on oneDNN makes up for what one call of it costs."""
 
 
 def is_differentiated() -> bool:
@@ -38,9 +40,14 @@ def safe_sqrt(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
 
+def at_once(size: int, device: torch.device) -> int:
+    """How many things of `size` numbers a buffer holds; one at least."""
+    return max(1, (CACHE if device.type == "cpu" else MEMORY) // max(1, size))
+
+
 def chunks(total: int, size: int, device: torch.device) -> Iterator[slice]:
     """Slices of samples, as many at a time as a buffer holds with `size` numbers each."""
-    step = max(1, (CACHE if device.type == "cpu" else MEMORY) // max(1, size))
+    step = at_once(size, device)
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
@@ -51,19 +58,32 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Large products in float32 go to oneDNN, which torch uses for convolutions alone: it is twice as
     fast as the default library on processors where that library does not use the widest vectors.
     """
-    if (
-        torch.is_grad_enabled()
-        or x.dtype is not torch.float32
-        or weight.dtype is not torch.float32
-        or x.device.type != "cpu"
-        or not torch.backends.mkldnn.is_available()
-        or x.numel() * weight.shape[0] < LARGE
-        or is_transformed()
-    ):
+    if x.numel() * weight.shape[0] < WORTH_ONEDNN or not takes_onednn(x, weight):
         return torch.nn.functional.linear(x, weight)
     if not (weight.is_contiguous() or weight.T.is_contiguous()):
         weight = weight.contiguous()  # oneDNN has no fast way for rows with gaps between them
     return onednn_linear(x, weight)
+
+
+def takes_onednn(*operands: Tensor) -> bool:
+    """Whether oneDNN can multiply these."""
+    return (
+        all(x.dtype is torch.float32 and x.device.type == "cpu" for x in operands)
+        and torch.backends.mkldnn.is_available()
+        and not is_differentiated()
+    )
+
+
+def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    """`x_b y_b^T` for every `b`: `[B, M, K], [B, N, K] -> [B, M, N]`; large ones one after the other, by oneDNN."""
+    if x[0].numel() * y.shape[1] < 2 * WORTH_ONEDNN or not takes_onednn(x, y):
+        return torch.bmm(x, y.mT) if out is None else torch.bmm(x, y.mT, out=out)
+    if len(x) == 1 and out is None:
+        return linear(x[0], y[0])[None]
+    out = x.new_empty(*x.shape[:2], y.shape[1]) if out is None else out
+    for left, right, goal in zip(x, y, out, strict=True):
+        goal.copy_(linear(left, right))
+    return out
 
 
 def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:

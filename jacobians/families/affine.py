@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import gemm
+from bpk.jacobians.core import gemm, squares
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import linear, sum_of_squares, wide
 from bpk.jacobians.core.room import require_room
@@ -99,15 +99,8 @@ class Affine(LinearInEach):
         if torch.is_grad_enabled():
             return super().squared_sum(call, mat, param, weights, per_sample)
         if param == "weight":
-            columns, width = self.as_columns(call, mat), self._matrix_shape(call)[2]
-            patches = partial(self.patches, call)
-            squares = gemm.squared_sum(patches, columns, width, weights, per_sample, call.empty)
-            return self.as_weight(call, squares)
-        return self._squared_bias(self._over_positions(call, mat), weights, per_sample)
-
-    def _squared_bias(self, rows: Tensor, weights: Tensor | None, per_sample: bool) -> Tensor:
-        squares = sum_of_squares(rows, weights)
-        return (squares if per_sample else squares.sum(0)).to(rows.dtype)
+            return self._squares_of_weight(call, [mat], weights, per_sample)
+        return self._squares_of_bias(call, [mat], weights, per_sample)
 
     def squared_sum_of_blocks(
         self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
@@ -115,25 +108,28 @@ class Affine(LinearInEach):
         """All blocks at once, so that the patches are gathered and multiplied once for all of them."""
         if torch.is_grad_enabled() or (param == "weight" and self.positions(call) == 1):
             return None
-        if param != "weight":
-            rows = torch.cat([self._over_positions(call, mat) for mat in mats])
-            return self._squared_bias(rows, weights, per_sample)
+        way = self._squares_of_weight if param == "weight" else self._squares_of_bias
+        return way(call, mats, weights, per_sample)
+
+    def _squares_of_bias(
+        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, per_sample: bool
+    ) -> Tensor:
+        rows = [self._over_positions(call, mat) for mat in mats]
+        found = sum_of_squares(rows[0] if len(rows) == 1 else torch.cat(rows), weights)
+        return (found if per_sample else found.sum(0)).to(mats[0].dtype)
+
+    def _squares_of_weight(
+        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, per_sample: bool
+    ) -> Tensor:
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
-        if gemm.by_pairs(sum(map(len, mats)), blocks[0].shape[3], width, self.positions(call)):
-            patches = partial(self.patches, call)
-            squares = gemm.squared_sum_by_pairs(patches, blocks, width, weights, per_sample, call.empty)
-            return self.as_weight(call, squares)
-        if not all(gemm.one_by_one(block, width) for block in blocks):
-            return None
         patches = partial(self.patches, call)
-        squares = gemm.squared_sum_by_sample(patches, blocks, width, weights, per_sample, call.empty)
-        return self.as_weight(call, squares)
+        return self.as_weight(call, squares.squared_sum(patches, blocks, width, weights, per_sample, call.empty))
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         if param != "weight":
             return wide(self._over_positions(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        return gemm.norm_squared(partial(self.patches, call), columns, width)
+        return squares.norm_squared(partial(self.patches, call), columns, width)
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.

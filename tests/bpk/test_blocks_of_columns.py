@@ -14,7 +14,7 @@ from bpk.jacobians.attention import layer as attention_layer
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.convolution import moments
-from bpk.jacobians.core import gemm, numeric
+from bpk.jacobians.core import cost, numeric
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import Example, case
@@ -33,7 +33,7 @@ LIMITS = (
     (attention_layer, "PIECE"),
     (attention_layer, "KEPT"),
     (autodiff, "BLOCK"),
-    (gemm, "CACHE"),
+    (cost, "CACHE"),
     (linear_map, "BLOCK"),
     (moments, "LARGEST"),
     (numeric, "CACHE"),

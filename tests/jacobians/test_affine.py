@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.convolution import moments
-from bpk.jacobians.core import gemm
+from bpk.jacobians.core import cost, squares
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.families.autodiff import Autodiff
@@ -96,6 +98,41 @@ def test_transposed_convolution_with_chosen_output_size() -> None:
         torch.testing.assert_close(rule.jac_t_mat_prod(call, grad_out[None], wrt)[0], grad)
     each = rule.jac_t_mat_prod(call, grad_out[None], "weight", sum_batch=False)[0]
     torch.testing.assert_close(each.sum(0), expected[1])
+
+
+@pytest.mark.parametrize(
+    ("size", "pairs"),
+    [
+        (cost.Size(v=1, n=64, g=1, o=64, i=64, t=8), False),
+        (cost.Size(v=10, n=16, g=1, o=768, i=192, t=65), False),
+        (cost.Size(v=100, n=16, g=1, o=192, i=192, t=4), True),
+        (cost.Size(v=10, n=16, g=1, o=500, i=100, t=2), True),
+        (cost.Size(v=320, n=16, g=1, o=512, i=512, t=8), True),
+    ],
+    ids=str,
+)
+def test_the_cheaper_way_to_squares(size: cost.Size, pairs: bool) -> None:
+    """Where one way takes less than two thirds of the other's time, whatever else runs."""
+    assert (cost.by_pairs(size) < cost.by_columns(size)) is pairs
+
+
+@pytest.mark.parametrize("positions_first", [False, True])
+@pytest.mark.parametrize("shape", [(1, 3, 1, 4, 5, 2), (5, 2, 3, 4, 6, 4), (3, 2, 1, 300, 150, 4), (3, 2, 2, 1, 1, 3)])
+@torch.no_grad()
+def test_both_ways_to_squares(shape: tuple[int, ...], positions_first: bool) -> None:
+    v, n, g, o, i, t = shape
+    m, a = torch.randn(v, n, g, o, t, dtype=torch.float64), torch.randn(n, g, i, t, dtype=torch.float64)
+    if positions_first:
+        m, a = (x.mT.contiguous().mT for x in (m, a))
+    rows = torch.einsum("vngot,ngit->vngoi", m, a).square()
+    signs = torch.randn(v, n, dtype=torch.float64)
+    for way, weights, step in itertools.product((squares.by_columns, squares.by_pairs), (None, signs), (v, 2)):
+        expected = rows if weights is None else rows * weights[..., None, None, None]
+        for keep in (False, True):
+            found = way(lambda part: a[part], m.split(step), i, weights, keep, lambda size, like: like.new_empty(size))
+            torch.testing.assert_close(found, expected.sum(0) if keep else expected.sum((0, 1)))
+    for norm in (squares.norm_by_rows, squares.norm_by_grams):
+        torch.testing.assert_close(norm(a, m[0]), rows[0].sum((1, 2, 3)))
 
 
 @pytest.mark.parametrize(("layer", "shape"), LARGE[:1] + LARGE[4:])

@@ -1,0 +1,64 @@
+"""What the ways to squares and norms cost, in nanoseconds of a core: calls, multiplications, numbers touched.
+
+Only ratios matter: the cheaper way is taken. The constants were fitted to measurements; `python -m benchmarks.kernels`
+tells how much time these choices lose against the better way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bpk.jacobians.core.numeric import CACHE, WORTH_ONEDNN
+
+
+@dataclass(frozen=True)
+class Size:
+    """`V` columns, `N` samples with `G` groups, weights `[O, I]`, `T` positions; squares for every sample or summed."""
+
+    v: int
+    n: int
+    g: int
+    o: int
+    i: int
+    t: int
+    keep: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of positions there are."""
+        return self.t * (self.t + 1) // 2
+
+
+def by_columns(s: Size) -> float:
+    """Squares from products with every column: one product for each, written, squared and added."""
+    b = s.n * s.g
+    products = s.v * b * s.o * s.i
+    buffers = 1 + s.v * b * s.o * max(s.i, s.t) // CACHE
+    moved = s.v * b * s.o * s.t if s.v > 1 else 0
+    return 3e4 * buffers + products * (0.23 + 0.015 * s.t) + 0.63 * moved + 0.27 * s.keep * b * s.o * s.i
+
+
+def by_pairs(s: Size) -> float:
+    """Squares from pairs of positions: pairs of inputs, Gram matrices of columns, and one product for all of these."""
+    b = s.n * s.g
+    buffers = 1 + b * s.t * (s.t + 1) * (s.o + s.i) // (16 * CACHE)
+    grams = b * s.o * s.t * (2.2 * s.v + 1.4 * s.t) if s.v > 1 else 0
+    formed = 0.96 * b * s.pairs * (s.o + s.i)
+    return (7.5e4 + 3e3 * s.t) * buffers + grams + formed + b * s.o * s.i * (0.021 * s.pairs + 0.4 * s.keep)
+
+
+def by_rows(s: Size) -> float:
+    """Norms from individual gradients."""
+    return 1e4 + s.n * s.g * product(s.o, s.t, s.i)
+
+
+def by_grams(s: Size) -> float:
+    """Norms from the Gram matrices of positions."""
+    return 2e4 + s.n * s.g * (product(s.t, s.o, s.t) + product(s.t, s.i, s.t))
+
+
+def product(m: int, k: int, n: int) -> float:
+    """One matrix product `[m, k] [k, n]` among several, and what is done with its entries."""
+    multiplications = m * k * n
+    onednn = multiplications >= 2 * WORTH_ONEDNN
+    return 0.3 * m * n + (1.5e4 + 0.012 * multiplications if onednn else 250 + 0.023 * multiplications)
