@@ -19,6 +19,7 @@ from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
+from bpk.sweeps.spread import spread_rows
 from bpk.sweeps.sweep import Gradient
 
 
@@ -36,6 +37,7 @@ def reach_functions(
     rows, n = inspection.attribution.rows(record), inspection.attribution.batch_size(record)
     for source, at_end in found:
         whole = StretchCall(source, at_end, (), rows, n)
+        spread = {} if whole.merged else spread_rows(source, at_end)
         for key, sweep in sweeps.items():
             call = whole if sweep.samples is None else whole.subset(sweep.samples)
             column, columns = sweep.rows(at_end)[None], Columns()
@@ -43,7 +45,8 @@ def reach_functions(
                 if whole.merged:
                     found_rows = STRETCH.jac_t_mat_prod(call, column, name)[:, None]
                 else:
-                    found_rows = STRETCH.jac_t_mat_prod(call, column, name, sum_batch=False)
+                    known = sweep.rows(spread[name])[None] if name in spread else None
+                    found_rows = STRETCH.jac_t_mat_prod(call, column, name, sum_batch=False) if known is None else known
                     found_rows = found_rows if rows is None else to_samples(found_rows, rows, n)
                 columns.add_to_parameter(name, "gradient", found_rows)
             for name, param in call.params.items():

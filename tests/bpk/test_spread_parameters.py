@@ -1,0 +1,87 @@
+"""Parameters that functions spread over samples: rows that are read off side by side are those of row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk.extensions import BatchGrad
+from bpk.sweeps import functions, spread
+
+N, T, D = 18, 3, 4
+"""More samples than one power of two for each: numbers 0 and 16 differ in the second digit alone."""
+
+
+class Spreads(nn.Module):
+    """A parameter, a function of it and of `[N, T, D]`, a layer."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.spread = nn.Parameter(torch.randn(shape))
+        self.function = function
+        self.last = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x), self.spread)).sum(1)
+
+
+def far(x: Tensor) -> Tensor:
+    """Every row, and a share of the one that is 16 rows away."""
+    return x + 0.5 * x.roll(16, 0)
+
+
+SIDE_BY_SIDE = {
+    "positions": (lambda x, p: x + p, (1, T, D)),
+    "bias": (lambda x, p: (p + x).tanh(), (D,)),
+    "difference": (lambda x, p: torch.sub(x, p, alpha=2) - 3 * x, (T, D)),
+    "scale": (lambda x, p: x + x.sin() * p, (D,)),
+    "scalar": (lambda x, p: p * x, ()),
+    "token": (lambda x, p: torch.cat([p.expand(len(x), -1, -1), x], 1), (1, 1, D)),
+    "twice": (lambda x, p: (x + p) * p, (D,)),
+    "time first": (lambda x, p: (x.transpose(0, 1) + p).transpose(0, 1), (T, 1, D)),
+}
+ROW_BY_ROW = {
+    "backwards": (lambda x, p: (x + p).flip(0), (T, D)),
+    "one row further": (lambda x, p: x + p + (x + p).roll(1, 0), (T, D)),
+    "16 rows further": (lambda x, p: far(x * p), (D,)),
+    "mean": (lambda x, p: (x + p) - (x * p).mean(0), (D,)),
+    "square": (lambda x, p: x + p.square(), (D,)),
+    "both": (lambda x, p: (x + p) * p.exp(), (D,)),
+    "its own batch axis": (lambda x, p: x + p, (N, 1, D)),
+}
+
+
+def rows(model: nn.Module, x: Tensor) -> Tensor:
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(BatchGrad()):
+        loss_fn(bpk.extend(model)(x), torch.arange(len(x)) % 3).backward()
+    return model.spread.grad_batch  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [*SIDE_BY_SIDE, *ROW_BY_ROW])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Spreads(*(SIDE_BY_SIDE | ROW_BY_ROW)[name]).double()  # type: ignore[arg-type]
+    x = torch.randn(N, T, D, dtype=torch.float64)
+    taken: list[int] = []
+
+    def spy(*given: Any) -> dict[str, Tensor]:
+        taken.append(len(found := spread.spread_rows(*given)))
+        return found
+
+    monkeypatch.setattr(functions, "spread_rows", spy)
+    found = rows(model, x)
+    assert taken == [int(name in SIDE_BY_SIDE)]
+    monkeypatch.setattr(functions, "spread_rows", lambda *given: {})
+    torch.testing.assert_close(found, rows(model, x))
+    if name in SIDE_BY_SIDE:
+        for n in range(N):
+            loss = nn.functional.cross_entropy(model(x[n : n + 1]), torch.tensor([n % 3])) / N
+            torch.testing.assert_close(found[n], torch.autograd.grad(loss, model.spread)[0])
