@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpk.jacobians.core.numeric import CACHE, WORTH_ONEDNN
+from bpk.jacobians.core.numeric import CACHE, ONE_BY_ONE
 
 
 @dataclass(frozen=True)
@@ -60,5 +60,5 @@ def by_grams(s: Size) -> float:
 def product(m: int, k: int, n: int) -> float:
     """One matrix product `[m, k] [k, n]` among several, and what is done with its entries."""
     multiplications = m * k * n
-    onednn = multiplications >= 2 * WORTH_ONEDNN
+    onednn = multiplications >= ONE_BY_ONE
     return 0.3 * m * n + (1.5e4 + 0.012 * multiplications if onednn else 250 + 0.023 * multiplications)

@@ -21,6 +21,9 @@ LARGE = 1 << 16
 WORTH_ONEDNN = 1 << 20
 """From how many multiplications on oneDNN makes up for what one call of it costs."""
 
+ONE_BY_ONE = 2 * WORTH_ONEDNN
+"""From how many multiplications on products of a batch go to oneDNN one after the other."""
+
 
 def is_differentiated() -> bool:
     """Whether results have to be differentiable themselves: no buffers then, and nothing may be kept for later."""
@@ -76,7 +79,7 @@ def takes_onednn(*operands: Tensor) -> bool:
 
 def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     """`x_b y_b^T` for every `b`: `[B, M, K], [B, N, K] -> [B, M, N]`; large ones one after the other, by oneDNN."""
-    if x[0].numel() * y.shape[1] < 2 * WORTH_ONEDNN or not takes_onednn(x, y):
+    if x[0].numel() * y.shape[1] < ONE_BY_ONE or not takes_onednn(x, y):
         return torch.bmm(x, y.mT) if out is None else torch.bmm(x, y.mT, out=out)
     if len(x) == 1 and out is None:
         return linear(x[0], y[0])[None]

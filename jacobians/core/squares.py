@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import cost
 from bpk.jacobians.core.gemm import Empty, Patches, per_sample
-from bpk.jacobians.core.numeric import LARGE, at_once, chunks, linear, products, sum_of_squares, wide
+from bpk.jacobians.core.numeric import CACHE, LARGE, ONE_BY_ONE, at_once, chunks, linear, products, sum_of_squares, wide
 
 SQUARED_ALONE = LARGE // 2
 """From how many numbers on a row is squared and added on its own, without a buffer for its square."""
@@ -58,8 +58,9 @@ def by_columns(
 def _columns(blocks: Sequence[Tensor], width: int) -> Iterator[tuple[slice, int, Tensor]]:
     """Samples, number of the first column, and columns `[v, B, G, O, T]`, as many as a buffer holds products of."""
     _, n, g, o, t = blocks[0].shape
-    size, device = g * o * max(width, t), blocks[0].device
-    for part in chunks(n, sum(map(len, blocks)) * size, device):
+    size, device, columns = g * o * max(width, t), blocks[0].device, sum(map(len, blocks))
+    alone = columns * o * width * t >= ONE_BY_ONE  # then several samples at once would be copied together
+    for part in chunks(n, max(columns * size, CACHE if alone else 0), device):
         step, first = at_once((part.stop - part.start) * size, device), 0
         for group in grouped([piece for block in blocks for piece in block[:, part].split(step)], step):
             m = group[0] if len(group) == 1 else torch.cat(group)

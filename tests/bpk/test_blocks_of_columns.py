@@ -14,7 +14,7 @@ from bpk.jacobians.attention import layer as attention_layer
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.convolution import moments
-from bpk.jacobians.core import cost, numeric
+from bpk.jacobians.core import cost, numeric, squares
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import Example, case
@@ -37,6 +37,7 @@ LIMITS = (
     (linear_map, "BLOCK"),
     (moments, "LARGEST"),
     (numeric, "CACHE"),
+    (squares, "CACHE"),
     (recurrent_columns, "COLUMNS"),
     (recurrent_columns, "KEEP"),
     (standardize, "BLOCK"),
