@@ -1,4 +1,4 @@
-"""Individual gradients of parameters that functions spread over all samples: `x + p`, `p * x`, `p.expand(n, -1)`.
+"""Individual gradients of parameters that functions spread over all samples: `x + p`, `x - p`, `p.expand(n, -1)`.
 
 Autograd sums them over samples where `p` is broadcast. In front of that sum, at the function's result, they stand side
 by side: one pass of autograd brings those of all samples, where row by row would take one for each.
@@ -21,7 +21,7 @@ from bpk.recording.graph_nodes import leaf_of
 BASE = 16
 """How many powers of two tell rows from each other in one test."""
 
-Spread = tuple[Node, float | Tensor]
+Spread = tuple[Node, float]
 """A function's node, and what the gradient of its result is multiplied with, for the parameter."""
 
 
@@ -68,7 +68,7 @@ def spread_parameters(source: Source) -> dict[int, list[Spread]]:
     return {k: uses for k, uses in found.items() if k not in other}
 
 
-def factor_of(node: Node, place: int) -> float | Tensor | None:
+def factor_of(node: Node, place: int) -> float | None:
     """What a function multiplies an argument with that it broadcasts; `None` if it does anything else."""
     name = node.name()
     if name == "ExpandBackward0":
@@ -76,7 +76,7 @@ def factor_of(node: Node, place: int) -> float | Tensor | None:
     if name in ("AddBackward0", "SubBackward0"):
         alpha = 1.0 if place == 0 else engine.saved(node, "alpha")
         return -alpha if place == 1 and name == "SubBackward0" else alpha
-    return engine.saved_tensor(node, ("other", "self")[place]) if name == "MulBackward0" else None
+    return None  # a product would have to read what it keeps, which a checkpoint hands out only once
 
 
 def labels_of(rows: int, like: Tensor) -> list[Tensor]:
@@ -94,9 +94,7 @@ def like_rows(label: Tensor, x: Tensor, axis: int) -> Tensor:
     return label.view(*(-1 if k == axis else 1 for k in range(x.dim())))
 
 
-def rows_at(
-    pulled: Tensor | None, factor: float | Tensor, labels: Sequence[Tensor], shape: Sequence[int]
-) -> Tensor | None:
+def rows_at(pulled: Tensor | None, factor: float, labels: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
     """Rows `[R, *shape]` from what arrived at a result, the gradient and its tests; `None` where no axis holds rows."""
     if pulled is None or pulled.is_complex():
         return None

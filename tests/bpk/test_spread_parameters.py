@@ -40,13 +40,13 @@ SIDE_BY_SIDE = {
     "positions": (lambda x, p: x + p, (1, T, D)),
     "bias": (lambda x, p: (p + x).tanh(), (D,)),
     "difference": (lambda x, p: torch.sub(x, p, alpha=2) - 3 * x, (T, D)),
-    "scale": (lambda x, p: x + x.sin() * p, (D,)),
-    "scalar": (lambda x, p: p * x, ()),
     "token": (lambda x, p: torch.cat([p.expand(len(x), -1, -1), x], 1), (1, 1, D)),
-    "twice": (lambda x, p: (x + p) * p, (D,)),
     "time first": (lambda x, p: (x.transpose(0, 1) + p).transpose(0, 1), (T, 1, D)),
 }
 ROW_BY_ROW = {
+    "twice": (lambda x, p: (x + p) * p, (D,)),
+    "scalar": (lambda x, p: p * x, ()),
+    "scale": (lambda x, p: x + x.sin() * p, (D,)),
     "backwards": (lambda x, p: (x + p).flip(0), (T, D)),
     "one row further": (lambda x, p: x + p + (x + p).roll(1, 0), (T, D)),
     "16 rows further": (lambda x, p: far(x * p), (D,)),
