@@ -104,10 +104,9 @@ class Parameters:
             if combining is None or extension.combines == combining:
                 if index not in state.values:
                     self.recycle(state.param, extension, found)
-                value = value_of(extension, found)
-                state.values[index] = (
-                    extension.combine(own(state.values, index), value) if index in state.values else value
-                )
+                    state.values[index] = value_of(extension, found)
+                else:
+                    state.values[index] = extension.combine(own(state.values, index), value_of(extension, found))
 
     def save_values(self, params: Iterable[Tensor]) -> None:
         """All columns have reached these parameters; if they were those of the last loss, save the fields."""

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.plan.dependence import matters, spread
-from bpk.plan.graph import Source, Sources, consumers_first
+from bpk.plan.graph import Source
+from bpk.plan.sources import Sources, consumers_first
 from bpk.plan.survey import mixes
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond

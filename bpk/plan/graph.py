@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,12 +14,8 @@ from torch.autograd.graph import GradientEdge, Node
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 from bpk.recording import engine
-from bpk.recording.attention_kernels import recover
-from bpk.recording.bystanders import beyond, make_quiet, quieten_inside
+from bpk.recording.bystanders import quieten_inside
 from bpk.recording.graph_nodes import Edge
-from bpk.recording.membership import Held
-from bpk.recording.ownership import owner_of
-from bpk.recording.parameter_products import recover_product
 from bpk.recording.ports import Port
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
@@ -147,100 +143,6 @@ def quieten_layer(record: Record, node: Node) -> None:
     """Make quiet what users' hooks have put into the graph of a layer that has others inside."""
     if record.module._modules:
         quieten_inside(node, [edge[0] for edge in record.edges])
-
-
-def owner(edge: Edge) -> Record | None:
-    """The recorded call whose output this edge leads to."""
-    node, nr = edge
-    record = owner_of(node) if node is not None else None
-    if node is None or record is None or nr not in record.places:
-        return None
-    if record.module._backward_hooks:
-        make_quiet(engine.hooks_behind(node))  # those of `register_backward_hook` are at the output's own node
-    return record
-
-
-def trace(consumer: Record, index: int, held: Held) -> Source | None:
-    """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none).
-
-    `held` are the parameters that get fields.
-    """
-    edge = beyond(consumer.edges[index])
-    node = edge[0]
-    if node is None:
-        return None
-    direct = owner(edge) or recover(edge) or recover_product(edge, held)
-    if direct is not None:
-        direct.use(direct.places[edge[1]])
-        return Source(consumer, index, ((direct, edge),))
-    targets: dict[tuple[int, int], tuple[Record, Edge]] = {}
-    leaves: list[Tensor] = []
-    seen: dict[Node, None] = {node: None}
-    waiting = [node]
-    while waiting:
-        here = waiting.pop()
-        for upstream in map(beyond, here.next_functions):
-            above = upstream[0]
-            known = above is None or above in seen
-            found = owner(upstream) or (None if known else recover(upstream) or recover_product(upstream, held, here))
-            if found is not None:
-                targets[id(found), upstream[1]] = (found, upstream)
-                found.use(found.places[upstream[1]])
-            elif above is not None and not known:
-                seen[above] = None
-                waiting.append(above)
-                if above.name() == engine.ACCUMULATE:
-                    leaves.append(above.variable)  # type: ignore[attr-defined]
-                    make_quiet(leaves[-1]._backward_hooks, inside=False)
-    if not targets and not leaves:
-        return None
-    trained = tuple(leaf for leaf in leaves if leaf in held)
-    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
-
-
-class Sources(dict[Record, dict[int, Source]]):
-    """By call, and by input index: where inputs come from. The graph is looked at when a call is asked for first.
-
-    >>> Sources()
-    {}
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = Held()
-
-    def __missing__(self, record: Record) -> dict[int, Source]:
-        found = dict[int, Source]()
-        for index in range(len(record.edges)):
-            source = trace(record, index, self.held)
-            if source is not None:
-                found[index] = source
-        self[record] = found
-        return found
-
-    def feed(self, record: Record) -> bool:
-        """Whether recorded calls, or functions of parameters, wait for what travels through a call."""
-        return any(source.targets or source.trained for source in self[record].values())
-
-
-def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:
-    """The records behind a root, each after all that it feeds."""
-    feeds = {id(r): 0 for r in above}
-    for record in (*above, root):
-        for source in sources[id(record)].values():
-            for producer, _ in source.targets:
-                feeds[id(producer)] += 1
-    order: list[Record] = []
-    waiting = [root]
-    while waiting:
-        record = waiting.pop()
-        order.append(record)
-        for source in sources[id(record)].values():
-            for producer, _ in source.targets:
-                feeds[id(producer)] -= 1
-                if feeds[id(producer)] == 0:
-                    waiting.append(producer)
-    return order[1:]
 
 
 def pull_columns(

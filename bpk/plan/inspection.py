@@ -12,7 +12,6 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.plan.graph import Sources
 from bpk.plan.objective import (
     Outside,
     inside_of_loss,
@@ -24,6 +23,7 @@ from bpk.plan.objective import (
 from bpk.plan.placement import Placement
 from bpk.plan.quantity import Quantity
 from bpk.plan.samples import Attribution
+from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import require_layers, require_whole_batch, upstream
 from bpk.plan.whole import one_sample, place_or_merge, require_before

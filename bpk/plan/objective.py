@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.graph import Sources
+from bpk.plan.sources import Sources
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.graph_nodes import Edge, is_linear

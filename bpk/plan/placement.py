@@ -11,8 +11,9 @@ from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.attribution import NotInFront, attribute, confirms
 from bpk.plan.forms import Form, form_of, prove, recall, remember
-from bpk.plan.graph import Source, Sources
+from bpk.plan.graph import Source
 from bpk.plan.hypotheses import are_pieces, has_no_axis, is_given_parameters
+from bpk.plan.sources import Sources
 from bpk.plan.survey import upstream
 from bpk.recording.ownership import DISSOLVED, leave_to_autograd
 from bpk.recording.record import Record

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.plan.graph import Source, Sources, gradient_edge
+from bpk.plan.graph import Source, gradient_edge
 from bpk.plan.samples import Attribution
+from bpk.plan.sources import Sources
 from bpk.plan.step import Link, Step, matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine

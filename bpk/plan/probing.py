@@ -10,7 +10,8 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.products import add_up
 from bpk.plan.decoding import batch_axis, decode, digits
-from bpk.plan.graph import Source, connected, consumers_first
+from bpk.plan.graph import Source, connected
+from bpk.plan.sources import consumers_first
 from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 

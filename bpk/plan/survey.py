@@ -9,8 +9,8 @@ from torch import nn
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.plan.graph import Sources
 from bpk.plan.quantity import Quantity
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
 

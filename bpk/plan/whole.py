@@ -20,9 +20,9 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.graph import Sources
 from bpk.plan.placement import Placement, is_stuck, leave, place
 from bpk.plan.quantity import Quantity, is_of_batch
+from bpk.plan.sources import Sources
 from bpk.plan.support import require_support
 from bpk.plan.survey import mixes, upstream
 from bpk.recording.record import Record

@@ -83,8 +83,7 @@ def keeps_graph() -> bool:
 def roots() -> list[tuple[Node, int]] | None:
     """Where in the graph the running backward pass has started (`None`: it was not started from Python).
 
-    The engine does not tell, but runs in the thread, and so below the stack frame, of the function that called it.
-    If that is renamed: refuse second order, as where a pass was not started from Python.
+    The engine runs below the stack frame of the function that called it. If that is renamed: refuse second order.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
@@ -125,10 +124,7 @@ def multithreaded() -> bool:
 
 
 def set_multithreaded(mode: bool) -> None:
-    """Decide that.
-
-    If it goes: `torch.autograd.set_multithreading_enabled`, which does the same and more.
-    """
+    """Decide that. If it goes: `torch.autograd.set_multithreading_enabled`, which does the same and more."""
     torch._C._set_multithreading_enabled(mode)
 
 
@@ -186,10 +182,7 @@ def belongings(node: Node) -> dict[str, Any]:
 
 
 def output_shapes(node: Node) -> tuple[torch.Size, ...]:
-    """The shapes of what a node's function has returned.
-
-    If it goes: those of the tensors that arrive, once they do.
-    """
+    """The shapes of what a node's function has returned. If it goes: those of the tensors that arrive, once they do."""
     return tuple([torch.Size(one.shape) for one in node._input_metadata])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import chunks, linear, products, wide
+from bpk.jacobians.core.numeric import CACHE, chunks, linear, products, wide
 
 Patches = Callable[[slice], Tensor]
 Empty = Callable[[Sequence[int], Tensor], Tensor]

@@ -111,9 +111,7 @@ class Affine(LinearInEach):
         way = self._squares_of_weight if param == "weight" else self._squares_of_bias
         return way(call, mats, weights, per_sample)
 
-    def _squares_of_bias(
-        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, per_sample: bool
-    ) -> Tensor:
+    def _squares_of_bias(self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, per_sample: bool) -> Tensor:
         rows = [self._over_positions(call, mat) for mat in mats]
         found = sum_of_squares(rows[0] if len(rows) == 1 else torch.cat(rows), weights)
         return (found if per_sample else found.sum(0)).to(mats[0].dtype)

@@ -305,7 +305,7 @@ def test_hooks_that_change_gradients(where: str) -> None:
 
 def test_layers_stay_connected_directly() -> None:
     """Nodes of hooks between two layers are no functions in between."""
-    from bpk.plan.graph import trace
+    from bpk.plan.sources import trace
     from bpk.recording.membership import Held
     from bpk.recording.ownership import owner_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.convolution import moments
-from bpk.jacobians.core import cost, squares
+from bpk.jacobians.core import cost, gemm, squares
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.families.autodiff import Autodiff
