@@ -7,6 +7,7 @@ autograd between two recorded calls is a call like the others (`stretch.py`), so
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 import torch
 from torch import Tensor
@@ -140,7 +141,7 @@ class Plan:
 
 
 def in_order(losses: Sequence[Step]) -> list[Step]:
-    """All steps behind the losses, each after all that it feeds."""
+    """All steps behind the losses, each after all that it feeds: of several the one called last, as in autograd."""
     feeds: dict[Step, int] = dict.fromkeys(losses, 0)
     waiting = list(losses)
     while waiting:
@@ -149,12 +150,19 @@ def in_order(losses: Sequence[Step]) -> list[Step]:
                 feeds[link.producer] = 0
                 waiting.append(link.producer)
             feeds[link.producer] += 1
-    order, ready = list[Step](), list(reversed(losses))
+    order, ready = list[Step](), [(called(loss), -k, loss) for k, loss in enumerate(losses)]
+    heapify(ready)
     while ready:
-        step = ready.pop()
+        *_, step = heappop(ready)
         order.append(step)
         for link in step.links.values():
             feeds[link.producer] -= 1
             if not feeds[link.producer]:
-                ready.append(link.producer)
+                heappush(ready, (called(link.producer), -len(order) - len(ready), link.producer))
     return order
+
+
+def called(step: Step) -> int:
+    """A number that is the smaller, the later a step was called; a stretch belongs to the call that reads its end."""
+    node = step.node if step.consumer is None else step.consumer.node
+    return 0 if node is None else -node._sequence_nr()

@@ -223,9 +223,8 @@ node_class = attrgetter("_backward_cls")
 """The class of the nodes that a function puts into the graph. If it goes: the type of the `grad_fn` of an example."""
 
 PASSING_ON: Mapping[type, int] = {node_class(BackwardHookFunction): 0, node_class(_DDPSink): 1}
-"""Nodes that hand on what they get, and are in the graph for what happens meanwhile: those that call the hooks of
-`nn.Module.register_full_backward_hook`, and the one that starts the communication of `DistributedDataParallel`. By the
-type of the node: how many arguments came before the tensors. If they go: stretches of plain autograd."""
+"""Nodes that hand on what they get: those that call hooks of `nn.Module.register_full_backward_hook`, and the one of
+`DistributedDataParallel`. By type: how many arguments came before tensors. If they go: stretches of plain autograd."""
 
 
 def hooks_behind(node: Node) -> dict[int, Callable[..., Any]]:
@@ -240,8 +239,7 @@ def hooks_before(node: Node) -> dict[int, Callable[..., Any]]:
 
 def others(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
     """Remove a hook; returns all others there, in the dictionary in use. If it goes: users' hooks see all passes."""
-    hooks: dict[int, Callable[..., Any]] | None = handle.hooks_dict_ref()
-    assert hooks is not None
+    hooks: dict[int, Callable[..., Any]] = handle.hooks_dict_ref() or {}
     handle.remove()
     return hooks
 

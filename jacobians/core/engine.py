@@ -3,8 +3,8 @@
 Each entry says what replaces it if it goes. A test says which of `ENTRIES` a version of torch lacks.
 
 Names with an underscore that are as good as public are used where they are needed, in `bpk`, too (`IN_PRACTICE`): those
-by which modules keep parameters, children, buffers and hooks, those by which tensors keep hooks, version and base, and
-two base classes of modules.
+by which modules keep parameters, children, buffers and hooks, those by which tensors keep hooks, version and base, the
+number of a graph's node, and two base classes of modules.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ IN_PRACTICE = (
     "torch.Tensor._base",
     "torch.Tensor._is_view",
     "torch.Tensor._version",
+    "torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr",
     "torch.nn.Module()._backward_hooks",
     "torch.nn.Module()._backward_pre_hooks",
     "torch.nn.Module()._buffers",

@@ -332,3 +332,24 @@ def test_a_share_behind_a_loss_that_comes_later() -> None:
             params = list(model.parameters())
             for p, g in zip(params, torch.autograd.grad(part, params), strict=True):
                 torch.testing.assert_close(p.grad_batch[n], g)
+
+
+class Branches(nn.Module):
+    """A weight that is used straight, in a branch that the graph's search leaves early, and transposed elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.last = nn.Parameter(torch.randn(3, 3)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(torch.tanh(x @ self.w) @ self.w)
+        for _ in range(3):
+            h = torch.sin(h)
+        return self.last(h + x @ self.w.T)
+
+
+def test_factors_are_in_the_order_of_the_last_use() -> None:
+    """Steps of a plan come in the order of autograd: latest first, however long the way to them is."""
+    torch.manual_seed(0)
+    args = Branches().double(), nn.CrossEntropyLoss(), torch.randn(5, 3).double(), torch.randint(2, (5,))
+    assert bpk.verify(*args, E.KFLR(), E.KFAC()).ok

@@ -105,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts["comparisons"] += outcome.compared
         counts["with refusals"] += bool(outcome.refused)
         counts["first order only"] += outcome.first_order_only
+        if outcome.at_jump:
+            counts["at a jump of the gradient"] += 1
+            print(f"\n=== seed {seed} is at a jump of its gradient: {outcome.at_jump[0].splitlines()[0]}", flush=True)
         features.update(problem.features())
         for reason in {summary(text) for text in outcome.refused}:
             reasons[reason] += 1

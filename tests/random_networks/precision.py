@@ -38,6 +38,34 @@ def reference_in_single(problem: Problem) -> Reference:
     return Reference(model, inputs, problem.loss_of(), seed=network.seed, samples=network.samples)
 
 
+def jumps(problem: Problem) -> bool:
+    """Whether the gradient of plain autograd jumps where inputs change by less than a billionth.
+
+    Then two numbers are equal but for rounding (of a window, or one and zero): any of several gradients is right.
+    """
+    ref = gradients(problem, 0.0)
+    for draw in range(8):
+        changed = gradients(problem, 10.0 ** -(9 + draw % 4), draw)
+        for known, found in zip(ref, changed, strict=True):
+            if float((known - found).abs().max()) > 1e-5 * float(known.abs().max()) + 1e-9:
+                return True
+    return False
+
+
+def gradients(problem: Problem, change: float, draw: int = 0) -> list[Tensor]:
+    """Of all parameters, in float64, by plain autograd, with inputs that are changed by this share of them."""
+    network, model = problem.network, problem.joined()
+    generator = torch.Generator().manual_seed(draw)
+    inputs = [
+        x * (1 + change * torch.randn(x.shape, generator=generator, dtype=x.dtype)) if x.is_floating_point() else x
+        for x in problem.writer.inputs
+    ]
+    torch.manual_seed(network.seed)
+    params = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(problem.loss_of()(model(*inputs)), params, allow_unused=True)
+    return [g for g in found if g is not None and g.numel()]
+
+
 def fails_by_itself(problem: Problem) -> Exception | None:
     """The error of torch alone, in the precision of the network (the reference is in float64)."""
     dtype = problem.network.dtype
