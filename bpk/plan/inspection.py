@@ -26,7 +26,7 @@ from bpk.plan.samples import Attribution
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import require_layers, require_whole_batch, upstream
-from bpk.plan.whole import one_sample, place_or_merge, require_before
+from bpk.plan.whole import one_sample, place_or_merge
 from bpk.recording import engine
 from bpk.recording.bystanders import Onlookers
 from bpk.recording.record import Record
@@ -69,13 +69,12 @@ class Inspection:
             self.check(root)
             self.prepare(root)
         try:
-            found, merges = place_or_merge(roots, self.sources, self.extensions, self.by_hand, self.merged is not None)
+            found, merges = place_or_merge(roots, self.sources, self.extensions, self.by_hand)
         except UnsupportedLayer:
             for root in roots:
                 require_axis(self.extensions[0], upstream(root, self.sources))  # if that is why
             raise
-        if merges and self.merged is None:
-            require_before(next(iter(roots)), list(self.above))
+        if merges:
             self.merged = Attribution(mixed=True)
         if len(roots) > 1:  # what is behind several of them was maybe left to autograd behind one
             for root, placement in found.items():

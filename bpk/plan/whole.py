@@ -33,19 +33,17 @@ def place_or_merge(
     sources: Sources,
     extensions: Sequence[Quantity],
     by_hand: Callable[[Record], bool],
-    merged: bool = False,
 ) -> tuple[dict[Record, Placement], bool]:
     """`place`; where samples mix and all of second order are sums over the batch, merge them, behind all losses.
 
-    Returns what was found (for first-order extensions, where samples are merged), and whether they are merged. If they
-    were already behind other losses of this pass (`merged`), they are here, too.
+    Returns what was found (for first-order extensions, where samples are merged), and whether they are merged.
     """
     second_order = any(e.second_order for e in extensions)
     sampled = [e for e in extensions if e.second_order and e.subsampling is not None]
     if not all(isinstance(root.rule, Loss) for root in roots) or not may_merge(extensions):
         return {root: place(root, sources, second_order, by_hand) for root in roots}, False
     mixing = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
-    if not mixing and not merged:
+    if not mixing:
         try:
             return {root: place(root, sources, second_order, by_hand) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
@@ -97,16 +95,3 @@ def require_rows(root: Record, above: Iterable[Record], extension: Quantity) -> 
 def one_sample(record: Record) -> Tensor:
     """The sample `[R]` of each row: the only one there is."""
     return torch.zeros(record.batch_size, dtype=torch.long, device=record.output.device)
-
-
-def require_before(root: Record, losses: Sequence[Record]) -> None:
-    """Refuse to merge samples that another loss, which was not known to be the last, has kept apart."""
-    for earlier in losses:
-        raise UnsupportedLayer(
-            explain(
-                f"Samples mix behind the loss '{root.path}' ({type(root.module).__name__}), and not behind "
-                f"'{earlier.path}' ({type(earlier.module).__name__}), which the backward pass reached before.",
-                "columns of that loss are on their way with samples apart, and cannot be added to those of this one.",
-                "use one backward pass for each loss.",
-            )
-        )
