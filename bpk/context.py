@@ -26,8 +26,8 @@ class backpack(Settings):
         debug: Print what is computed for which module.
         retain_graph: Keep what the forward pass stored, for another backward pass.
         chunk_size: How many columns of a square root of the GGN travel at a time. Left out, as many as `memory` holds.
-        memory: Bytes that these columns may take at the largest layer (default: 256 MiB on processors; no limit
-            elsewhere). Layers are passed once for each chunk.
+        memory: Bytes that these columns may take at the largest layer (default: 256 MiB on processors, half where 64
+            columns fit there; no limit elsewhere). Layers are passed once for each chunk.
 
     Raises:
         ValueError: If something other than an extension instance is passed, or two that save the same field.

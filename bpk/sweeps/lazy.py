@@ -29,11 +29,12 @@ class Starting(ABC):
 
 @dataclass
 class LazyColumns(Starting):
-    """Columns of which `make(start, stop)` gives some."""
+    """Columns of which `make(start, stop)` gives some. So many in a row as a `unit` says should not be torn apart."""
 
     count: int
     make: Callable[[int, int], Chunk]
     name: Hashable = "residual"
+    unit: int = 1
 
     def all(self) -> tuple[Mapping[Wrt, Tensor], Tensor]:
         """All of them at once."""
@@ -41,6 +42,7 @@ class LazyColumns(Starting):
         return mats, next(iter(mats.values())).new_ones(()) if signs is None else signs
 
     def chunks(self, size: int) -> Iterator[Chunk]:
+        size = max(size // self.unit * self.unit, min(size, self.unit))
         for start in range(0, self.count, size):
             yield self.make(start, min(start + size, self.count))
 

@@ -8,6 +8,9 @@ from bpk.plan.plan import Plan
 MEMORY = 1 << 28
 """Bytes that columns of a square root may take at the largest layer on a processor, unless the user says more."""
 
+MANY = 64
+"""So many columns fill a processor: where half of the memory holds them, the other half would not save any time."""
+
 LIVE = 3
 """How many times the columns exist: those that arrive at a layer, those that it sends, and what it needs for both."""
 
@@ -25,7 +28,10 @@ def columns_at_a_time(plan: Plan, chunk_size: int | None, memory: int | None) ->
     output = plan.steps[0].call.inputs[0]
     column = LIVE * plan.largest * output.element_size()
     if memory is None:
-        return max(1, MEMORY // column) if output.device.type == "cpu" else None
+        if output.device.type != "cpu":
+            return None
+        half = MEMORY // 2 // column
+        return half if half >= MANY else max(1, MEMORY // column)
     if column > memory:
         warn(too_small(memory, column))
     return max(1, memory // column)

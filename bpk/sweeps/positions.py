@@ -140,9 +140,12 @@ def written_out(mat: Tensor, where: Tensor, samples: Tensor | None, index: int, 
     count = int(number.max()) + 1
 
     def make(start: int, stop: int) -> Chunk:
-        chosen = torch.arange(start, stop, device=mat.device)
-        here = (number[None] == (chosen % count).reshape(-1, *[1] * where.dim())).to(mat.dtype)
-        columns: dict[Wrt, Tensor] = {index: mat[chosen // count] * here}
-        return columns, None
+        columns = mat.new_empty(stop - start, *mat.shape[1:])
+        for k in range(start // len(mat), (stop - 1) // len(mat) + 1):
+            first, last = max(start, k * len(mat)), min(stop, (k + 1) * len(mat))
+            some = mat[first - k * len(mat) : last - k * len(mat)]
+            torch.mul(some, (number == k).to(mat.dtype), out=columns[first - start : last - start])
+        of_inputs: dict[Wrt, Tensor] = {index: columns}
+        return of_inputs, None
 
-    return LazyColumns(len(mat) * count, make, name)
+    return LazyColumns(len(mat) * count, make, name, unit=len(mat))

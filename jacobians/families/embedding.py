@@ -117,7 +117,7 @@ class TableLookup(LinearInEach):
     ) -> Tensor:
         groups, table = self.groups(call), call.params[param]
         squares = wide(table[:0]).new_zeros(len(groups), table.shape[1])
-        size = 8 * len(groups.of_entry) * table.shape[1]  # columns, sums and squares stay in cache together
+        size = 4 * len(groups.of_entry) * table.shape[1]  # columns, sums and squares stay in cache together
         for part in chunks(len(mat), size, mat.device):
             found = self.summed_by_group(call, mat[part], groups).square()
             if weights is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,19 @@ KEEP = 1 << 22
 
 COLUMNS = 1 << 22
 """How many numbers a backward recurrence finds at a time (on a processor): memory of this size is used again."""
+
+
+FEW = 64
+"""From how many columns of a sample on these are not joined with others, which live for longer."""
+
+
+@dataclass
+class Piece:
+    """The backward recurrence of some columns (`None`: all of them) of some samples."""
+
+    columns: Tensor | None
+    samples: slice
+    pulled: Pulled
 
 
 class RecurrentColumns(RecurrentForward):
@@ -43,43 +57,62 @@ class RecurrentColumns(RecurrentForward):
             mat, lambda: stack.pull(self.seeds(self.split(call, wide(mat)))), lambda pulled: pulled.size, KEEP
         )
 
-    def pieces(self, call: Call, mat: Tensor) -> Iterator[tuple[Tensor | None, Pulled]]:
-        """Backward recurrences of some columns at a time, and which these are (`None`: all of them).
+    def pieces(self, call: Call, mat: Tensor, apart: bool = False, to_input: bool = False) -> Iterator[Piece]:
+        """Backward recurrences of some columns at a time.
 
-        A column that starts at some step lives at earlier steps only: those that start together go back together.
+        A column that starts at some step lives at earlier steps only: those that start together go back together. For
+        those who sum over columns, these lie next to each other in memory, and few samples at a time go `apart` (on a
+        processor).
         """
-        stack = self.at(call)
-        step = max(1, COLUMNS // stack.size) if mat.device.type == "cpu" else len(mat)
-        if len(mat) <= step or torch.is_grad_enabled() or is_transformed():
-            yield None, self.pulled(call, mat)
+        stack, on_processor = self.at(call), mat.device.type == "cpu"
+        apart = apart and on_processor
+        group = samples_together(stack, len(mat)) if apart else call.batch_size
+        step = max(1, COLUMNS // (stack.size * group)) if on_processor else len(mat)
+        if torch.is_grad_enabled() or is_transformed() or (len(mat) <= step and not apart):
+            yield Piece(None, slice(None), self.pulled(call, mat))
             return
-        order, ends = torch.arange(len(mat), device=mat.device), None
-        if stack.forward_only and set(call.used) == {0}:
-            y = self.seeds(self.split(call, mat)).y
-            if y is not None:
-                alive = (y != 0).flatten(2).any(2)
-                ends = (alive * torch.arange(1, len(y) + 1, device=mat.device)[:, None]).amax(0).clamp(min=1)
-                order = ends.argsort()
-        for part in order.split(step):
-            seeds = self.seeds(self.split(call, wide(mat[part])))
-            if ends is not None and seeds.y is not None:
-                seeds.y = seeds.y[: int(ends[part].max())]
-            yield part, stack.pull(seeds)
+        ends = self.ends(call, mat)
+        order = torch.arange(len(mat), device=mat.device) if ends is None else ends.argsort(stable=True)
+        sorted_ends = None if ends is None else ends[order].tolist()
+        samples = [slice(n, n + group) for n in range(0, call.batch_size, group)] if apart else [slice(None)]
+        stacks = [stack.of_samples(rows) for rows in samples] if apart else [stack]
+        for here in together(sorted_ends or [0] * len(mat), step, FEW if apart else step):
+            part = order[here]
+            some = mat[part]
+            for rows, at in zip(samples, stacks, strict=True):
+                seeds = self.seeds(self.split(call, wide(some[:, rows])))
+                if sorted_ends is not None and seeds.y is not None:
+                    seeds.y = seeds.y[: sorted_ends[here.stop - 1]]
+                if apart:
+                    seeds = seeds.columns_last()
+                yield Piece(part, rows, at.pull(seeds, to_input))
 
-    def collect(self, call: Call, mat: Tensor, shape: Sequence[int], found: Callable[[Pulled], Tensor]) -> Tensor:
+    def ends(self, call: Call, mat: Tensor) -> Tensor | None:
+        """How many steps each column lives for `[V]` (`None`: nobody knows)."""
+        if not self.at(call).forward_only or set(call.used) != {0}:
+            return None
+        y = self.seeds(self.split(call, mat)).y
+        if y is None:
+            return None
+        alive = (y != 0).flatten(2).any(2)
+        return (alive * torch.arange(1, len(y) + 1, device=mat.device)[:, None]).amax(0).clamp(min=1)
+
+    def collect(
+        self, call: Call, mat: Tensor, shape: Sequence[int], found: Callable[[Piece], Tensor], apart: bool = False
+    ) -> Tensor:
         """Columns `[V, *shape]` of what is `found` for some of them; steps at which they do not live are zero."""
         out: Tensor | None = None
-        for part, pulled in self.pieces(call, mat):
-            some = found(pulled)
-            if part is None:
-                return some.to(mat.dtype)
+        for piece in self.pieces(call, mat, apart, to_input=apart):
+            some = found(piece).to(mat.dtype)
+            if piece.columns is None:
+                return some
             if out is None:
-                whole = some.shape[1:] == torch.Size(shape)
+                whole = some.shape[2:] == torch.Size(shape[1:])
                 out = call.empty((len(mat), *shape), mat) if whole else mat.new_zeros(len(mat), *shape)
-            if some.shape[1:] == out.shape[1:]:
-                out[part] = some.to(mat.dtype)
+            if some.dim() < 3:
+                out[piece.columns] = some
             else:
-                out[part, :, : some.shape[2]] = some.to(mat.dtype)
+                out[piece.columns, piece.samples, : some.shape[2]] = some
         assert out is not None
         return out
 
@@ -91,3 +124,18 @@ class RecurrentColumns(RecurrentForward):
         columns, values = adjoint.of(trace, role), trace.value(role)
         inputs = None if values is None else values[: len(columns)].transpose(0, 1)
         return columns.movedim(0, 2), inputs
+
+
+def samples_together(stack: Stack, columns: int) -> int:
+    """How many samples go back together, so that enough columns of each do."""
+    return max(1, COLUMNS // (stack.size * min(columns, 2 * FEW)))
+
+
+def together(ends: Sequence[int], most: int, few: int) -> Iterator[slice]:
+    """Which columns, in the order of their ends, go back together: at most so many, of one end unless they are few."""
+    start = 0
+    for k in range(1, len(ends) + 1):
+        full = k - start == most or k == len(ends)
+        if full or (k - start >= few and ends[k] != ends[k - 1]):
+            yield slice(start, k)
+            start = k

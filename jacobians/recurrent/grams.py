@@ -7,11 +7,14 @@ Gram matrix `K_o[t, s] = sum_v d_vto d_vso`. It serves every parameter of a laye
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core.side_by_side import pick
+from bpk.jacobians.recurrent.back import is_columns_last
+from bpk.jacobians.recurrent.scan import Trace
 from bpk.jacobians.recurrent.stack import Pulled, Stack
 
 LIMIT = 1 << 24
@@ -19,34 +22,47 @@ LIMIT = 1 << 24
 
 
 class TimeGrams:
-    """Gram matrices over time for some columns: `[N, K H, T, T]` by scan, `[N, P, T, T]` for what is projected."""
+    """Gram matrices over time for some columns: `[N, K H, T, T]` by scan, `[N, P, T, T]` for what is projected.
+
+    The columns are not kept alive. Once somebody has asked, they are `complete`, and no more columns are added.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self.mats: list[Tensor] = []
+        self.mats: list[ref[Tensor]] = []
+        self.complete = False
         self.weights: Tensor | None = None
         self.local: dict[str, Tensor] = {}
         self.states: dict[str, Tensor] = {}
 
     def holds(self, mats: Sequence[Tensor], weights: Tensor | None) -> bool:
         """Whether these are the Gram matrices of these columns with these weights."""
-        if len(mats) != len(self.mats) or any(x is not y for x, y in zip(mats, self.mats, strict=True)):
+        if len(mats) != len(self.mats) or any(x is not y() for x, y in zip(mats, self.mats, strict=True)):
             return False
         if weights is None or self.weights is None:
             return weights is self.weights
         return torch.equal(weights, self.weights)
 
-    def add(self, pulled: Pulled, weights: Tensor | None = None) -> None:
-        """What came of some more columns, weighted by `[V, N]`."""
+    def add(self, pulled: Pulled, samples: slice, weights: Tensor | None = None) -> None:
+        """What came of some more columns, weighted by `[V, N]`, for some samples."""
         cell = self.stack.cell
         used = range(min(*cell.inputs, *cell.hidden), 1 + max(*cell.inputs, *cell.hidden))
         for row, adjoints in zip(self.stack.traces, pulled.adjoints, strict=True):
             for trace, adjoint in zip(row, adjoints, strict=True):
-                steps, suffix, width = len(trace.hidden), trace.scan.suffix, adjoint.dq.shape[-1]
+                width = adjoint.dq.shape[-1]
                 units = slice(used.start * width, used.stop * width)
-                accumulate(self.local, suffix, adjoint.dq.flatten(3), weights, steps, units)
+                accumulate(
+                    self.of(self.local, trace, adjoint.dq.flatten(3))[samples], adjoint.dq.flatten(3), weights, units
+                )
                 if adjoint.dh is not None:
-                    accumulate(self.states, suffix, adjoint.dh, weights, steps)
+                    accumulate(self.of(self.states, trace, adjoint.dh)[samples], adjoint.dh, weights)
+
+    def of(self, grams: dict[str, Tensor], trace: Trace, d: Tensor) -> Tensor:
+        """The Gram matrices `[N, O, T, T]` of a scan."""
+        if trace.scan.suffix not in grams:
+            steps, n = trace.hidden.shape[:2]
+            grams[trace.scan.suffix] = d.new_zeros(n, d.shape[3], steps, steps)
+        return grams[trace.scan.suffix]
 
     def squares(self, param: str, per_sample: bool) -> Tensor:
         """The weighted squares of a parameter's gradients: `[*p]`, or `[N, *p]` where `per_sample`."""
@@ -67,22 +83,19 @@ class TimeGrams:
         return total
 
 
-def accumulate(
-    grams: dict[str, Tensor], key: str, d: Tensor, weights: Tensor | None, steps: int, units: slice = slice(None)
-) -> None:
+def accumulate(grams: Tensor, d: Tensor, weights: Tensor | None, units: slice = slice(None)) -> None:
     """Add the Gram matrices over time of columns `[t, V, N, O]` that live for the first `t` of all steps."""
-    t, _, n, o = d.shape
-    if key not in grams:
-        grams[key] = d.new_zeros(n, o, steps, steps)
-    right = units_first(d)
+    t, right = len(d), units_first(d)
     left = right if weights is None else units_first(d * weights[..., None])
-    for gram, a, b in zip(grams[key], left, right, strict=True):
+    for gram, a, b in zip(grams, left, right, strict=True):
         gram[units, :t, :t] += a[units] @ b[units].transpose(1, 2)
 
 
 def units_first(d: Tensor) -> Tensor:
     """`[T, V, N, O]` as `[N, O, T, V]`; transposed as one matrix, which torch does in blocks that stay in cache."""
     t, v, n, o = d.shape
+    if is_columns_last(d[0]):
+        return d.permute(2, 3, 0, 1)
     return d.reshape(t * v, -1).t().contiguous().view(n, o, t, v)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families import sequences
 from bpk.jacobians.recurrent import residual as recurrent_residual
-from bpk.jacobians.recurrent.columns import RecurrentColumns
+from bpk.jacobians.recurrent.columns import Piece, RecurrentColumns
 from bpk.jacobians.recurrent.grams import TimeGrams, pays
 from bpk.jacobians.recurrent.layer import StepForward
 from bpk.jacobians.recurrent.stack import Pulled
@@ -44,14 +45,14 @@ class Recurrent(RecurrentColumns):
         if isinstance(wrt, int):
             grams = self.foresee(call, mat)
 
-            def to_input(pulled: Pulled) -> Tensor:
+            def to_input(piece: Piece) -> Tensor:
                 if grams is not None:
-                    grams.add(pulled)
-                return self.left(pulled, wrt)
+                    grams.add(piece.pulled, piece.samples)
+                return self.left(piece.pulled, wrt)
 
-            return self.collect(call, mat, call.inputs[wrt].shape, to_input)
+            return self.collect(call, mat, call.inputs[wrt].shape, to_input, grams is not None)
         shape = (*([] if sum_batch else [call.batch_size]), *call.params[wrt].shape)
-        return self.collect(call, mat, shape, lambda pulled: self.param_products(call, pulled, wrt, sum_batch))
+        return self.collect(call, mat, shape, lambda piece: self.param_products(call, piece.pulled, wrt, sum_batch))
 
     def param_products(self, call: Call, pulled: Pulled, param: str, sum_batch: bool) -> Tensor:
         """The gradients of a parameter: `[V, *p]`, or `[V, N, *p]`."""
@@ -80,7 +81,7 @@ class Recurrent(RecurrentColumns):
         if pays(self.at(call), sum(map(len, mats))):
             return self.grams(call, mats, weights).squares(param, per_sample).to(mats[0].dtype)
         total: Tensor | None = None
-        for scale, pulled in self.all_pieces(call, mats, weights):
+        for scale, _, pulled in self.all_pieces(call, mats, weights):
             columns, values = self.affine(call, pulled, param)
             if values is None:
                 squares = columns.sum(2).square()
@@ -93,24 +94,26 @@ class Recurrent(RecurrentColumns):
         return total.to(mats[0].dtype)
 
     def all_pieces(
-        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None
-    ) -> Iterator[tuple[Tensor | None, Pulled]]:
-        """Backward recurrences of columns in several blocks, with the weights of these columns."""
+        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, apart: bool = False
+    ) -> Iterator[tuple[Tensor | None, slice, Pulled]]:
+        """Backward recurrences of columns in several blocks, with the weights of these columns, and the samples."""
         split = [None] * len(mats) if weights is None else weights.split([len(mat) for mat in mats])
         for mat, scale in zip(mats, split, strict=True):
-            for part, pulled in self.pieces(call, mat):
-                yield scale if part is None or scale is None else scale[part], pulled
+            for piece in self.pieces(call, mat, apart):
+                some = scale if piece.columns is None or scale is None else scale[piece.columns]
+                yield None if some is None else some[:, piece.samples], piece.samples, piece.pulled
 
     def grams(self, call: Call, mats: Sequence[Tensor], weights: Tensor | None) -> TimeGrams:
         """Gram matrices over time, shared by all parameters that ask with the same columns."""
         known: list[TimeGrams] = call.memo((self, "grams"), list)
         for grams in known:
             if grams.holds(mats, weights):
+                grams.complete = True
                 return grams
         grams = TimeGrams(self.at(call))
-        grams.mats, grams.weights = list(mats), weights
-        for scale, pulled in self.all_pieces(call, mats, weights):
-            grams.add(pulled, scale)
+        grams.mats, grams.weights, grams.complete = [ref(mat) for mat in mats], weights, True
+        for scale, samples, pulled in self.all_pieces(call, mats, weights, apart=True):
+            grams.add(pulled, samples, scale)
         known[:] = [*known[-1:], grams]
         return grams
 
@@ -122,12 +125,12 @@ class Recurrent(RecurrentColumns):
         if torch.is_grad_enabled() or not pays(self.at(call), len(mat)):
             return None
         known: list[TimeGrams] = call.memo((self, "grams"), list)
-        if not known:
-            known.append(TimeGrams(self.at(call)))
-        if known[0].weights is not None or any(mat is other for other in known[0].mats):
+        if any(mat is other() for grams in known for other in grams.mats):
             return None
-        known[0].mats.append(mat)
-        return known[0]
+        if not known or known[-1].complete:
+            known[:] = [*known[-1:], TimeGrams(self.at(call))]
+        known[-1].mats.append(ref(mat))
+        return known[-1]
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         columns, values = self.affine(call, self.pulled(call, grad_out[None]), param)
@@ -164,8 +167,8 @@ class Recurrent(RecurrentColumns):
         """Rows whose Gram matrix is `G`: gradients summed over time, or one row for each step ("expand")."""
         expand = approximation == "expand" and param.startswith("weight")
 
-        def found(pulled: Pulled) -> Tensor:
-            columns, _ = self.affine(call, pulled, param)
+        def found(piece: Piece) -> Tensor:
+            columns, _ = self.affine(call, piece.pulled, param)
             return columns if expand else columns.sum(2)
 
         steps = [call.inputs[0].shape[1]] if expand and self.axes == 3 else []

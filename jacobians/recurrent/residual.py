@@ -100,7 +100,7 @@ def scan_back(
         dy = later if dy is None else dy + later
     dy = local.new_zeros(*local.shape[:3], trace.before.shape[-1]) if dy is None else dy
     middle = sent(adjoint.of(trace, "weight_hr"), own["weight_hr"]) if "weight_hr" in own else None
-    second = pull(trace, dy, None, None, local, middle)
+    second = pull(trace, dy, None, None, local=local, middle=middle)
     return second, second.dh0 if start is None else second.dh0 + start
 
 

@@ -7,6 +7,7 @@ the projection), `O = G H` the number of pre-activations, `K` that of local vari
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,7 @@ class Trace:
         self._hidden = None if y is None else scan.turned(wide(y))
         self._before: Tensor | None = None
         self._c_n: Tensor | None = None
+        self._back: Tensor | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -68,6 +70,13 @@ class Trace:
         if self._before is None:
             self._before = torch.cat([self.h0[None], self.hidden[:-1]])
         return self._before
+
+    @property
+    def back(self) -> Tensor:
+        """What sends gradients to the hidden state before a step and to the input at once, `[P + I, O]`."""
+        if self._back is None:
+            self._back = torch.cat([self.params["weight_hh"].T, self.params["weight_ih"].T])
+        return self._back
 
     @property
     def projects(self) -> bool:
@@ -137,6 +146,14 @@ class Trace:
             _ = self.slopes
         assert self._m is not None
         return self._m
+
+    def of_samples(self, here: slice) -> Trace:
+        """The same for some samples, for what goes back in time."""
+        _ = self.back  # once for all samples
+        alone, at = copy(self), self.slopes
+        alone._slopes = Slopes(at.slope[:, here], None if at.via is None else at.via[:, here])
+        alone._hidden, alone._before = self.hidden[:, here], self.before[:, here]
+        return alone
 
     def agrees(self) -> bool:
         """Whether the known output is that of the cell: it may have been changed in place since."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import linear, wide
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.recurrent import back as recurrent_back
 from bpk.jacobians.recurrent import forth as recurrent_forth
 from bpk.jacobians.recurrent.back import Adjoint
@@ -27,6 +28,15 @@ class Seeds:
     y: Tensor | None = None
     h: Tensor | None = None
     c: Tensor | None = None
+
+    def columns_last(self) -> Seeds:
+        """The same columns, next to each other in memory."""
+        return Seeds(
+            *[
+                None if x is None else next_to_each_other(x, k)
+                for x, k in zip((self.y, self.h, self.c), (1, 0, 0), strict=True)
+            ]
+        )
 
 
 @dataclass
@@ -120,10 +130,16 @@ class Stack:
 
     @property
     def size(self) -> int:
-        """How many numbers a backward recurrence finds for one column."""
-        shape = self.traces[0][0].x.shape[:2].numel()
+        """How many numbers a backward recurrence finds for one column of one sample."""
         hidden = self.params[f"weight_hh{self.traces[0][0].scan.suffix}"].shape[0] // self.cell.gates
-        return shape * hidden * sum(self.cell.parts) * sum(map(len, self.traces))
+        return len(self.traces[0][0].x) * hidden * sum(self.cell.parts) * sum(map(len, self.traces))
+
+    def of_samples(self, here: slice) -> Stack:
+        """The same for some samples, for what goes back in time."""
+        alone = copy(self)
+        alone.masks = [mask[:, here] for mask in self.masks]
+        alone.traces = [[trace.of_samples(here) for trace in row] for row in self.traces]
+        return alone
 
     @property
     def forward_only(self) -> bool:
@@ -151,11 +167,13 @@ class Stack:
                         return k, j, role
         raise KeyError(param)
 
-    def pull(self, seeds: Seeds) -> Pulled:
-        """Back through all layers."""
+    def pull(self, seeds: Seeds, to_input: bool = False) -> Pulled:
+        """Back through all layers, and `to_input`."""
         dy, adjoints = seeds.y, list[list[Adjoint]]()
         for k in reversed(range(len(self.traces))):
-            row = [recurrent_back.pull(trace, *given) for trace, given in self.seeds_of(k, dy, seeds)]
+            row = [
+                recurrent_back.pull(trace, *given, k > 0 or to_input) for trace, given in self.seeds_of(k, dy, seeds)
+            ]
             adjoints.insert(0, row)
             if k:
                 dy = self.input_gradient(k, row)
@@ -175,7 +193,10 @@ class Stack:
         """The gradient `[T, V, N, I]` of the input of a layer, before dropout."""
         total: Tensor | None = None
         for trace, adjoint in zip(self.traces[k], row, strict=True):
-            part = trace.scan.turned(linear(self.cell.of_input(adjoint.dq), trace.params["weight_ih"].T))
+            dx = adjoint.dx
+            if dx is None:
+                dx = recurrent_back.sent_back(self.cell.of_input(adjoint.dq), trace.params["weight_ih"])
+            part = trace.scan.turned(dx)
             total = part if total is None else total + part
         assert total is not None
         return self.entering(k, total)
@@ -198,3 +219,9 @@ class Stack:
         states = torch.stack([ta.y[-1] for ta in last], 2)
         cells = torch.stack([ta.c for ta in last if ta.c is not None], 2) if self.cell.memory else None
         return Seeds(x, states, cells), tangents
+
+
+def next_to_each_other(x: Tensor, axis: int) -> Tensor:
+    """The same tensor, with this axis innermost in memory, then those before the last."""
+    order = [*range(axis), *reversed(range(axis, x.dim()))]
+    return x.permute(order).contiguous().permute(order)

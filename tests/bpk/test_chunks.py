@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from torch import nn
 
 import bpk
 from bpk import extensions as E
+from bpk.plan.plan import Plan
+from bpk.sweeps.lazy import Chunk, LazyColumns
+from bpk.sweeps.limits import columns_at_a_time
 from tests.bpk.test_direct_parameters import Direct, twice
 from tests.bpk.test_tied_table import Tied
 from tests.references.compare import Assembled, rand
@@ -92,3 +97,20 @@ def test_two_losses_and_subsampling() -> None:
 def test_bad_limits(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="whole number"):
         bpk.backpack(E.DiagGGNExact(), **limits)
+
+
+def test_columns_of_a_unit_stay_together() -> None:
+    def make(start: int, stop: int) -> Chunk:
+        return {0: torch.arange(start, stop)}, None
+
+    lazy = LazyColumns(21, make, unit=7)
+    for size, lengths in ((16, [14, 7]), (7, [7, 7, 7]), (5, [5, 5, 5, 5, 1]), (100, [21])):
+        assert [len(columns[0]) for columns, _ in lazy.chunks(size)] == lengths
+
+
+def test_half_of_the_memory_is_enough_for_many_columns() -> None:
+    found = []
+    for features in (1 << 10, 1 << 14, 1 << 20):
+        plan = SimpleNamespace(largest=features, steps=[SimpleNamespace(call=SimpleNamespace(inputs=[torch.ones(1)]))])
+        found.append(columns_at_a_time(cast(Plan, plan), None, None))
+    assert found == [(1 << 27) // (12 << 10), (1 << 27) // (12 << 14), (1 << 28) // (12 << 20)]

@@ -178,6 +178,44 @@ def test_one_recurrence_serves_the_layer(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(pulls) == 2
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_columns_go_back_once(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a loss over positions, in several rounds: none goes back again for its squares, none is torn off."""
+    pulled: list[tuple[int, int]] = []
+    pull = recurrent_back.pull
+
+    def counted(trace: Any, dy: Tensor, *args: Any) -> Any:
+        pulled.append((dy.shape[0], dy.shape[1:3].numel()))
+        return pull(trace, dy, *args)
+
+    monkeypatch.setattr(recurrent_back, "pull", counted)
+    n, t, classes = 3, 5, 7
+    model = bpk.extend(Words(layer(2, 3, batch_first=True), classes).double())
+    lossfunc = bpk.extend(nn.CrossEntropyLoss())
+    tokens, y = torch.randint(classes, (n, t)), torch.randint(classes, (n * t,))
+    fields = []
+    for columns in (100, 16):  # 16: two positions at a time
+        pulled = []
+        with bpk.backpack(E.DiagGGNExact(), chunk_size=columns):
+            lossfunc(model(tokens), y).backward()
+        pulled = [entry for entry in pulled if entry[1] > 3 * n]  # not the probe that finds the samples
+        assert sum(rows for _, rows in pulled) == classes * t * n
+        fields.append([p.diag_ggn_exact.clone() for p in model.parameters()])
+    assert sorted(pulled) == [(2, 2 * classes * n), (4, 2 * classes * n), (5, classes * n)]
+    torch.testing.assert_close(fields[0], fields[1])
+
+
+class Words(nn.Module):
+    """A prediction for every word."""
+
+    def __init__(self, layer: nn.Module, classes: int) -> None:
+        super().__init__()
+        self.table, self.layer, self.last = nn.Embedding(classes, 2), layer, nn.Linear(3, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(self.table(x))[0]).flatten(0, 1)
+
+
 # ---- in models -------------------------------------------------------------------------------------------
 class Tagger(nn.Module):
     """A prediction for every step."""
