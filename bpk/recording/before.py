@@ -28,16 +28,25 @@ class Before:
 
     Of a layer that draws random numbers: the state of their generators (`drawn`). Of a layer that works in place: its
     input as it was (`kept`), where that comes from in autograd's graph (`edge`) and, if the layer got a copy of a view,
-    that view.
+    that view and the copy.
     """
 
-    __slots__ = ("drawn", "edge", "kept", "viewed")
+    __slots__ = ("copy", "drawn", "edge", "kept", "viewed")
 
     def __init__(self, drawn: RandomState | None) -> None:
         self.drawn = drawn
         self.kept: Tensor | None = None
         self.edge: Edge = (None, 0)
         self.viewed: Tensor | None = None
+        self.copy: Tensor | None = None
+
+    def written_back(self, output: Tensor) -> Tensor:
+        """What the layer returns: what it made of the copy goes into the view, if it did work in place.
+
+        Not all layers do that say so: `nn.AlphaDropout` does not look at its `inplace`.
+        """
+        worked = self.copy is not None and self.copy._version > 0
+        return self.viewed.copy_(output) if worked and self.viewed is not None else output
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return nothing, ()
@@ -83,7 +92,7 @@ def keep_input(module: nn.Module, x: Tensor, before: Before) -> Tensor:
         keep_output(producer)
     if x._is_view():
         before.viewed = x
-        x = x.clone()
+        x = before.copy = x.clone()
     kept, before.edge = keep(x)
     before.kept = alias(x.clone()) if copied else kept
     return x

@@ -49,7 +49,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         note_transform(module)
     if before is None or before.viewed is None:
         return changed
-    return before.viewed.copy_(output if changed is None else changed)  # what the layer did to a copy
+    return before.written_back(output if changed is None else changed)
 
 
 def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, before: Before | None) -> Any:

@@ -285,3 +285,32 @@ def test_a_wrong_gradient_of_autograd_is_refused(
     net, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
     with bpk.backpack(extension()), pytest.raises(RuntimeError, match="changed in place inside of a checkpoint"):
         loss_fn(net(x), y).backward()
+
+
+class Unheeding(nn.Module):
+    """`nn.AlphaDropout` does not look at its `inplace`: what it is given stays as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(3, 6), nn.AlphaDropout(0.5, inplace=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sigmoid(self.first(x))
+        view = h.view(-1, 2, 3)
+        return self.last((self.drop(view) + view).sum(1))
+
+
+def test_a_layer_that_says_that_it_works_in_place() -> None:
+    torch.manual_seed(0)
+    model, loss_fn = Unheeding().double(), nn.MSELoss()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    torch.manual_seed(1)
+    params = list(model.parameters())
+    expected = torch.autograd.grad(loss_fn(model(x), y), params)
+    bpk.extend(model)
+    torch.manual_seed(1)
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        bpk.extend(loss_fn)(model(x), y).backward()
+    for p, g in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+        torch.testing.assert_close(p.grad_batch.sum(0), g)
