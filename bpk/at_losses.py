@@ -70,8 +70,7 @@ class AtLosses:
 
     def make_plan(self, loss: Record) -> None:
         """Make one plan for all losses of the objective."""
-        losses = {loss: engine.current_node()}
-        losses |= {other: node for other, node in self.inspection.outside.losses.items() if engine.will_run(node)}
+        losses = {loss: engine.current_node()} | self.inspection.losses
         self.plan = self.plan_of(losses)
         self.to_come = set(losses)
 

@@ -126,10 +126,8 @@ class Backward:
 
     def inspect(self, root: Record, node: Node) -> None:
         """Look at everything behind all losses, and behind the last call."""
-        roots = {root: node}
-        for loss, at in self.inspection.outside.losses.items():
-            if id(loss) not in self.inspection.placed and engine.will_run(at):
-                roots[loss] = at
+        losses, placed = self.inspection.losses, self.inspection.placed
+        roots = {root: node} | {loss: at for loss, at in losses.items() if id(loss) not in placed}
         for record in roots:
             if record.released:
                 raise RuntimeError(already_released(record))

@@ -61,9 +61,9 @@ def attribute(
     root: Record, above: list[Record], sources: SourcesOf, at_most: int | None = None
 ) -> tuple[int, dict[int, Tensor]]:
     """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
+
     Returns the number of samples (`at_most` so many) and, by `id` of a record, the sample `[R]` of every row, where
     rows are not simply the samples in order.
-    are not simply the samples in order.
 
     Raises:
         NotInFront: If a layer has to be left to autograd first.

@@ -11,7 +11,6 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
-from bpk.jacobians.rule import Rule
 from bpk.plan.objective import (
     Outside,
     inside_of_loss,
@@ -25,7 +24,7 @@ from bpk.plan.quantity import Quantity
 from bpk.plan.samples import Attribution
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
-from bpk.plan.survey import require_layers, require_whole_batch, upstream
+from bpk.plan.survey import may_mix, require_layers, require_whole_batch, upstream
 from bpk.plan.whole import one_sample, place_or_merge
 from bpk.recording import engine
 from bpk.recording.bystanders import Onlookers
@@ -130,6 +129,11 @@ class Inspection:
             self._outside = outside_of_losses(engine.roots())
         return self._outside
 
+    @property
+    def losses(self) -> dict[Record, Node]:
+        """The extended losses of the objective that autograd comes to in this pass, with their nodes."""
+        return {loss: node for loss, node in self.outside.losses.items() if engine.will_run(node)}
+
     def check_objective(self, root: Record, above: list[Record], node: Node) -> None:
         """Refuse objectives that are more than extended losses, as far as active extensions would not see the rest."""
         parts = [self.outside]
@@ -157,7 +161,7 @@ class Inspection:
             return
         self.required.add(id(record))
         rule = record.rule
-        served = rule is not None and not record.problem and type(rule).mixing is Rule.mixing
+        served = rule is not None and not record.problem and not may_mix(rule)
         for extension in self.asking if served else self.extensions:  # every rule serves first order
             if rule is PASSAGE or not self.hands or extension.module_extension(record.module) is None:
                 require_support(extension, record, self.sources.feed)

@@ -136,10 +136,7 @@ def is_stuck(record: Record) -> bool:
 
 def reads_parameters(record: Record, sources: Sources) -> bool:
     """Whether a call is given parameters alone, and nothing that other calls have computed."""
-    for source in sources[record].values():
-        if source.targets:
-            return False
-    return is_given_parameters(record)
+    return not any(source.targets for source in sources[record].values()) and is_given_parameters(record)
 
 
 def is_moved(root: Record, above: list[Record], sources: Sources, second_order: bool) -> bool:
@@ -149,11 +146,10 @@ def is_moved(root: Record, above: list[Record], sources: Sources, second_order: 
             return True
     for record in (*above, root):
         for index, source in sources[record].items():
-            if source.targets and (source.stretch is not None or (not record.aligned and record.axis(index))):
+            if source.targets and (source.stretch is not None or record.axis(index)):
                 return True
-            for producer, edge in source.targets:
-                if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
-                    return True
+            if any(producer.out_axis(producer.places[edge[1]]) for producer, edge in source.targets):
+                return True
     return False
 
 
@@ -161,9 +157,10 @@ def leave(records: Sequence[Record], consumers: Iterable[Record], sources: Sourc
     """Leave calls to autograd; inputs come from elsewhere then."""
     if not records:
         return
+    wanted = set(records)
     for consumer in consumers:
         for source in sources[consumer].values():
             for target, (node, _) in source.targets:
-                if target in records and node is not None and target.module is not DISSOLVED:
+                if target in wanted and node is not None and target.module is not DISSOLVED:
                     leave_to_autograd(target, node)
     sources.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -67,10 +68,7 @@ class Plan:
     def link(self, step: Step, index: int, source: Source) -> Link:
         """What feeds an input: a call, or a stretch, whose inputs are the outputs of calls."""
         if source.stretch is None:
-            feeder = source.targets[0][0]
-            producer = self.of[feeder]
-            if step.record.aligned and feeder.aligned:
-                return Link(producer)
+            producer = self.of[source.targets[0][0]]
             entrance, exit = source.entrance, source.exits[0]
             if entrance == exit:
                 return Link(producer)
@@ -150,7 +148,8 @@ def in_order(losses: Sequence[Step]) -> list[Step]:
                 feeds[link.producer] = 0
                 waiting.append(link.producer)
             feeds[link.producer] += 1
-    order, ready = list[Step](), [(called(loss), -k, loss) for k, loss in enumerate(losses)]
+    order, number = list[Step](), count()  # of steps that were called at once, the one that was ready last comes first
+    ready = [(called(loss), -next(number), loss) for loss in losses]
     heapify(ready)
     while ready:
         *_, step = heappop(ready)
@@ -158,7 +157,7 @@ def in_order(losses: Sequence[Step]) -> list[Step]:
         for link in step.links.values():
             feeds[link.producer] -= 1
             if not feeds[link.producer]:
-                heappush(ready, (called(link.producer), -len(order) - len(ready), link.producer))
+                heappush(ready, (called(link.producer), -next(number), link.producer))
     return order
 
 

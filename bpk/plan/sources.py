@@ -19,11 +19,7 @@ from bpk.recording.record import Record
 
 
 class Sources(dict[Record, dict[int, Source]]):
-    """By call, and by input index: where inputs come from. The graph is looked at when a call is asked for first.
-
-    >>> Sources()
-    {}
-    """
+    """By call, and by input index: where inputs come from. The graph is looked at when a call is asked for first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.quantity import FAIL_ERROR, FAIL_SILENT, Quantity, is_of_batch
+from bpk.plan.survey import may_mix
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -114,14 +115,13 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
                 "use reduction='mean' or reduction='sum'.",
             )
         )
-    name = type(record.module).__name__
     if record.problem:
         answer = Support(Kind.REFUSED, record.problem, record.binding.do)
     elif rule is None and record.output.dim() == 0:
-        answer = Support(Kind.REFUSED, NO_LOSS, WRITE_LOSS.format(name=name))
+        answer = Support(Kind.REFUSED, NO_LOSS, WRITE_LOSS.format(name=type(record.module).__name__))
     else:
-        asks = rule is not None and (extension.second_order or type(rule).mixing is not Rule.mixing)
-        answer = support(extension, rule, record.call() if asks else None, name)
+        asks = rule is not None and (extension.second_order or may_mix(rule))
+        answer = support(extension, rule, record.call() if asks else None, type(record.module).__name__)
     if answer.kind is not Kind.REFUSED:
         if rule is not None and answer.reason:
             caution(record, answer)

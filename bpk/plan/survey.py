@@ -28,10 +28,15 @@ def upstream(record: Record, sources: Sources) -> list[Record]:
     return list(found)
 
 
+def may_mix(rule: Rule) -> bool:
+    """Whether there are calls of a layer whose outputs depend on several samples each."""
+    return type(rule).mixing is not Rule.mixing
+
+
 def mixes(record: Record) -> bool:
     """Whether a call's outputs depend on several samples each."""
     rule = record.rule
-    if rule is None or record.problem or isinstance(rule, Loss) or type(rule).mixing is Rule.mixing:
+    if rule is None or record.problem or isinstance(rule, Loss) or not may_mix(rule):
         return False
     return rule.mixing(record.call()) is not None
 

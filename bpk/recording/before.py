@@ -43,7 +43,7 @@ class Before:
     def written_back(self, output: Tensor) -> Tensor:
         """What the layer returns: what it made of the copy goes into the view, if it did work in place.
 
-        Not all layers do that say so: `nn.AlphaDropout` does not look at its `inplace`.
+        Not every layer that says so does: `nn.AlphaDropout` does not look at its `inplace`.
         """
         worked = self.copy is not None and self.copy._version > 0
         return self.viewed.copy_(output) if worked and self.viewed is not None else output

@@ -97,11 +97,11 @@ class Connected:
 
     def axis(self, index: int) -> int:
         """The batch axis of an input."""
-        return self.shifted or self.binding.axis(index) or 0
+        return 0 if self.aligned else self.shifted or self.binding.axis(index) or 0
 
     def out_axis(self, number: int) -> int:
         """The batch axis of a result."""
-        return self.shifted or self.binding.out_axis(number)
+        return 0 if self.aligned else self.shifted or self.binding.out_axis(number)
 
     def entrance(self, index: int) -> Port:
         """How an input is connected."""

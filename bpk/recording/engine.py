@@ -107,10 +107,7 @@ def when_finished(callback: Callable[[], None]) -> None:
 
 
 def run(end: Tensor, beginning: Tensor, vector: Tensor) -> None:
-    """`torch.autograd.grad`, keeping the graph, without what that does around it: a fifth of the time.
-
-    If it goes: `torch.autograd.grad`.
-    """
+    """`torch.autograd.grad` that keeps the graph, in half the time. If it goes: `torch.autograd.grad`."""
     run_backward = Variable._execution_engine.run_backward
     run_backward((end,), (vector,), True, False, (beginning,), allow_unreachable=True, accumulate_grad=False)
 
@@ -239,7 +236,8 @@ def hooks_before(node: Node) -> dict[int, Callable[..., Any]]:
 
 def others(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
     """Remove a hook; returns all others there, in the dictionary in use. If it goes: users' hooks see all passes."""
-    hooks: dict[int, Callable[..., Any]] = handle.hooks_dict_ref() or {}
+    hooks: dict[int, Callable[..., Any]] | None = handle.hooks_dict_ref()
+    assert hooks is not None
     handle.remove()
     return hooks
 

@@ -171,7 +171,7 @@ class Record(Connected):
 
     def reopen(self) -> None:
         """Another backward pass may come: this use of the parameters is to be expected again."""
-        self.open = self._results is None or bool(self._results)
+        self.open = not self.released
 
     def put_away(self) -> None:
         """The pass is over, and another one may come: what can be computed again is dropped."""

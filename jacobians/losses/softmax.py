@@ -106,7 +106,7 @@ class SoftmaxCrossEntropy(Loss):
         class_weight = call.options.weight
         smoothing = call.options.label_smoothing
         if class_weight is None and target.shape != logits.shape:  # whatever the smoothed target is, it sums to one
-            weight = (target != call.options.ignore_index).to(log_p.dtype).reshape(n, positions)
+            weight = (target.long() != call.options.ignore_index).to(log_p.dtype).reshape(n, positions)
             return log_p, weight / weight.sum() if call.options.reduction == "mean" else weight
         w = log_p.new_ones(classes) if class_weight is None else class_weight.to(log_p)
         if target.shape == logits.shape:  # a distribution over classes at every position
