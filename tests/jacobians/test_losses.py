@@ -213,6 +213,14 @@ def test_cross_entropy_everything_ignored() -> None:
     assert CE.sqrt_hessian(call_of(nn.CrossEntropyLoss(), x, target)).isnan().all()  # as the loss: 0 / 0
 
 
+def test_cross_entropy_of_targets_in_bytes() -> None:
+    """Class 156 is no -100, as which bytes would compare it."""
+    loss, x, y = nn.CrossEntropyLoss(), torch.randn(3, 160, dtype=torch.float64), torch.tensor([156, 3, 7])
+    rule = rule_of(loss)
+    expected = rule.sqrt_hessian(call_of(loss, x, y))
+    torch.testing.assert_close(rule.sqrt_hessian(call_of(loss, x, y.byte())), expected)
+
+
 def test_cross_entropy_columns_by_position() -> None:
     x, target = torch.randn(2, 3, 2, 2), torch.randint(3, (2, 2, 2))
     call = call_of(nn.CrossEntropyLoss(), x, target)
