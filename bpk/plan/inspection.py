@@ -24,7 +24,7 @@ from bpk.plan.quantity import Quantity
 from bpk.plan.samples import Attribution
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
-from bpk.plan.survey import may_mix, require_layers, require_whole_batch, upstream
+from bpk.plan.survey import may_mix, mixes, require_layers, require_whole_batch, upstream
 from bpk.plan.whole import one_sample, place_or_merge
 from bpk.recording import engine
 from bpk.recording.bystanders import Onlookers
@@ -43,7 +43,7 @@ class Inspection:
         self.extensions = extensions
         self.checks_objective = checks_objective
         self.second_order = any(e.second_order for e in extensions)
-        self.asking = [e for e in extensions if e.second_order or not e.works_by_rules]
+        self.only_by_hand = [e for e in extensions if not e.works_by_rules]
         self.hands = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
         self.onlookers = Onlookers()
@@ -161,10 +161,16 @@ class Inspection:
             return
         self.required.add(id(record))
         rule = record.rule
-        served = rule is not None and not record.problem and not may_mix(rule)
-        for extension in self.asking if served else self.extensions:  # every rule serves first order
+        for extension in self.only_by_hand if self.is_served(record) else self.extensions:
             if rule is PASSAGE or not self.hands or extension.module_extension(record.module) is None:
                 require_support(extension, record, self.sources.feed)
+
+    def is_served(self, record: Record) -> bool:
+        """Whether the rule of a layer can do all that extensions may ask of it at this call."""
+        rule = record.rule
+        if rule is None or record.problem or (may_mix(rule) and mixes(record)):
+            return False
+        return not self.second_order or not (isinstance(rule, Loss) or rule.obstacle(record.call()))
 
     def by_hand(self, record: Record) -> bool:
         """Whether a user wrote something by hand for this layer."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from contextlib import nullcontext
 from operator import attrgetter
 
 import torch
@@ -127,8 +126,11 @@ class Record(Connected):
             inputs = [self.unchanged(k, self.rule) for k in range(len(inputs))]
         same = self.seen is not None and self.seen[0] == form
         if self.seen is None or not same or any(x is not y for x, y in zip(inputs, self.seen[1], strict=True)):
-            with nullcontext() if self.plain else torch.enable_grad():  # whoever asks first: what is moved has a graph
+            if self.plain:
                 call = self.call_on(inputs)
+            else:
+                with torch.enable_grad():  # whoever asks first: what is moved has a graph
+                    call = self.call_on(inputs)
             call.drawn = self.drawn
             self.seen = form, inputs, call
         return self.seen[2]
