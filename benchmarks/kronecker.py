@@ -34,9 +34,9 @@ def observed(layers: list[Layer]) -> Iterator[dict[Layer, tuple[Tensor, Tensor]]
             hook.remove()
 
 
-def summed_over_positions(layer: Layer, grad: Tensor) -> Tensor:
-    """The gradient with respect to one sample's output, as that of the bias `[out]`."""
-    return grad[0].flatten(1).sum(1) if isinstance(layer, nn.Conv2d) else grad[0].reshape(-1, grad.shape[-1]).sum(0)
+def by_position(layer: Layer, grad: Tensor) -> Tensor:
+    """The gradient with respect to one sample's output, as those of a bias at each position `[positions, out]`."""
+    return grad[0].flatten(1).T if isinstance(layer, nn.Conv2d) else grad[0].reshape(-1, grad.shape[-1])
 
 
 def input_factor(layer: Layer, x: Tensor) -> Tensor:

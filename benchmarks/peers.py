@@ -1,9 +1,10 @@
-"""`bpk` itself, and packages that may be installed beside it: BackPACK and Opacus."""
+"""`bpk` itself, and packages that may be installed beside it: BackPACK, Opacus and curvlinops."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,13 @@ class Pack(Alternative):
         if missing and quantity.extensions:
             return missing
         absent = [e for e in quantity.extensions if not hasattr(extensions, e)]
-        return f"no extension {', '.join(absent)}" if absent else None
+        if absent:
+            return f"no extension {', '.join(absent)}"
+        for name in quantity.extensions if quantity.options else ():
+            known = inspect.signature(getattr(extensions, name)).parameters
+            if unknown := [option for option, _ in quantity.options if option not in known]:
+                return f"no option {', '.join(unknown)}"
+        return None
 
     def prepare(self, setup: Setup, quantity: Quantity) -> Job:
         return PackJob(setup, quantity, self.root, self.convert and setup.functions, self.limits)
@@ -93,7 +100,7 @@ class PackJob(Job):
         package = importlib.import_module(root)
         classes = importlib.import_module(f"{root}.extensions") if quantity.extensions else None
         self.context = partial(package.backpack, **(limits or {}))
-        self.extensions = [getattr(classes, name)() for name in quantity.extensions]
+        self.extensions = [getattr(classes, name)(**dict(quantity.options)) for name in quantity.extensions]
         self.fields = [QUANTITIES[name].field for name in quantity.extensions]
         self.model = package.extend(setup.model, use_converter=True) if convert else package.extend(setup.model)
         self.loss = package.extend(setup.loss)
@@ -111,7 +118,7 @@ class PackJob(Job):
             self.loss(self.model(s.inputs), s.targets).backward()
         params = self.params
         result: Result = {}
-        for name, field in zip(self.quantity.extensions, self.fields, strict=True):
+        for name, field in zip(self.quantity.results, self.fields, strict=True):
             values = [getattr(p, field) for p in params]
             if QUANTITIES[name].form is Form.PRODUCT:
                 values = [product(v) for product, v in zip(values, self.vectors, strict=True)]
@@ -169,6 +176,60 @@ class OpacusJob(PlainJob):
         """Opacus leaves out the division by `N`."""
         power = 1 if self.quantity.name == "BatchGrad" else 2
         return {k: [v / self.setup.batch**power for v in values] for k, values in result.items()}
+
+
+class Curvlinops(Alternative):
+    """Kronecker factors by curvlinops' `KFACLinearOperator`, in its only definition: every position by itself.
+
+    For linear layers of single vectors that is the usual one. It gives the factors alone, without `.grad`.
+    """
+
+    name = "curvlinops"
+
+    def reason(self, problem: Problem, quantity: Quantity) -> str | None:
+        if quantity.name not in FISHER:
+            return "Kronecker factors only"
+        own = [m for m in problem.setup(1).model.modules() if m._parameters]
+        if any(type(m) not in (torch.nn.Linear, torch.nn.Conv2d) for m in own):  # type: ignore[comparison-overlap]
+            return "linear and convolutional layers only"
+        if not quantity.options and (problem.steps or any(isinstance(m, torch.nn.Conv2d) for m in own)):
+            return "another definition of factors"
+        return _import("curvlinops")[1]
+
+    def prepare(self, setup: Setup, quantity: Quantity) -> Job:
+        return CurvlinopsJob(setup, quantity)
+
+
+FISHER = {"KFAC": "mc", "KFACExpand": "mc", "KFLR": "type-2", "KFLRExpand": "type-2"}
+
+
+class CurvlinopsJob(Job):
+    """The operator, and its factors, are made anew in every run: it has no other way to see new parameters."""
+
+    def run(self) -> Result:
+        s = self.setup
+        operator = importlib.import_module("curvlinops").KFACLinearOperator(
+            s.model,
+            s.loss,
+            s.params,
+            [(s.inputs, s.targets)],
+            check_deterministic=False,
+            fisher_type=FISHER[self.quantity.name],
+            seed=int(torch.randint(2**31, ())),
+            num_data=s.batch,
+            num_per_example_loss_terms=1,
+        )
+        operator.compute_kronecker_factors()
+        return {self.quantity.name: [operator]}
+
+    def canonical(self, result: Result) -> Result:
+        """Factors by parameter."""
+        (operator,) = result[self.quantity.name]
+        found = operator.state_dict()
+        inputs, outputs = found["input_covariances"], found["gradient_covariances"]
+        names = (name.rsplit(".", 1) for name, _ in self.setup.model.named_parameters())
+        factors = [[outputs[layer], inputs[layer]] if kind == "weight" else [outputs[layer]] for layer, kind in names]
+        return {self.quantity.name: factors}
 
 
 BPK = Pack("bpk", "bpk")

@@ -114,6 +114,7 @@ def evaluate(model: nn.Module, inputs: Tensor) -> None:
 FIRST_ORDER = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
 PRODUCTS = ("HMP", "GGNMP", "PCHMP")
 DIAGONALS = ("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC", "DiagHessian", "BatchDiagHessian")
+EXPANDED = ("KFACExpand", "KFLRExpand")
 SHARED = ("FirstOrderTogether", "DiagGGNExactWithKFLR")
 SMALL = ("NoContext", *FIRST_ORDER, *DIAGONALS, "SqrtGGNExact", "SqrtGGNMC", "KFAC", "KFLR", *PRODUCTS, *SHARED)
 USUAL = ("NoContext", *FIRST_ORDER, "DiagGGNExact", "DiagGGNMC", "KFAC", "FirstOrderTogether")
@@ -126,15 +127,16 @@ PROBLEMS = {
         # [C, N, p] would take 6.8 GB here, so no SqrtGGNExact.
         Problem("mlp", "MLP 784-1000-500-100-10, MNIST shapes", networks.mlp, (1, 28, 28), 10, 128,
                 (*(q for q in SMALL if q != "SqrtGGNExact"), "KFRA")),
-        Problem("3c3d", "3C3D, CIFAR-10 shapes", networks.c3d3, (3, 32, 32), 10, 64, SMALL),
+        Problem("3c3d", "3C3D, CIFAR-10 shapes", networks.c3d3, (3, 32, 32), 10, 64,
+                (*SMALL, *EXPANDED)),
         Problem("3c3d_sigmoid", "3C3D with one sigmoid, CIFAR-10 shapes", networks.c3d3_sigmoid, (3, 32, 32), 10, 16,
                 ("DiagHessian", "BatchDiagHessian", "HMP", "GGNMP")),
         # 100 columns: the exact quantities follow at N=4.
         Problem("allcnnc", "All-CNN-C, CIFAR-100 shapes", networks.all_cnn_c, (3, 32, 32), 100, 16,
-                ("NoContext", *FIRST_ORDER, "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", *PRODUCTS,
-                 "FirstOrderTogether"), check_batch=4),
+                ("NoContext", *FIRST_ORDER, "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "KFACExpand",
+                 *PRODUCTS, "FirstOrderTogether"), check_batch=4),
         Problem("allcnnc_n4", "All-CNN-C, CIFAR-100 shapes", networks.all_cnn_c, (3, 32, 32), 100, 4,
-                ("DiagGGNExact", "BatchDiagGGNExact", "DiagHessian", "KFLR", "DiagGGNExactWithKFLR")),
+                ("DiagGGNExact", "BatchDiagGGNExact", "DiagHessian", "KFLR", "KFLRExpand", "DiagGGNExactWithKFLR")),
         # 83 x 25 columns: the exact quantities follow at N=4.
         Problem("charrnn", "Character RNN (2-layer LSTM), T=25", architectures.CharRNN, (25,), 83, 16,
                 tuple(q for q in USUAL if q != "DiagGGNExact"), check_batch=2, vocabulary=83, steps=(25,),
@@ -159,8 +161,9 @@ TEST_PROBLEMS = {
     p.name: p
     for p in (
         Problem("tiny", "A small convolutional network", networks.tiny, (2, 6, 6), 4, 5,
-                tuple(q for q in SMALL if q != "PCHMP")),
-        Problem("tiny_mlp", "A small multilayer perceptron", networks.tiny_mlp, (6,), 3, 4, (*SMALL, "KFRA")),
+                (*(q for q in SMALL if q != "PCHMP"), *EXPANDED)),
+        Problem("tiny_mlp", "A small multilayer perceptron", networks.tiny_mlp, (6,), 3, 4,
+                (*SMALL, *EXPANDED, "KFRA")),
         Problem("tiny_charrnn", "A small character RNN", architectures.tiny_char_rnn, (4,), 5, 3, BRANCHED,
                 vocabulary=5, steps=(4,), functions=True),
         Problem("tiny_resnet", "A small residual network", architectures.tiny_resnet, (2, 8, 8), 3, 4,

@@ -24,7 +24,8 @@ class Quantity:
     """A quantity: the extensions that give it, the field it is saved in, the form of its result.
 
     `sampled` marks Monte-Carlo quantities, whose mean over draws is what is checked. `parts` names the
-    quantities of a row that asks for several at once.
+    quantities of a row that asks for several at once. `extension` names the class if it is not called as the quantity
+    is, and `options` are what it is made with.
     """
 
     name: str
@@ -32,13 +33,20 @@ class Quantity:
     form: Form = Form.NONE
     sampled: bool = False
     parts: tuple[str, ...] = ()
+    extension: str = ""
+    options: tuple[tuple[str, str], ...] = ()
 
     @property
     def extensions(self) -> tuple[str, ...]:
         """Names of the extension classes that are active together."""
         if self.parts:
             return self.parts
-        return (self.name,) if self.form is not Form.NONE else ()
+        return (self.extension or self.name,) if self.form is not Form.NONE else ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The quantities that these give, one each."""
+        return self.parts or ((self.name,) if self.form is not Form.NONE else ())
 
 
 QUANTITIES = {
@@ -60,6 +68,8 @@ QUANTITIES = {
         Quantity("KFAC", "kfac", Form.KRON, sampled=True),
         Quantity("KFLR", "kflr", Form.KRON),
         Quantity("KFRA", "kfra", Form.KRON),
+        Quantity("KFACExpand", "kfac", Form.KRON, True, extension="KFAC", options=(("approximation", "expand"),)),
+        Quantity("KFLRExpand", "kflr", Form.KRON, extension="KFLR", options=(("approximation", "expand"),)),
         Quantity("HMP", "hmp", Form.PRODUCT),
         Quantity("GGNMP", "ggnmp", Form.PRODUCT),
         Quantity("PCHMP", "pchmp", Form.PRODUCT),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.alternative import Job, Loop, hessian_root, reduce_rows
-from benchmarks.kronecker import input_factor, layers_of, observed, summed_over_positions
+from benchmarks.kronecker import by_position, input_factor, layers_of, observed
 from benchmarks.problems import Problem, Setup
 from benchmarks.quantities import QUANTITIES, Form
 
@@ -31,6 +31,7 @@ EXACT = {
     "BatchDiagGGNMC": "BatchDiagGGNExact",
     "SqrtGGNMC": "SqrtGGNExact",
     "KFAC": "KFLR",
+    "KFACExpand": "KFLRExpand",
 }
 """The mean of a Monte-Carlo quantity over draws."""
 
@@ -57,12 +58,16 @@ class Reference:
         return [torch.randn(p.numel(), DIRECTIONS, generator=generator) for p in self.setup.params]
 
     @cached_property
-    def _ggn(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Diagonals `[N, *p]`, quadratic forms `[N, DIRECTIONS]`, blocks of (possible) biases `[d, d]` of layers."""
+    def _ggn(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        """Diagonals `[N, *p]`, quadratic forms `[N, DIRECTIONS]`, blocks of (possible) biases `[d, d]` of layers.
+
+        Last, these blocks as if each position had a bias of its own, added up.
+        """
         s = self.setup
         diagonals = [torch.zeros(s.batch, *p.shape) for p in s.params]
         forms = [torch.zeros(s.batch, DIRECTIONS) for _ in s.params]
         blocks = [torch.zeros(len(layer.weight), len(layer.weight)) for layer in self.layers]
+        expanded = [torch.zeros_like(block) for block in blocks]
         for n in range(s.batch):
             with observed(self.layers) as seen:
                 logits = s.model(s.inputs[n : n + 1])
@@ -72,17 +77,20 @@ class Reference:
                 for d, f, v, g in zip(diagonals, forms, self.directions, column, strict=False):
                     d[n].addcmul_(g, g)
                     f[n] += (g.flatten() @ v).square()
-                for block, layer, g in zip(blocks, self.layers, column[len(s.params) :], strict=True):
-                    bias = summed_over_positions(layer, g)
-                    block.addr_(bias, bias)
-        return diagonals, forms, blocks
+                of_outputs = column[len(s.params) :]
+                for block, each, layer, g in zip(blocks, expanded, self.layers, of_outputs, strict=True):
+                    bias = by_position(layer, g)
+                    each.addmm_(bias.T, bias)
+                    block.addr_(bias.sum(0), bias.sum(0))
+        return diagonals, forms, blocks, expanded
 
     @cached_property
-    def input_factors(self) -> list[Tensor]:
-        """The input factor of every layer."""
+    def input_factors(self) -> list[tuple[Tensor, int]]:
+        """The input factor of every layer, and the number of positions that it is a sum over."""
         with torch.no_grad(), observed(self.layers) as seen:
             self.setup.model(self.setup.inputs)
-            return [input_factor(layer, seen[layer][0]) for layer in self.layers]
+            found = [(layer, *seen[layer]) for layer in self.layers]
+            return [(input_factor(layer, x), out.numel() // (len(out) * len(layer.weight))) for layer, x, out in found]
 
     @cached_property
     def averaged_recursion(self) -> list[Tensor]:
@@ -104,12 +112,15 @@ class Reference:
                     matrix = matrix * (mask.T @ mask / s.batch)
         return blocks[::-1]
 
-    def kronecker(self, blocks: list[Tensor]) -> list[list[Tensor] | None]:
-        """`[G, A]` for weights and `[G]` for biases of linear and convolutional layers, `None` for other parameters."""
+    def kronecker(self, blocks: list[Tensor], expanded: bool = False) -> list[list[Tensor] | None]:
+        """`[G, A]` for weights and `[G]` for biases of linear and convolutional layers, `None` for other parameters.
+
+        `expanded`: inputs are averaged over positions, and not summed; of weights only.
+        """
         known: dict[Tensor, list[Tensor]] = {}
-        for layer, g, a in zip(self.layers, blocks, self.input_factors, strict=True):
-            known[layer.weight] = [g, a]
-            if layer.bias is not None:
+        for layer, g, (a, positions) in zip(self.layers, blocks, self.input_factors, strict=True):
+            known[layer.weight] = [g, a / positions if expanded else a]
+            if layer.bias is not None and not expanded:  # whose factor need not be that of the weight
                 known[layer.bias] = [g]
         return [known.get(p) for p in self.setup.params]
 
@@ -124,6 +135,8 @@ class Reference:
             return self._ggn[1]
         if name in ("KFLR", "KFRA"):
             return self.kronecker(self._ggn[2] if name == "KFLR" else self.averaged_recursion)
+        if name == "KFLRExpand":
+            return self.kronecker(self._ggn[3], expanded=True)
         if name in ("DiagHessian", "BatchDiagHessian"):
             return self.hessian_entries(per_sample=name == "BatchDiagHessian")
         if name == "PCHMP" and not self.linear_pieces:

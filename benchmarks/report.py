@@ -18,7 +18,7 @@ from benchmarks.row import Cell, Row
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = ("backpack-for-pytorch", "opacus", "curvlinops-for-pytorch")
-COLUMNS = ("bpk", "bpk plain", "torch.func", "loop", "backpack", "opacus", "write")
+COLUMNS = ("bpk", "bpk plain", "torch.func", "loop", "backpack", "opacus", "curvlinops", "write")
 
 
 def machine() -> dict[str, Any]:

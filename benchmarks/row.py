@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.alternative import Alternative, Job, Loop, Plain, Write
 from benchmarks.functional import TorchFunc
 from benchmarks.memory import in_own_process
-from benchmarks.peers import BACKPACK, BPK, BPK_PLAIN, LIMITED, Opacus
+from benchmarks.peers import BACKPACK, BPK, BPK_PLAIN, LIMITED, Curvlinops, Opacus
 from benchmarks.problems import Problem
 from benchmarks.quantities import MEGABYTES, QUANTITIES, RELATIVE, WRITE_FACTOR, Form, target
 from benchmarks.reference import Reference, check
@@ -21,7 +21,7 @@ FREED = ", freed"
 PLAIN = Plain()
 WRITE = Write()
 OWN: tuple[Alternative, ...] = (BPK, BPK_PLAIN, TorchFunc(), Loop(), WRITE)
-PEERS: tuple[Alternative, ...] = (BACKPACK, Opacus())
+PEERS: tuple[Alternative, ...] = (BACKPACK, Opacus(), Curvlinops())
 ALTERNATIVES: dict[str, Alternative] = {a.name: a for a in (PLAIN, *OWN, *PEERS, *LIMITED.values())}
 
 

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, help=f"rounds: each alternative once (25; with --layers {layers.ROUNDS})")
     p.add_argument("--budget", type=float, help=f"seconds of timing for one row (120; with --layers {layers.SECONDS})")
     p.add_argument("--quick", action="store_true", help="5 rounds and 6 seconds for one row (--layers: 3 rounds)")
-    p.add_argument("--no-peers", action="store_true", help="leave BackPACK and Opacus out")
+    p.add_argument("--no-peers", action="store_true", help="leave BackPACK, Opacus and curvlinops out")
     p.add_argument("--memory", action="store_true", help="peak memory, first and tenth step, each in its own process")
     p.add_argument("--device", default="cpu", help="where networks run (cpu, cuda; default cpu)")
     p.add_argument("--name", help="write results/NAME.json (latest; with --layers layers)")
