@@ -20,6 +20,7 @@ from bpk.dropin import install_as_backpack
 from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
+from bpk.reading import Fields, fields_of
 from bpk.registering import check_rule, register, unregister
 from bpk.support.matrix import support_matrix
 from bpk.support.of_model import support
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CTX",
     "Autodiff",
+    "Fields",
     "Rule",
     "backpack",
     "check_rule",
@@ -38,6 +40,7 @@ __all__ = [
     "disable",
     "extend",
     "extensions",
+    "fields_of",
     "install_as_backpack",
     "memory_cleanup",
     "register",
@@ -46,3 +49,8 @@ __all__ = [
     "unregister",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted((*__all__, "__doc__", "__version__"))

@@ -50,7 +50,7 @@ def main() -> None:
         (DiagGGNExact(), (0.03, 0.1, 0.3)),
         (DiagGGNMC(), (0.03, 0.1, 0.3)),
     ):
-        name = "SGD" if extension is None else repr(extension)
+        name = "SGD" if extension is None else str(extension)
         runs = {rate: run(digits, extension, rate) for rate in rates}
         rate = min(rates, key=lambda r: runs[r][0][-1])
         losses, accuracy, seconds = runs[rate]

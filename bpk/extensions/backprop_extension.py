@@ -5,6 +5,7 @@ Whatever the field is computed with asks for no more than this, so that nothing 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -125,8 +126,15 @@ class BackpropExtension:
         """Of what size the numbers are whose rounding errors the field has (`None`: of its own)."""
         return None
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
+        """How messages and tables call it."""
         return type(self).__name__
+
+    def __repr__(self) -> str:
+        given = vars(self)
+        options = inspect.signature(type(self)).parameters.values()
+        shown = (f"{o.name}={given[o.name]!r}" for o in options if o.name in given and given[o.name] != o.default)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpk.jacobians.core.tabular import Table, Tabular
 from bpk.plan.support import Kind
 
 WORDS = {Kind.SUPPORTED: "rule", Kind.GENERIC: "generic", Kind.REFUSED: "refused"}
@@ -21,8 +22,8 @@ class Cell:
     do: str = ""
 
 
-@dataclass(frozen=True)
-class SupportTable:
+@dataclass(frozen=True, repr=False)
+class SupportTable(Tabular):
     """Cells, layer by layer, in the order of the extensions.
 
     >>> cells = [Cell("0", "Linear", name, Kind.SUPPORTED) for name in ("BatchGrad", "KFRA")]
@@ -66,23 +67,8 @@ class SupportTable:
         names = ("path", "layer", "extension", "reason", "do")
         return [{**{name: getattr(c, name) for name in names}, "kind": c.kind.value} for c in self.cells]
 
-    def __str__(self) -> str:
-        head, rows, notes = self.laid_out()
-        widths = [max(len(row[k]) for row in (head, *rows)) for k in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, ["-" * width for width in widths], *rows)
-        ]
-        return "\n".join([*lines, *notes])
-
-    def to_markdown(self) -> str:
-        """The table in Markdown, with its notes below."""
-        head, rows, notes = self.laid_out()
-        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-        return "\n\n".join(["\n".join(lines), *notes])
-
-    def laid_out(self) -> tuple[list[str], list[list[str]], list[str]]:
-        """Head, rows and notes; extensions whose columns are the same share one."""
+    def table(self) -> Table:
+        """Layers and extensions; those whose columns are the same share one."""
         numbers: dict[str, int] = {}
         columns: dict[str, list[str]] = {name: [] for name in self.extensions}
         for cell in self.cells:
@@ -102,7 +88,7 @@ class SupportTable:
         head = ["where", "layer", *titles]
         if not any(path for path, _ in self.layers):
             head, rows = head[1:], [row[1:] for row in rows]
-        return head, rows, [*legend, *(f"[{k}] {text}" for text, k in numbers.items())]
+        return Table(head, rows, [*legend, *(f"[{k}] {text}" for text, k in numbers.items())])
 
 
 def shown(cell: Cell, numbers: dict[str, int]) -> str:

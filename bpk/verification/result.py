@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from bpk.jacobians.core.tabular import Table, Tabular
+
 
 class Verdict(Enum):
     """How the comparison of one quantity on one parameter ended."""
@@ -43,8 +45,8 @@ HEAD = ("parameter", "quantity", "entries", "abs. error", "rel. error", "verdict
 NUMBERS = (2, 3, 4)
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Tabular):
     """The result of `bpk.verify`; true if something was compared, and nothing is wrong.
 
     >>> from bpk.verification import Row, Verdict
@@ -105,14 +107,15 @@ class Verification:
             lines.append(f"  {len(rows)} {verdict} ({what}): {why}")
         return lines
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Parameters and quantities; rows that ended the same way share one."""
         rows, notes = numbered(shortened(self.rows))
-        return "\n".join([as_text(HEAD, rows, NUMBERS), *notes, self.summary()])
+        return Table(HEAD, rows, [*notes, *self.summary().split("\n")], NUMBERS)
 
     def to_markdown(self, full: bool = False) -> str:
         """The table in Markdown; `full` gives every row, also where a quantity is fine on many parameters."""
         rows, notes = numbered(self.rows if full else shortened(self.rows))
-        return "\n\n".join([as_markdown(HEAD, rows, NUMBERS), *notes])
+        return Table(HEAD, rows, notes, NUMBERS).markdown()
 
 
 LONG = 40
@@ -145,23 +148,3 @@ def numbered(rows: Sequence[Row]) -> tuple[list[tuple[str, ...]], list[str]]:
         number = f"[{numbers.setdefault(row.note, len(numbers) + 1)}]" if row.note else ""
         cells.append((*row.cells()[:-1], number))
     return cells, [f"[{k}] {note}" for note, k in numbers.items()]
-
-
-def as_text(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A table for the terminal; columns in which nothing stands are left out."""
-    keep = [k for k in range(len(head)) if any(row[k] for row in rows)]
-    widths = {k: max(len(head[k]), *(len(row[k]) for row in rows)) for k in keep}
-
-    def line(cells: Sequence[str]) -> str:
-        return "  ".join(cells[k].rjust(widths[k]) if k in right else cells[k].ljust(widths[k]) for k in keep).rstrip()
-
-    return "\n".join([line(head), line(["-" * widths.get(k, 0) for k in range(len(head))]), *map(line, rows)])
-
-
-def as_markdown(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A table in Markdown."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-    return "\n".join([line(head), line(["---:" if k in right else "---" for k in range(len(head))]), *map(line, rows)])

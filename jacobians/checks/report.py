@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from bpk.jacobians.core.tabular import Table, Tabular
 
-@dataclass
-class Report:
+
+@dataclass(repr=False)
+class Report(Tabular):
     """What `check_rule` has checked: passed checks per product, and what was skipped and why.
 
     >>> report = Report("Relu")
     >>> report.passed["jac_mat_prod"] += 2
-    >>> print(report)
+    >>> report
+    product       checks
+    ------------  ------
+    jac_mat_prod       2
     Relu: 2 checks
-      jac_mat_prod  2
     """
 
     rule: str
@@ -27,9 +31,9 @@ class Report:
         """The number of comparisons that agreed."""
         return self.passed.total()
 
-    def __str__(self) -> str:
-        width = max(map(len, self.passed), default=0)
-        lines = [f"{self.rule}: {self.checks} checks"]
-        lines += [f"  {product:<{width}}  {count}" for product, count in sorted(self.passed.items())]
-        lines += [f"  skipped: {reason} ({count})" for reason, count in sorted(self.skipped.items())]
-        return "\n".join(lines)
+    def table(self) -> Table:
+        """Products, and how often each agreed."""
+        rows = [[product, str(count)] for product, count in sorted(self.passed.items())]
+        notes = [f"{self.rule}: {self.checks} checks"]
+        notes += [f"skipped: {reason} ({count})" for reason, count in sorted(self.skipped.items())]
+        return Table(("product", "checks"), rows, notes, numbers=(1,))

@@ -5,7 +5,19 @@ from __future__ import annotations
 import bpk
 from bpk import jacobians
 
-FIRST = ("extend", "backpack", "disable", "support", "support_matrix", "verify", "register", "unregister", "check_rule")
+FIRST = (
+    "extend",
+    "backpack",
+    "disable",
+    "fields_of",
+    "Fields",
+    "support",
+    "support_matrix",
+    "verify",
+    "register",
+    "unregister",
+    "check_rule",
+)
 """The functions of `bpk`, in the order in which they are needed."""
 LAST = ("memory_cleanup", "convert_module_to_backpack", "install_as_backpack")
 ELSEWHERE = ("Autodiff", "CTX", "Rule", "context", "extensions")
