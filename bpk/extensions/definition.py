@@ -61,6 +61,11 @@ class PlainAutograd(ABC):
 
     @property
     @abstractmethod
+    def total_norms(self) -> Tensor:
+        """`[n]`: squared norms of `g_n` over all parameters of the model that are trained."""
+
+    @property
+    @abstractmethod
     def ggn(self) -> Tensor:
         """`[n, E, E]`: `J_n^T H_n J_n`, the generalised Gauss-Newton matrix (with the draws of a sampled extension)."""
 

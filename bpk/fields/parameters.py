@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
-from bpk.fields.values import own, value_of
+from bpk.fields.values import own, value_of, with_share
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording import engine
@@ -33,6 +33,7 @@ class ParameterState:
         self.gradients: list[Tensor] = []
         self.awaited_gradients = 0
         self.done: set[int] = set()
+        self.kept: dict[int, Uses] = {}
 
 
 class Parameters:
@@ -57,6 +58,7 @@ class Parameters:
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
         self.more_losses = False
+        self.totals: dict[int, Tensor] = {}
         self.wants_gradients = any(e.needs_gradient and e.subsampling is None for e in extensions)
         self.listening: dict[Hashable, list[tuple[int, Quantity]]] = {}
         for number, (extension, key) in enumerate(zip(extensions, listens, strict=True)):
@@ -191,22 +193,38 @@ class Parameters:
             if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
                 uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
             state.done.add(index)
+            if extension.needs_total:
+                state.kept[index] = uses.lean()
+                self.totals[index] = with_share(extension, state.kept[index], self.totals.get(index))
+                continue
             self.save(state.param, extension.savefield, value_of(extension, uses))
         if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
             state.uses, state.gradients = {}, []
-            for module in state.modules:
-                if not self.is_waiting(module):
-                    self.when_done(module)
+            self.announce(state)
+
+    def announce(self, state: ParameterState) -> None:
+        """Tell of modules that wait for nothing any more."""
+        for module in state.modules:
+            if not self.is_waiting(module):
+                self.when_done(module)
 
     def finish_all(self) -> None:
-        """The backward pass is over: nothing more will come."""
+        """The backward pass is over: nothing more will come, and totals are known."""
         for state in self.states.values():
             if state.uses:
                 self.finish_later(state)
+        for state in self.states.values():
+            with CTX.quietly(), without_autocast(state.param.device):
+                for index, uses in state.kept.items():
+                    extension, uses.total = self.extensions[index], self.totals[index].to(state.param.device)
+                    self.save(state.param, extension.savefield, value_of(extension, uses))
+            if state.kept:
+                state.kept = {}
+                self.announce(state)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
-        return any(state.uses for state in self.by_module.get(id(module), ()))
+        return any(state.uses or state.kept for state in self.by_module.get(id(module), ()))
 
     # ---- fields ------------------------------------------------------------------------------------
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
@@ -247,4 +265,4 @@ class Parameters:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.states, self.saved, self.calls, self.by_module = {}, [], {}, {}
+        self.states, self.saved, self.calls, self.by_module, self.totals = {}, [], {}, {}, {}

@@ -32,6 +32,20 @@ def value_of(extension: Quantity, uses: Uses) -> Any:
         ) from error
 
 
+def with_share(extension: Quantity, uses: Uses, total: Tensor | None) -> Tensor:
+    """A total, with what one more parameter adds to it."""
+    share: Tensor = extension.share(uses)
+    if total is not None and share.shape != total.shape:
+        raise UnsupportedLayer(
+            explain(
+                f"{extension} met parameters of {list(total.shape)} and of {list(share.shape)} samples in one pass.",
+                "what it adds up over parameters is that of the same samples.",
+                "use one backward pass for each batch.",
+            )
+        )
+    return share if total is None else total + share.to(total.device)
+
+
 def own(values: Mapping[int, Any], index: int) -> Any:
     """One of several values, as a tensor that may be overwritten: copied where another value is in the same memory."""
     value = values[index]

@@ -53,6 +53,10 @@ class AtPlace(PlainAutograd):
         return torch.stack([self.ref.norm(self.name, n) for n in self.samples])
 
     @cached_property
+    def total_norms(self) -> Tensor:
+        return torch.stack([self.ref.total_norm(n) for n in self.samples])
+
+    @cached_property
     def ggn(self) -> Tensor:
         if not self.form.of_every_entry:
             return self.ref.ggn(self.name, self.samples)

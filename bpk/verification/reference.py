@@ -68,6 +68,7 @@ class Reference:
         self.problem, self.say, self.passes = problem, say, passes
         self.layers = Layers(problem.model if factors else nn.Module())
         self.entries = {name: place.entries for name, place in places.items()}
+        self.trained = tuple(places)
         self.share = passes // max(1, len(places))
         named = dict(problem.model.named_parameters())
         self.params: dict[str, Tensor] = {name: named[name] for name in places}
@@ -119,6 +120,10 @@ class Reference:
     def norm(self, name: str, n: int) -> Tensor:
         """The squared norm of the gradient of `L_n`."""
         return self.gradients(n)[name][1]
+
+    def total_norm(self, n: int) -> Tensor:
+        """The same over all parameters."""
+        return torch.stack([self.gradients(n)[name][1] for name in self.trained]).sum()
 
     @once
     def gradients(self, n: int) -> dict[str, tuple[Tensor, Tensor]]:
