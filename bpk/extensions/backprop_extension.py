@@ -122,6 +122,10 @@ class BackpropExtension:
         """What a parameter adds to the total of the pass (`needs_total`): a tensor, of the same shape for all."""
         raise TypeError(f"{type(self).__name__} needs a total but does not say what of")
 
+    def of_total(self, total: Tensor, n: int) -> Any:
+        """What is handed to every `value` as `uses.total`, computed once. `n` is the size of the batch."""
+        return total
+
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones (which may be overwritten) and that of the others."""
         raise TypeError(f"{type(self).__name__} does not combine values")

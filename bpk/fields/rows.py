@@ -48,7 +48,7 @@ class Rows:
         self.keeps_samples = keeps_samples
         self.uses: list[Use] = []
         self.gradient: Tensor | None = None
-        self.total: Tensor | None = None
+        self.total: Any = None
         self.spare: Tensor | None = None
         self._memo: dict[Hashable, Any] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,20 +32,6 @@ def value_of(extension: Quantity, uses: Uses) -> Any:
         ) from error
 
 
-def with_share(extension: Quantity, uses: Uses, total: Tensor | None) -> Tensor:
-    """A total, with what one more parameter adds to it."""
-    share: Tensor = extension.share(uses)
-    if total is not None and share.shape != total.shape:
-        raise UnsupportedLayer(
-            explain(
-                f"{extension} met parameters of {list(total.shape)} and of {list(share.shape)} samples in one pass.",
-                "what it adds up over parameters is that of the same samples.",
-                "use one backward pass for each batch.",
-            )
-        )
-    return share if total is None else total + share.to(total.device)
-
-
 def own(values: Mapping[int, Any], index: int) -> Any:
     """One of several values, as a tensor that may be overwritten: copied where another value is in the same memory."""
     value = values[index]
@@ -54,6 +40,23 @@ def own(values: Mapping[int, Any], index: int) -> Any:
     here = value.untyped_storage().data_ptr()
     others = (other for number, other in values.items() if number != index and isinstance(other, Tensor))
     return value.clone() if any(other.untyped_storage().data_ptr() == here for other in others) else value
+
+
+def remove_stale(
+    models: Iterable[nn.Module],
+    reached: Container[int],
+    saved: Container[tuple[int, str]],
+    extensions: Sequence[Quantity],
+) -> None:
+    """Remove fields that were not `saved` from models some of whose parameters (by `id`) were reached."""
+    for model in models:
+        params = list(model.parameters())
+        if not any(id(p) in reached for p in params):
+            continue
+        for extension in extensions:
+            for p in params:
+                if (id(p), extension.savefield) not in saved:
+                    p.__dict__.pop(extension.savefield, None)
 
 
 def holds(model: nn.Module, param: Tensor) -> bool:

@@ -51,6 +51,9 @@ class Quantity(Protocol):
     def share(self, uses: Any) -> Any:
         """What a parameter adds to the total of the pass."""
 
+    def of_total(self, total: Any, n: int) -> Any:
+        """What values use of the total, in a batch of `n` samples."""
+
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones and that of the others."""
 

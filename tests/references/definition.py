@@ -29,7 +29,7 @@ class Dense(PlainAutograd):
 
     @property
     def total_norms(self) -> Tensor:
-        return torch.stack([self.ref.batch_l2(name) for name in self.ref.params]).sum(0)
+        return torch.stack([self.ref.batch_l2(name) for name in self.ref.trained]).sum(0)
 
     @property
     def ggn(self) -> Tensor:

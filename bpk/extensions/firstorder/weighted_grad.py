@@ -60,13 +60,9 @@ class WeightedGrad(GradientExtension):
         subsampling: Sequence[int] | None = None,
     ) -> None:
         super().__init__(subsampling)
-        for name, given, known in (
-            ("per", per, ("sample", "layer")),
-            ("loss_reduction", loss_reduction, ("mean", "sum")),
-        ):
-            if given not in known:
-                raise ValueError(f"{name} must be one of {known}, got {given!r}.")
-        self.weights: Weights = weights if callable(weights) else torch.as_tensor(weights).detach()
+        one_of("per", per, "sample", "layer")
+        one_of("loss_reduction", loss_reduction, "mean", "sum")
+        self.weights = weights if callable(weights) else torch.as_tensor(weights)
         self.per, self.loss_reduction = per, loss_reduction
         self.needs_total = callable(weights) and per == "sample"
         self.norms: Tensor | None = None
@@ -74,14 +70,23 @@ class WeightedGrad(GradientExtension):
     def share(self, uses: Uses) -> Tensor:
         return wide(uses.norm_squared())
 
+    def of_total(self, total: Tensor, n: int) -> Tensor:
+        norms = self.norms_of(total, n)
+        self.norms = norms.detach()
+        return self.from_norms(norms)
+
     def value(self, uses: Uses) -> Tensor:
+        weights = uses.total
         if not callable(self.weights):
-            return uses.summed(self.checked(self.weights, uses.count).to(uses.param))
-        squared = self.share(uses) if uses.total is None else uses.total
-        norms = self.norms_of(squared, uses.batch_size)
-        if uses.total is not None:
-            self.norms = norms.detach()
-        return uses.summed(self.checked(self.weights(norms), len(norms)).to(uses.param))
+            weights = self.checked(self.weights, uses.count)
+        elif weights is None:
+            weights = self.from_norms(self.norms_of(self.share(uses), uses.batch_size))
+        return uses.summed(weights.to(uses.param))
+
+    def from_norms(self, norms: Tensor) -> Tensor:
+        """The weights for these norms."""
+        assert callable(self.weights)
+        return self.checked(self.weights(norms), len(norms))
 
     def norms_of(self, squared: Tensor, n: int) -> Tensor:
         """Norms `[N]` of the gradients of samples' own losses."""
@@ -106,49 +111,13 @@ class WeightedGrad(GradientExtension):
         if callable(weights):
             squared = plain.total_norms if self.per == "sample" else plain.norms
             weights = weights(self.norms_of(squared, plain.batch_size))
-        return torch.as_tensor(weights).to(plain.gradients) @ plain.gradients
+        return weights.to(plain.gradients) @ plain.gradients
 
 
-class ClippedGrad(WeightedGrad):
-    """The sum `[*p]` of clipped individual gradients, in the field `clipped_grad`.
-
-    `clipped_grad = sum_n min(1, max_norm / norm_n) g_n` with the norm of sample `n`'s own loss, over all parameters; see
-    `WeightedGrad`. Where the objective is a mean, this is the mean of the clipped gradients, of which
-    `max_norm / N` is the largest share that one sample has.
-
-    Args:
-        max_norm: The clipping norm.
-        per: `"sample"`: one norm over all parameters with a field; `"layer"`: each parameter is clipped by itself.
-        loss_reduction: `"mean"` or `"sum"`: what the objective is of the samples' losses.
-        subsampling: Indices of the samples considered (all by default).
-
-    Source: Abadi et al. (2016), CCS, Deep learning with differential privacy.
-
-    >>> import torch, bpk
-    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
-    >>> with bpk.backpack(ClippedGrad(max_norm=0.5)):
-    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
-    >>> model.weight.clipped_grad.shape
-    torch.Size([3, 4])
-    """
-
-    field = "clipped_grad"
-
-    def __init__(
-        self,
-        max_norm: float = 1.0,
-        per: str = "sample",
-        loss_reduction: str = "mean",
-        subsampling: Sequence[int] | None = None,
-    ) -> None:
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm!r}.")
-        self.max_norm = max_norm
-        super().__init__(self.clip, per, loss_reduction, subsampling)
-
-    def clip(self, norms: Tensor) -> Tensor:
-        """`min(1, max_norm / norm)`."""
-        return self.max_norm / norms.clamp(min=self.max_norm)
+def one_of(name: str, given: str, *known: str) -> None:
+    """Refuse an option that is none of those known."""
+    if given not in known:
+        raise ValueError(f"{name} must be one of {known}, got {given!r}.")
 
 
-EXTENSIONS = (WeightedGrad, ClippedGrad)
+EXTENSIONS = (WeightedGrad,)
