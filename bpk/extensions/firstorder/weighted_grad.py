@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from bpk.extensions.backprop_extension import FAIL_ERROR
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields.statistics import Uses
@@ -60,6 +61,7 @@ class WeightedGrad(GradientExtension):
         subsampling: Sequence[int] | None = None,
     ) -> None:
         super().__init__(subsampling)
+        self.fail_mode = FAIL_ERROR  # a parameter that is left out would be missing in the norm
         one_of("per", per, "sample", "layer")
         one_of("loss_reduction", loss_reduction, "mean", "sum")
         self.weights = weights if callable(weights) else torch.as_tensor(weights)
