@@ -4,6 +4,8 @@ from bpk.extensions.curvmatprod import GGNMP, HMP, PCHMP
 from bpk.extensions.firstorder import BatchGrad, BatchL2Grad, ClippedGrad, SumGradSquared, Variance, WeightedGrad
 from bpk.extensions.registry import load
 from bpk.extensions.secondorder import (
+    EKFAC,
+    EKFLR,
     HBP,
     KFAC,
     KFLR,
@@ -19,6 +21,8 @@ from bpk.extensions.secondorder import (
 )
 
 __all__ = [
+    "EKFAC",
+    "EKFLR",
     "GGNMP",
     "HBP",
     "HMP",

@@ -121,10 +121,6 @@ class Reference:
         """The squared norm of the gradient of `L_n`."""
         return self.gradients(n)[name][1]
 
-    def total_norm(self, n: int) -> Tensor:
-        """The same over all parameters."""
-        return torch.stack([self.gradients(n)[name][1] for name in self.trained]).sum()
-
     @once
     def gradients(self, n: int) -> dict[str, tuple[Tensor, Tensor]]:
         """For every parameter: the gradient of `L_n` at the chosen entries, and its squared norm."""
