@@ -49,7 +49,7 @@ def decomposed(factor: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:
     if int(factor.count_nonzero()) == int(diagonal.count_nonzero()):
         return diagonal, None
     values, vectors = eigh(wide(factor))
-    return values, vectors.to(factor.dtype)
+    return values, vectors.to(factor.dtype).contiguous()
 
 
 def identity(factor: Tensor) -> Tensor:

@@ -87,4 +87,4 @@ def kfacs_to_ekfac(factors: list[Tensor]) -> Eigenbasis:
     """
     found = [torch.linalg.eigh(dense(factor)) for factor in factors]
     moments = reduce(lambda left, right: left[..., None] * right, (values for values, _ in found))
-    return Eigenbasis([vectors for _, vectors in found], moments)
+    return Eigenbasis([vectors.contiguous() for _, vectors in found], moments)

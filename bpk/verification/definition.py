@@ -54,9 +54,8 @@ class AtPlace(PlainAutograd):
 
     @cached_property
     def total_norms(self) -> Tensor:
-        return torch.stack(
-            [sum((self.ref.norm(k, n) for k in self.ref.trained), torch.tensor(0.0)) for n in self.samples]
-        )
+        each = [[self.ref.norm(name, n) for name in self.ref.trained] for n in self.samples]
+        return torch.stack([torch.stack(norms).sum() for norms in each])
 
     @cached_property
     def ggn(self) -> Tensor:

@@ -116,7 +116,7 @@ def as_parameter(ref: Reference, place: Place, vectors: list[Tensor]) -> Tensor:
 
 
 def product(ref: Reference, name: str, vector: Tensor, place: Place) -> Tensor:
-    """The GGN's block, summed over samples, times a vector; with draws in place of the Hessian where these are known."""
+    """The GGN's block, summed over samples, times a vector; with draws in place of the Hessian where known."""
     with derivatives():
         split = ref.split
         tangent = split.forward((ref.pulled[name] * vector).sum())

@@ -1,4 +1,4 @@
-"""Kronecker factors of a parameter's GGN block: what a rule says about them, with defaults for parameters without any."""
+"""Kronecker factors of a parameter's GGN block: what a rule says about them, with defaults where there are none."""
 
 from __future__ import annotations
 

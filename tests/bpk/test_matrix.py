@@ -115,8 +115,8 @@ def check_eigenbasis(ref: Reference, name: str, found: Eigenbasis) -> None:
     for k, (basis, factor) in enumerate(zip(found.bases, expected, strict=True)):
         dense, within = basis.to_dense(), f"{name}, basis {k}"
         close(dense.T @ dense, torch.eye(len(dense), dtype=dense.dtype), within)
-        turned = dense.T @ factor @ dense
-        close(turned / factor.abs().max(), turned.diagonal().diag() / factor.abs().max(), within)
+        turned = dense.T @ factor @ dense / factor.abs().max().clamp(min=1e-9)
+        close(turned, turned.diagonal().diag(), within)
     block, numbers = ref.ggn(name), torch.arange(ref.params[name].numel()).reshape(ref.params[name].shape)
     module = ref.model.get_submodule(name.rpartition(".")[0])
     if len(expected) == 2 and isinstance(module, nn.Embedding | nn.EmbeddingBag):
