@@ -18,8 +18,8 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.definition import Form
 from bpk.extensions.registry import every_extension
 from bpk.plan.support import Kind
-from bpk.utils.ekfac import Eigenbasis
 from bpk.support.table import Cell, SupportTable
+from bpk.utils.ekfac import Eigenbasis
 from tools.site.definitions import DEFINITIONS, Definition
 from tools.site.docstrings import parse, run, shown
 from tools.site.examples import scripts
