@@ -101,7 +101,7 @@ class WeightedGrad(GradientExtension):
             shape = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
             raise ValueError(
                 explain(
-                    f"{self} got weights {shape} for {n} samples.",
+                    f"{type(self).__name__} got weights {shape} for {n} samples.",
                     "each sample has one weight.",
                     f"pass a tensor [{n}], or a function that takes norms [{n}] and returns one.",
                 )
