@@ -11,6 +11,7 @@ from torch import Tensor
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.tabular import Table, Tabular
+from bpk.utils.ekfac import Eigenbasis
 
 T = TypeVar("T")
 Product = Callable[[Tensor], Tensor]
@@ -64,6 +65,8 @@ class Fields(Tabular, Mapping[str, Any]):
     batch_l2 = Field[Tensor]()
     sum_grad_squared = Field[Tensor]()
     variance = Field[Tensor]()
+    weighted_grad = Field[Tensor]()
+    clipped_grad = Field[Tensor]()
     diag_ggn_exact = Field[Tensor]()
     diag_ggn_mc = Field[Tensor]()
     diag_ggn_exact_batch = Field[Tensor]()
@@ -76,6 +79,8 @@ class Fields(Tabular, Mapping[str, Any]):
     kflr = Field[list[Tensor]]()
     kfra = Field[list[Tensor]]()
     hbp = Field[list[Tensor]]()
+    ekfac = Field[Eigenbasis]()
+    ekflr = Field[Eigenbasis]()
     hmp = Field[Product]()
     ggnmp = Field[Product]()
     pchmp = Field[Product]()

@@ -50,8 +50,8 @@ def shape(tensor: Tensor) -> Sequence[int]:
     return list(tensor.shape)
 
 
-def needs(*packages: str) -> None:
-    """Stop with the command that helps, where a package that an example needs (of the extra `demo`) is missing."""
+def needs(*packages: str, extra: str = "demo") -> None:
+    """Stop with the command that helps, where a package that an example needs (of this extra) is missing."""
     missing = [NAME.get(package, package) for package in packages if find_spec(package) is None]
     if missing:
-        raise SystemExit(f"skipped: this example needs {', '.join(missing)}; install with  pip install '.[demo]'")
+        raise SystemExit(f"skipped: this example needs {', '.join(missing)}; install with  pip install '.[{extra}]'")

@@ -10,7 +10,7 @@ Shapes: `V` free columns, `N` samples, `*out`/`*in` without the batch axis, `*p`
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from bpk.jacobians.core.binding import Binding, in_front
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import Reader
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.kronecker import Kronecker
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.side_by_side import beside
 from bpk.jacobians.second_order import factoring
@@ -29,7 +30,7 @@ from bpk.jacobians.second_order.bordered import Bordered, corner, rows_by_sample
 from bpk.jacobians.second_order.graph import residual_product
 
 
-class Rule(ABC):
+class Rule(Kronecker):
     """A layer, described once: where it applies, its products, and what it cannot do.
 
     `modules` are the `torch.nn` classes it serves, `functions` the functions and tensor methods
@@ -207,28 +208,6 @@ class Rule(ABC):
         """Squared norms `[N]` of the individual gradients."""
         rows = self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0]
         return rows.reshape(len(grad_out), -1).square().sum(1)
-
-    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
-        """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""
-        return None
-
-    def transposes(self, param: str) -> bool:
-        """Whether `G` belongs to the last axis of the parameter and `A` to the first (embeddings)."""
-        return False
-
-    def input_first(self, param: str) -> bool:
-        """Whether factors are listed as `[A, G]`, in the order of the parameter's axes, where it is transposed."""
-        return False
-
-    def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
-        """The factor `G` from columns `[V, N, *out]`. Default: the parameter's whole GGN block `[P, P]`."""
-        rows = self.kron_rows(call, mat, param, approximation).flatten(0, -2)
-        return rows.T @ rows
-
-    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
-        """Rows `[..., P]` whose Gram matrix is the factor `G`. Default: `[V, N, P]`, the parameter's columns."""
-        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False)
-        return rows.reshape(*rows.shape[:2], -1)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import bpk
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
+from bpk.utils.ekfac import Eigenbasis, ekfac_to_mat
 
 FIELDS: dict[Callable[[], BackpropExtension], str] = {type(e): e.savefield for e in every_extension()}
 """All quantities: extension class and field."""
@@ -55,5 +56,6 @@ def values(model: nn.Module, field: str) -> list[Tensor]:
         value = getattr(p, field)
         if callable(value) and not isinstance(value, Tensor):
             value = value(torch.ones_like(p)[None])
+        value = ekfac_to_mat(value) if isinstance(value, Eigenbasis) else value
         found.extend(value if isinstance(value, list) else [value])
     return found

@@ -1,9 +1,11 @@
 """All extensions: what can be computed during a backward pass."""
 
 from bpk.extensions.curvmatprod import GGNMP, HMP, PCHMP
-from bpk.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
+from bpk.extensions.firstorder import BatchGrad, BatchL2Grad, ClippedGrad, SumGradSquared, Variance, WeightedGrad
 from bpk.extensions.registry import load
 from bpk.extensions.secondorder import (
+    EKFAC,
+    EKFLR,
     HBP,
     KFAC,
     KFLR,
@@ -19,6 +21,8 @@ from bpk.extensions.secondorder import (
 )
 
 __all__ = [
+    "EKFAC",
+    "EKFLR",
     "GGNMP",
     "HBP",
     "HMP",
@@ -31,6 +35,7 @@ __all__ = [
     "BatchDiagHessian",
     "BatchGrad",
     "BatchL2Grad",
+    "ClippedGrad",
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
@@ -38,6 +43,7 @@ __all__ = [
     "SqrtGGNMC",
     "SumGradSquared",
     "Variance",
+    "WeightedGrad",
 ]
 
 # a file that is added to one of the folders is found without being named above

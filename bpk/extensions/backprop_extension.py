@@ -49,6 +49,10 @@ class BackpropExtension:
     """Whether it is a sum over terms of the loss also where samples mix: of Jacobians, with no gradient in between."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
+    needs_apart = False
+    """Whether a quantity of first order is refused where samples mix, and is not what the chain rule gives there."""
+    needs_total = False
+    """Whether the value uses what all parameters of the pass add up to (`share`), in `uses.total`."""
     form: Form
     """What the field holds, of an extension that says so by a `definition`."""
 
@@ -113,6 +117,14 @@ class BackpropExtension:
     def value(self, uses: Any) -> Any:
         """The value of the field, from what the sweep has brought to the parameter (`bpk.fields.statistics.Uses`)."""
         raise TypeError(f"{type(self).__name__} declares a sweep but no value")
+
+    def share(self, uses: Any) -> Tensor:
+        """What a parameter adds to the total of the pass (`needs_total`): a tensor, of the same shape for all."""
+        raise TypeError(f"{type(self).__name__} needs a total but does not say what of")
+
+    def of_total(self, total: Tensor, n: int) -> Any:
+        """What is handed to every `value` as `uses.total`, computed once. `n` is the size of the batch."""
+        return total
 
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones (which may be overwritten) and that of the others."""

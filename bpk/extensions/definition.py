@@ -24,6 +24,8 @@ class Form(Enum):
     """A callable: the definition is its product `[*p]` with `plain.vector`."""
     BOUNDED_PRODUCT = "[V, *p] -> [V, *p], at least"
     """A symmetric one: the definition is the products `[B, *p]` with matrices that are not larger than it."""
+    EIGENBASIS = "[U_G, U_A], [G, A] or [U_G], [G]"
+    """Eigenbases of Kronecker factors with second moments, of which `bpk.verification.eigenbasis` knows."""
     FACTORS = "[G, A] or [G]"
     """Kronecker factors of the GGN, whose definition `bpk.verification.kronecker` knows."""
 
@@ -58,6 +60,11 @@ class PlainAutograd(ABC):
     @abstractmethod
     def norms(self) -> Tensor:
         """`[n]`: squared norms of `g_n`, of all entries, for fewer numbers in memory."""
+
+    @property
+    @abstractmethod
+    def total_norms(self) -> Tensor:
+        """`[n]`: squared norms of `g_n` over all parameters of the model that are trained."""
 
     @property
     @abstractmethod

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
-from bpk.fields.values import own, value_of
+from bpk.fields.totals import Totals
+from bpk.fields.values import own, remove_stale, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording import engine
@@ -57,6 +58,7 @@ class Parameters:
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
         self.more_losses = False
+        self.totals = Totals(extensions)
         self.wants_gradients = any(e.needs_gradient and e.subsampling is None for e in extensions)
         self.listening: dict[Hashable, list[tuple[int, Quantity]]] = {}
         for number, (extension, key) in enumerate(zip(extensions, listens, strict=True)):
@@ -110,14 +112,11 @@ class Parameters:
 
     def save_values(self, params: Iterable[Tensor]) -> None:
         """All columns have reached these parameters; if they were those of the last loss, save the fields."""
-        for param in params if not self.more_losses else ():
-            state = self.states.get(id(param))
-            if state is None:
-                continue
+        for state in () if self.more_losses else [self.states[id(p)] for p in params if id(p) in self.states]:
             for key, (uses, batch_size) in state.pending.items():
                 self.evaluate(state, key, uses, batch_size, combining=False)
             for index, value in state.values.items():
-                self.save(param, self.extensions[index].savefield, value)
+                self.save(state.param, self.extensions[index].savefield, value)
             state.pending, state.values = {}, {}
 
     # ---- from observers ---------------------------------------------------------------------------------
@@ -127,11 +126,9 @@ class Parameters:
 
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
         """Whether calls other than `record` are still to come that use a parameter, or functions use it."""
-        for ref in self.calls.get(id(param), ()):
-            call = ref()
-            if call is not None and call.open and call is not record:
-                return True
-        return id(param) in self.by_functions
+        calls = (ref() for ref in self.calls.get(id(param), ()))
+        to_come = any(call is not None and call.open and call is not record for call in calls)
+        return to_come or id(param) in self.by_functions
 
     def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
         """One more use of a parameter has been reached by an observer."""
@@ -182,31 +179,41 @@ class Parameters:
     def finish(self, state: ParameterState, final: bool = False) -> None:
         """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
         for index, (extension, key) in enumerate(zip(self.extensions, self.listens, strict=True)):
-            if index in state.done or key not in state.uses:
-                continue
-            if extension.needs_gradient and state.awaited_gradients > 0 and not final:
+            waits = extension.needs_gradient and state.awaited_gradients > 0 and not final
+            if waits or index in state.done or key not in state.uses:
                 continue
             uses = state.uses[key]
             self.recycle(state.param, extension, uses)
             if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
                 uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
             state.done.add(index)
+            if extension.needs_total:
+                self.totals.keep(index, uses)
+                continue
             self.save(state.param, extension.savefield, value_of(extension, uses))
         if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
             state.uses, state.gradients = {}, []
-            for module in state.modules:
-                if not self.is_waiting(module):
-                    self.when_done(module)
+            self.announce(state)
+
+    def announce(self, state: ParameterState) -> None:
+        """Tell of modules that wait for nothing any more."""
+        for module in state.modules:
+            if not self.is_waiting(module):
+                self.when_done(module)
 
     def finish_all(self) -> None:
-        """The backward pass is over: nothing more will come."""
-        for state in self.states.values():
-            if state.uses:
-                self.finish_later(state)
+        """The backward pass is over: nothing more will come, and totals are known."""
+        for state in [state for state in self.states.values() if state.uses]:
+            self.finish_later(state)
+        last = [self.states[id(param)] for param in self.totals.params]
+        for param, name, value in self.totals.values():
+            self.save(param, name, value)
+        for state in last:
+            self.announce(state)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
-        return any(state.uses for state in self.by_module.get(id(module), ()))
+        return any(state.uses or self.totals.has(state.param) for state in self.by_module.get(id(module), ()))
 
     # ---- fields ------------------------------------------------------------------------------------
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
@@ -225,15 +232,7 @@ class Parameters:
 
     def remove_stale(self, models: Iterable[nn.Module]) -> None:
         """Remove fields of an earlier pass from parameters that this one did not reach, in models that it trains."""
-        saved = {(id(param), name) for param, name in self.saved}
-        for model in models:
-            params = list(model.parameters())
-            if not any(id(p) in self.states for p in params):
-                continue
-            for extension in self.extensions:
-                for p in params:
-                    if (id(p), extension.savefield) not in saved:
-                        p.__dict__.pop(extension.savefield, None)
+        remove_stale(models, self.states, {(id(param), name) for param, name in self.saved}, self.extensions)
 
     def discard(self, models: Iterable[nn.Module]) -> None:
         """Remove the fields that this backward pass has saved, and those that it would have overwritten."""
@@ -246,5 +245,5 @@ class Parameters:
         """Let go of everything."""
         for handle in self.handles:
             handle.remove()
-        self.handles.clear()
-        self.states, self.saved, self.calls, self.by_module = {}, [], {}, {}
+        self.totals.clear()
+        self.handles, self.states, self.saved, self.calls, self.by_module = [], {}, [], {}, {}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE
+from bpk.fields.arrived import PIECE, Columns
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
 from bpk.plan.samples import to_samples
 
 T = TypeVar("T")
+R = TypeVar("R", bound="Rows")
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Rows:
         self.keeps_samples = keeps_samples
         self.uses: list[Use] = []
         self.gradient: Tensor | None = None
+        self.total: Any = None
         self.spare: Tensor | None = None
         self._memo: dict[Hashable, Any] = {}
 
@@ -101,6 +103,44 @@ class Rows:
     def shortcut(self) -> bool:
         """Whether squares are cheaper by the rule than from rows that are materialised anyway."""
         return self.simple and self.uses[0].rule.has_cheap_squares(self.uses[0].call, self.uses[0].name)
+
+    @property
+    def count(self) -> int:
+        """How many samples the rows are those of: `N`, or as many as the sweep looks at."""
+        use = self.uses[0]
+        if use.samples is not None:
+            return self.batch_size
+        own = use.arrived.of_params.get(use.name, {})
+        return next(iter((*use.arrived.blocks.values(), *own.values()))).shape[1]
+
+    def of_samples(self: R, part: range) -> R:
+        """The same for some samples in order, and for no others."""
+        found = type(self)(self.param, len(part), False, False)
+        for use in self.uses:
+            rows, samples = torch.arange(part.start, part.stop, device=self.param.device), None
+            if use.samples is not None:
+                rows = ((use.samples >= part.start) & (use.samples < part.stop)).nonzero()[:, 0]
+                samples = use.samples[rows] - part.start
+            arrived = Columns({key: mat[:, rows] for key, mat in use.arrived.blocks.items()}, signs=use.arrived.signs)
+            for key, own in use.arrived.of_params.get(use.name, {}).items():
+                arrived.add_to_parameter(use.name, key, own[:, part.start : part.stop], use.arrived.signs[key])
+            call = use.call.subset(rows.tolist()) if arrived.blocks else use.call
+            found.uses.append(replace(use, call=call, arrived=arrived, samples=samples))
+        return found
+
+    def lean(self: R) -> R:
+        """The same, to be kept until the pass is over: rows, where they are smaller than what they are made of."""
+        found = type(self)(self.param, self.batch_size, False, False)
+        found.uses = self.uses
+        sources = [x for use in self.uses for x in (*use.arrived.blocks.values(), *use.call.inputs)]
+        if self.param.numel() * self.count <= sum(x.numel() for x in sources if x.is_floating_point()):
+            rows, use = Columns(), self.uses[0]
+            for key in self.keys:
+                rows.add_to_parameter(use.name, key, found.rows(key), self.signs(key))
+            call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
+            found = type(self)(self.param, self.batch_size, False, False)
+            found.uses = [replace(use, call=call, arrived=rows, samples=None)]
+        return found
 
     def rows(self, key: Hashable) -> Tensor:
         """`[V, N, *p]`: the columns of one block, pulled back to the parameter and summed over its uses."""

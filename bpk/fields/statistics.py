@@ -11,6 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from bpk.fields.arrived import PIECE
 from bpk.fields.nearest_kronecker import nearest_kronecker
 from bpk.fields.rows import Rows
 from bpk.fields.rows import Use as Use
@@ -55,22 +56,33 @@ class Uses(Rows):
         if self.simple and (self.shortcut or not self.keeps_rows):
             use = self.uses[0]
             return use.rule.norm_squared(use.call, self.blocks()[0][0][0], use.name)
+        n, step = self.count, max(1, PIECE // max(1, self.param.numel()))
+        if n > step and not (self.keeps_rows or self.simple or torch.is_grad_enabled()) and self.batch_size > 1:
+            starts = range(0, n, step)
+            return torch.cat([self.of_samples(range(k, min(k + step, n))).norm_squared() for k in starts])
         rows = self.all_rows()[0].reshape(-1, self.param.numel())
         if torch.is_grad_enabled():
             return rows.square().sum(1)
         return torch.linalg.vector_norm(rows, dim=1).square()
 
-    def summed(self) -> Tensor:
-        """`[*p]`: the single column summed over samples (for the gradient sweep: the gradient)."""
-        if self.gradient is not None:
+    def summed(self, weights: Tensor | None = None) -> Tensor:
+        """`[*p]`: the single column summed over samples (for the gradient sweep: the gradient), with weights `[N]`."""
+        if self.gradient is not None and weights is None:
             return self.gradient
         parts = [
-            use.rule.jac_t_mat_prod(use.call, mat, use.name, sum_batch=True)[0]
+            use.rule.jac_t_mat_prod(use.call, self.weighted(mat, weights, use.samples), use.name, sum_batch=True)[0]
             for use in self.uses
             for mat in use.arrived.blocks.values()
         ]
-        own = [rows[0].sum(0) for use in self.uses for rows in use.arrived.of_params.get(use.name, {}).values()]
-        return add_up([*parts, *own])
+        own = [rows for use in self.uses for rows in use.arrived.of_params.get(use.name, {}).values()]
+        return add_up([*parts, *(r[0].sum(0) if weights is None else torch.tensordot(weights, r[0], 1) for r in own)])
+
+    def weighted(self, mat: Tensor, weights: Tensor | None, samples: Tensor | None) -> Tensor:
+        """A block `[V, R, *out]`, with the rows of sample `n` times its weight."""
+        if weights is None:
+            return mat
+        of_rows = weights if samples is None else weights[samples]
+        return mat * of_rows.reshape(-1, *[1] * (mat.dim() - 2))
 
     def factors(self, approximation: str = "default") -> list[Tensor]:
         """Kronecker factors `[G, A]`, or `[G]` for a parameter without an input factor (a bias).

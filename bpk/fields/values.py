@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +40,23 @@ def own(values: Mapping[int, Any], index: int) -> Any:
     here = value.untyped_storage().data_ptr()
     others = (other for number, other in values.items() if number != index and isinstance(other, Tensor))
     return value.clone() if any(other.untyped_storage().data_ptr() == here for other in others) else value
+
+
+def remove_stale(
+    models: Iterable[nn.Module],
+    reached: Container[int],
+    saved: Container[tuple[int, str]],
+    extensions: Sequence[Quantity],
+) -> None:
+    """Remove fields that were not `saved` from models some of whose parameters (by `id`) were reached."""
+    for model in models:
+        params = list(model.parameters())
+        if not any(id(p) in reached for p in params):
+            continue
+        for extension in extensions:
+            for p in params:
+                if (id(p), extension.savefield) not in saved:
+                    p.__dict__.pop(extension.savefield, None)
 
 
 def holds(model: nn.Module, param: Tensor) -> bool:

@@ -38,13 +38,14 @@ def place(
     sources: Sources,
     second_order: bool,
     by_hand: Callable[[Record], bool] = lambda record: False,
+    apart: bool = False,
 ) -> Placement:
     """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
 
     Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
     calls whose input has no axis for samples (a layer that is given a parameter), and layers without parameters whose
-    rule cannot have the batch axis where it is. Where samples mix, second-order quantities are refused;
-    for first-order ones the user is told once.
+    rule cannot have the batch axis where it is. Where samples mix, second-order quantities are refused, and those
+    that need samples `apart`; for other first-order ones the user is told once.
     """
     above = upstream(root, sources)
     single = root.batch_size == 1  # to which all belongs in any case
@@ -63,6 +64,7 @@ def place(
         return Placement(above, root.batch_size, left=modules)
     every, form = list(above), form_of((*above, root), sources, second_order, stuck)
     known = recall(root, form)
+    known = None if known is not None and known.mixed and apart else known
     stuck = stuck if known is None else known.left
     modules += [every[k].module for k in stuck]
     leave([every[k] for k in stuck], (*above, root), sources)
@@ -80,7 +82,7 @@ def place(
             leave(found.records, (*above, root), sources)
             above = upstream(root, sources)
         except UnsupportedLayer as error:
-            if second_order or any(r.batch_size != root.batch_size for r in above if r.params):
+            if second_order or apart or any(r.batch_size != root.batch_size for r in above if r.params):
                 raise
             warn(f"{error} First-order quantities are those of the chain rule.")
             n, rows = root.batch_size, {}

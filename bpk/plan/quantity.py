@@ -28,6 +28,8 @@ class Quantity(Protocol):
     needs_rows: bool
     needs_samples: bool
     needs_gradient: bool
+    needs_apart: bool
+    needs_total: bool
 
     @property
     def works_by_rules(self) -> bool:
@@ -45,6 +47,12 @@ class Quantity(Protocol):
 
     def value(self, uses: Any) -> Any:
         """The value of the field, from what the sweep has brought to the parameter."""
+
+    def share(self, uses: Any) -> Any:
+        """What a parameter adds to the total of the pass."""
+
+    def of_total(self, total: Any, n: int) -> Any:
+        """What values use of the total, in a batch of `n` samples."""
 
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones and that of the others."""

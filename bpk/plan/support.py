@@ -48,6 +48,7 @@ NO_LOSS = "bpk has no rule for this class of loss."
 WRITE_LOSS = "bpk.register() a rule for it (bpk.register(AutodiffLoss({name})) is the shortest)."
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
+KEEP_APART = "call model.eval() first, or replace the layer (GroupNorm for BatchNorm)."
 SUMS = "Sums over the batch exist: DiagGGNExact, DiagGGNMC, DiagHessian, HMP, GGNMP, PCHMP."
 WHOLE_BATCH = "The quantity is that of the whole batch, and autograd itself carries what travels through the layer."
 ADD_AXIS = "add one, also to the target: x.unsqueeze(0)."
@@ -82,6 +83,8 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
         return Support(Kind.GENERIC, NO_RULE, WRITE_RULE)
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     mixing = rule.mixing(call) if call is not None else None
+    if extension.needs_apart and mixing is not None:
+        return Support(Kind.REFUSED, f"{mixing.rstrip('.')}.", KEEP_APART)
     if extension.second_order and mixing is not None and not isinstance(rule, Loss):
         if is_of_batch(extension):
             return Support(Kind.GENERIC, f"{mixing.rstrip('.')}. {WHOLE_BATCH}")
@@ -95,9 +98,8 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
         reason = rule.no_root(call)
         if reason is not None:
             return Support(Kind.REFUSED, f"{reason}.", USE_HESSIAN)
-    caution = mixing.rstrip(".") + "." if mixing is not None else ""
-    generic = isinstance(rule, Autodiff) and not isinstance(rule, Loss)
-    return Support(Kind.GENERIC if generic else Kind.SUPPORTED, caution, CHAIN_RULE if caution else "")
+    kind = Kind.GENERIC if isinstance(rule, Autodiff) and not isinstance(rule, Loss) else Kind.SUPPORTED
+    return Support(kind) if mixing is None else Support(kind, mixing.rstrip(".") + ".", CHAIN_RULE)
 
 
 def require_support(extension: Quantity, record: Record, feeds: Callable[[Record], bool]) -> None:
@@ -192,9 +194,7 @@ def refusal(extension: Quantity, record: Record, answer: Support) -> str:
 
 def rule_file(rule: Rule | None) -> str:
     """In which file a rule's family lives, for messages."""
-    if rule is None:
-        return ""
-    return "/".join(Path(inspect.getfile(type(rule))).parts[-2:])
+    return "" if rule is None else "/".join(Path(inspect.getfile(type(rule))).parts[-2:])
 
 
 def announce(warning: str | None, extensions: Iterable[Quantity]) -> None:

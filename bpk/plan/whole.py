@@ -40,12 +40,13 @@ def place_or_merge(
     """
     second_order = any(e.second_order for e in extensions)
     sampled = [e for e in extensions if e.second_order and e.subsampling is not None]
+    apart = any(e.needs_apart for e in extensions)
     if not all(isinstance(root.rule, Loss) for root in roots) or not may_merge(extensions):
-        return {root: place(root, sources, second_order, by_hand) for root in roots}, False
+        return {root: place(root, sources, second_order, by_hand, apart) for root in roots}, False
     mixing = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
     if not mixing:
         try:
-            return {root: place(root, sources, second_order, by_hand) for root in roots}, False
+            return {root: place(root, sources, second_order, by_hand, apart) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
     for root in roots if sampled else ():
@@ -65,7 +66,8 @@ def merge(
     for record in mixing:
         for extension in first:  # the user is told what they get
             require_support(extension, record, lambda _: True)
-    found = place(root, sources, False, by_hand) if first else Placement([], 1)
+    apart = any(e.needs_apart for e in first)
+    found = place(root, sources, False, by_hand, apart) if first else Placement([], 1)
     above = upstream(root, sources)
     left = [r for r in above if not by_hand(r) and (r.rule is None or mixes(r) or is_stuck(r))]
     modules = [*found.left, *(record.module for record in left)]

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from bpk.extensions import HBP
+from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
 from bpk.verification.draws import Draws
+from bpk.verification.eigenbasis import InEigenbasis
 from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
 from bpk.verification.objective import gradients_of
@@ -67,7 +68,8 @@ def rows(
             checks[k] = check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
             found[k] = measured.run(extension, check, here, extent)
     del measured
-    definition = Reference(problem, places, effort.passes, any(isinstance(e, HBP) for e in extensions), bar.detail)
+    factors = any(isinstance(e, (HBP, EKFLR)) for e in extensions)
+    definition = Reference(problem, places, effort.passes, factors, bar.detail)
     tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort.relative, effort.absolute)
     table: list[Row] = []
     for extension, check, here, measurement in zip(extensions, checks, at, found, strict=True):
@@ -102,6 +104,8 @@ def of_batch(
 
 def check_for(extension: BackpropExtension) -> Check | None:
     """How an extension is verified; `None` for those of which nobody has said what they must be."""
+    if isinstance(extension, EKFLR):
+        return InEigenbasis(extension.get_num_mc_samples() is not None)
     return check_of(extension) if isinstance(extension, HBP) else by_definition(extension)
 
 

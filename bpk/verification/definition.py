@@ -53,6 +53,11 @@ class AtPlace(PlainAutograd):
         return torch.stack([self.ref.norm(self.name, n) for n in self.samples])
 
     @cached_property
+    def total_norms(self) -> Tensor:
+        each = [[self.ref.norm(name, n) for name in self.ref.trained] for n in self.samples]
+        return torch.stack([torch.stack(norms).sum() for norms in each])
+
+    @cached_property
     def ggn(self) -> Tensor:
         if not self.form.of_every_entry:
             return self.ref.ggn(self.name, self.samples)

@@ -68,6 +68,7 @@ class Reference:
         self.problem, self.say, self.passes = problem, say, passes
         self.layers = Layers(problem.model if factors else nn.Module())
         self.entries = {name: place.entries for name, place in places.items()}
+        self.trained = tuple(places)
         self.share = passes // max(1, len(places))
         named = dict(problem.model.named_parameters())
         self.params: dict[str, Tensor] = {name: named[name] for name in places}

@@ -159,6 +159,25 @@ class Affine(LinearInEach):
         rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
         return linear(rows.T, rows.T).to(mat.dtype)
 
+    def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:
+        return self.as_matrix(call, rows).flatten(-3, -2)
+
+    def projected_squares(
+        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+    ) -> Tensor | None:
+        """Columns and patches are projected, and not what they are multiplied to."""
+        groups, _, width = self._matrix_shape(call)
+        if groups > 1 or torch.is_grad_enabled():
+            return None
+        columns = self.as_columns(call, mat)
+        columns = columns if left is None else torch.einsum("vngot,op->vngpt", columns, left.to(mat.dtype))
+
+        def patches(samples: slice) -> Tensor:
+            found = self.patches(call, samples)
+            return found if right is None else torch.matmul(right.to(found.dtype).T, found)
+
+        return squares.squared_sum(patches, [columns], width, None, False, call.empty)[0]
+
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""
         if wrt == 0 and len(call.inputs) == 1:

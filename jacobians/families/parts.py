@@ -139,6 +139,16 @@ class Composite(Rule):
         index, rule, inner, name = self._owner(call, param)
         return rule.kron_output(inner, self._pull_to(call, index, mat), name, approximation)
 
+    def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:
+        _, rule, inner, name = self._owner(call, param)
+        return rule.kron_matrix(inner, rows, name, outputs)
+
+    def projected_squares(
+        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+    ) -> Tensor | None:
+        index, rule, inner, name = self._owner(call, param)
+        return rule.projected_squares(inner, self._pull_to(call, index, mat), name, left, right)
+
 
 def join_columns(
     call: Call, wrts: Sequence[Wrt], found: Sequence[tuple[Mapping[Wrt, Tensor], Tensor]]

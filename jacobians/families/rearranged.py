@@ -51,6 +51,14 @@ class Rearranged(Contraction):
         rows = super().kron_rows(call, mat, param, approximation)
         return rows if param != "weight" or self.arrangement.in_order else rows[..., self.arrangement.columns]
 
+    def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:
+        return Rule.kron_matrix(self, call, rows, param, outputs)
+
+    def projected_squares(
+        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+    ) -> Tensor | None:
+        return super().projected_squares(call, mat, param, left, right) if self.arrangement.in_order else None
+
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         found = super().congruence(call, matrix, wrt)
         if wrt != "weight" or self.arrangement.in_order:

@@ -25,6 +25,8 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import TimesWeight
 from bpk.plan.support import Kind
 from bpk.rules import REGISTRY
+from bpk.utils.ekfac import Eigenbasis
+from bpk.utils.kroneckers import kfacs_to_mat
 from tests.models.networks import Network, all_networks
 from tests.references import averaged as reference_averaged
 from tests.references import definition as reference_definition
@@ -106,6 +108,27 @@ def factors(of: Callable[[Reference, str], list[Tensor]]) -> Check:
     return check
 
 
+def check_eigenbasis(ref: Reference, name: str, found: Eigenbasis) -> None:
+    """Orthogonal matrices that make the factors diagonal, and the block's own diagonal in them."""
+    expected = ref.kflr(name)
+    assert len(found.bases) == len(expected)
+    for k, (basis, factor) in enumerate(zip(found.bases, expected, strict=True)):
+        dense, within = basis.to_dense(), f"{name}, basis {k}"
+        close(dense.T @ dense, torch.eye(len(dense), dtype=dense.dtype), within)
+        turned = dense.T @ factor @ dense / factor.abs().max().clamp(min=1e-9)
+        close(turned, turned.diagonal().diag(), within)
+    block, numbers = ref.ggn(name), torch.arange(ref.params[name].numel()).reshape(ref.params[name].shape)
+    module = ref.model.get_submodule(name.rpartition(".")[0])
+    if len(expected) == 2 and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        numbers = numbers.T
+    if len(expected) == 2 and getattr(module, "transposed", False):  # rows with the first two axes exchanged
+        numbers = torch.cat([part.transpose(0, 1) for part in numbers.chunk(module.groups)])
+    basis = kfacs_to_mat(found.bases)
+    moments = (basis.T @ block[numbers.flatten()][:, numbers.flatten()] @ basis).diagonal()
+    close(found.moments.flatten(), moments, f"{name}, moments")
+    close(found.moments.sum(), block.diagonal().sum(), f"{name}, trace")
+
+
 def hessian_block(ref: Reference, name: str) -> Tensor:
     return ref.hessian(name)
 
@@ -179,6 +202,7 @@ WRITTEN = (
     Row("BatchDiagHessian", E.BatchDiagHessian, "diag_h_batch", equals("diag_h_batch")),
     Row("SqrtGGNExact", E.SqrtGGNExact, "sqrt_ggn_exact", check_square_root),
     Row("KFLR", E.KFLR, "kflr", factors(kflr_factors)),
+    Row("EKFLR", E.EKFLR, "ekflr", check_eigenbasis),
     Row("KFRA", E.KFRA, "kfra", factors(kfra_factors), by_layers=True),
     Row("HMP", E.HMP, "hmp", multiplies(hessian_block)),
     Row("GGNMP", E.GGNMP, "ggnmp", multiplies(ggn_block)),
@@ -188,7 +212,7 @@ WRITTEN = (
 DEFINED = tuple(
     Row(type(e).__name__, type(e), e.savefield, defined(e))
     for e in every_extension()
-    if e.get_num_mc_samples() is None and e.form is not Form.FACTORS
+    if e.get_num_mc_samples() is None and e.form not in (Form.FACTORS, Form.EIGENBASIS)
 )
 ROWS = (*WRITTEN, *(row for row in DEFINED if row.field not in {written.field for written in WRITTEN}))
 """Definitions that are written down here, independently of the extensions, and those of all other extensions."""

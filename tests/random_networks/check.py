@@ -19,6 +19,7 @@ import bpk
 from bpk import extensions as E
 from bpk.custom_module.graph_utils import ConversionError
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.firstorder.weighted_grad import normalised
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.rule import Rule
 from tests.random_networks.losses import REGISTERED
@@ -27,13 +28,13 @@ from tests.random_networks.problem import Network, Problem
 from tests.random_networks.program import Unfit
 from tests.references.reference import Reference
 
-FIRST = (E.BatchGrad, E.BatchL2Grad, E.SumGradSquared, E.Variance)
+FIRST = (E.BatchGrad, E.BatchL2Grad, E.SumGradSquared, E.Variance, E.WeightedGrad)
 GGN = (E.DiagGGNExact, E.BatchDiagGGNExact, E.SqrtGGNExact, E.GGNMP, E.KFLR)
 SAMPLED = (E.SqrtGGNMC, E.DiagGGNMC, E.BatchDiagGGNMC, E.KFAC)
 HESSIAN = (E.DiagHessian, E.BatchDiagHessian, E.HMP)
 EVERY = (*FIRST, *GGN, *SAMPLED, *HESSIAN)
 GROUPS = (FIRST, GGN + SAMPLED, HESSIAN)
-SOME = (E.BatchGrad, E.BatchDiagGGNExact, E.DiagHessian, E.SqrtGGNExact)
+SOME = (E.BatchGrad, E.WeightedGrad, E.BatchDiagGGNExact, E.DiagHessian, E.SqrtGGNExact)
 """What is computed for some samples only, too."""
 
 
@@ -201,6 +202,12 @@ def product(name: str, what: str, columns: Tensor, ref: Reference) -> Tensor:
     return columns.to(matrix) @ matrix
 
 
+def weighted(ref: Reference, name: str, chosen: Sequence[int]) -> Tensor:
+    """The sum of gradients with weights that depend on their norms over all parameters."""
+    norms = ref.N * torch.stack([ref.batch_l2(other) for other in ref.trained]).sum(0).sqrt()
+    return torch.einsum("n,n...->...", normalised(norms)[list(chosen)], ref.grad_batch(name)[list(chosen)])
+
+
 def kind(group: Sequence[Any]) -> str:
     """A name for a group of extensions."""
     return "first order" if group[0] in FIRST else "Hessian" if group[0] in HESSIAN else "GGN"
@@ -268,6 +275,8 @@ class Comparison:
             same(found, lambda ref: ref.grad_batch(name)[chosen])
         elif what in ("batch_l2", "sum_grad_squared", "variance", "diag_h_batch"):
             same(found, lambda ref: getattr(ref, what)(name))
+        elif what == "weighted_grad":
+            same(found, lambda ref: weighted(ref, name, chosen))
         elif what == "diag_ggn_exact":
             same(found, lambda ref: ref.diag_ggn(name))
         elif what == "diag_ggn_exact_batch":

@@ -28,6 +28,10 @@ class Dense(PlainAutograd):
         return self.ref.batch_l2(self.name)
 
     @property
+    def total_norms(self) -> Tensor:
+        return torch.stack([self.ref.batch_l2(name) for name in self.ref.trained]).sum(0)
+
+    @property
     def ggn(self) -> Tensor:
         return self.ref.ggn_batch(self.name)
 

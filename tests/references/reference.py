@@ -110,6 +110,7 @@ class Reference:
         self, model: nn.Module, inputs: Sequence[Tensor], loss_of: LossOf, seed: int = 0, samples: int | None = None
     ) -> None:
         self.model = copy.deepcopy(model)
+        self.trained = [name for name, p in self.model.named_parameters() if p.requires_grad]  # biases are added below
         for module in self.model.modules():
             if type(module) in SUBSTITUTES:
                 module.forward = partial(SUBSTITUTES[type(module)], module)

@@ -19,6 +19,7 @@ from bpk.extensions.definition import Form
 from bpk.extensions.registry import every_extension
 from bpk.plan.support import Kind
 from bpk.support.table import Cell, SupportTable
+from bpk.utils.ekfac import Eigenbasis
 from tools.site.definitions import DEFINITIONS, Definition
 from tools.site.docstrings import parse, run, shown
 from tools.site.examples import scripts
@@ -142,12 +143,19 @@ def memory(extension: type[BackpropExtension]) -> str:
         exec(small_network(extension), namespace)
     params = list(namespace["model"].parameters())
     fields = [vars(p)[extension().savefield] for p in params]  # type: ignore[call-arg]
-    numbers = sum(x.numel() for field in fields for x in (field if isinstance(field, list) else [field]))
+    numbers = sum(x.numel() for field in fields for x in parts_of(field))
     times = numbers / sum(p.numel() for p in params)
     return (
         f"The fields of the network above hold {numbers} numbers, {times:.3g} times the parameters (16 samples, "
         "3 classes)."
     )
+
+
+def parts_of(field: Any) -> list[torch.Tensor]:
+    """The tensors of a field that is one, a list of them, or an eigenbasis."""
+    if isinstance(field, Eigenbasis):
+        return [*field.bases, field.moments]
+    return field if isinstance(field, list) else [field]
 
 
 def pages() -> dict[str, str]:

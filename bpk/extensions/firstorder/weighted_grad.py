@@ -1,0 +1,125 @@
+"""Sums of individual gradients with a weight for each sample: clipped, normalised, or any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.extensions.backprop_extension import FAIL_ERROR
+from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.firstorder.base import GradientExtension
+from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.numeric import wide
+
+Weights = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
+"""A number for each sample, or a function of the norms `[N]` of the individual gradients."""
+
+
+def normalised(norms: Tensor) -> Tensor:
+    """`1 / (norm + 0.01)`: automatic clipping, which has no clipping norm (Bu et al., 2023)."""
+    return 1 / (norms + 0.01)
+
+
+class WeightedGrad(GradientExtension):
+    """The sum `sum_n c_n g_n` `[*p]` of weighted individual gradients, in the field `weighted_grad`.
+
+    `g_n` are those of `BatchGrad`, which are never formed where their norms and sums are cheaper; with weights of one
+    the sum is the gradient. Where weights are a function of norms, what layers have read and the gradients of their
+    outputs are kept until those of all layers are known, so that there is no second backward pass. Norms are those of
+    each sample's own loss, as in differential privacy: `|N g_n|` where the objective is a mean over samples. Those of
+    the last pass are in the attribute `norms` `[N]` (over all parameters: with `per="sample"` and a function only).
+    Where samples mix (BatchNorm in training mode), there are no individual gradients, and the pass is refused.
+
+    Args:
+        weights: `[N]` numbers `c_n`, or a function from norms `[N]` to them.
+        per: `"sample"`: one norm over all parameters with a field; `"layer"`: each parameter has its own.
+        loss_reduction: `"mean"` or `"sum"`: what the objective is of the samples' losses.
+        subsampling: Indices of the samples considered (all by default): `weights` are theirs.
+
+    Source: Lee, Kifer (2021), PoPETs, and Bu et al. (2023), ICML, for sums without individual gradients.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(WeightedGrad(torch.tensor([1.0, 1.0, 0.0, 1.0]))):
+    ...     loss_fn(model(torch.randn(4, 4)), torch.arange(4) % 3).backward()
+    >>> model.weight.weighted_grad.shape
+    torch.Size([3, 4])
+    """
+
+    field = "weighted_grad"
+    form = Form.BATCH
+    needs_apart = True
+
+    def __init__(
+        self,
+        weights: Weights = normalised,
+        per: str = "sample",
+        loss_reduction: str = "mean",
+        subsampling: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(subsampling)
+        self.fail_mode = FAIL_ERROR  # a parameter that is left out would be missing in the norm
+        one_of("per", per, "sample", "layer")
+        one_of("loss_reduction", loss_reduction, "mean", "sum")
+        self.weights = weights if callable(weights) else torch.as_tensor(weights)
+        self.per, self.loss_reduction = per, loss_reduction
+        self.needs_total = callable(weights) and per == "sample"
+        self.norms: Tensor | None = None
+
+    def share(self, uses: Uses) -> Tensor:
+        return wide(uses.norm_squared())
+
+    def of_total(self, total: Tensor, n: int) -> Tensor:
+        norms = self.norms_of(total, n)
+        self.norms = norms.detach()
+        return self.from_norms(norms)
+
+    def value(self, uses: Uses) -> Tensor:
+        weights = uses.total
+        if not callable(self.weights):
+            weights = self.checked(self.weights, uses.count)
+        elif weights is None:
+            weights = self.from_norms(self.norms_of(self.share(uses), uses.batch_size))
+        return uses.summed(weights.to(uses.param))
+
+    def from_norms(self, norms: Tensor) -> Tensor:
+        """The weights for these norms."""
+        assert callable(self.weights)
+        return self.checked(self.weights(norms), len(norms))
+
+    def norms_of(self, squared: Tensor, n: int) -> Tensor:
+        """Norms `[N]` of the gradients of samples' own losses."""
+        smallest = torch.finfo(squared.dtype).tiny  # a norm of zero has no derivative
+        return squared.clamp(min=smallest).sqrt() * (n if self.loss_reduction == "mean" else 1)
+
+    def checked(self, weights: Tensor, n: int) -> Tensor:
+        """The weights, if they are one for each sample."""
+        if not isinstance(weights, Tensor) or weights.shape != (n,):
+            shape = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(
+                explain(
+                    f"{type(self).__name__} got weights {shape} for {n} samples.",
+                    "each sample has one weight.",
+                    f"pass a tensor [{n}], or a function that takes norms [{n}] and returns one.",
+                )
+            )
+        return weights
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        weights = self.weights
+        if callable(weights):
+            squared = plain.total_norms if self.per == "sample" else plain.norms
+            weights = weights(self.norms_of(squared, plain.batch_size))
+        return weights.to(plain.gradients) @ plain.gradients
+
+
+def one_of(name: str, given: str, *known: str) -> None:
+    """Refuse an option that is none of those known."""
+    if given not in known:
+        raise ValueError(f"{name} must be one of {known}, got {given!r}.")
+
+
+EXTENSIONS = (WeightedGrad,)

@@ -1,0 +1,80 @@
+"""The eigenbases of a parameter's Kronecker factors, and second moments in them (EKFAC)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bpk.fields.arrived import PIECE
+from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.products import add_up
+from bpk.jacobians.core.room import WHOLE
+from bpk.jacobians.second_order.factoring import eigh
+from bpk.utils.ekfac import Eigenbasis
+from bpk.utils.kroneckers import sparse_diagonal
+
+
+def eigenbasis(uses: Uses) -> Eigenbasis:
+    """The bases of the factors in their order, and `sum_vn (U_G^T R_vn U_A)^2` over columns and samples.
+
+    Where the only factor is the block itself, moments are its eigenvalues. Bases count as constants of derivatives.
+    """
+    use = uses.uses[0]
+    factors, turned = uses.factors(), use.rule.input_first(use.name)
+    found = [decomposed(factor.detach(), uses.param) for factor in factors]
+    bases = [identity(factor) if basis is None else basis for factor, (_, basis) in zip(factors, found, strict=True)]
+    if len(factors) == 1:
+        return Eigenbasis(bases, found[0][0].clamp(min=0).to(uses.param.dtype))
+    left, right = (basis for _, basis in (reversed(found) if turned else found))
+    moments = projected(uses, len(factors[1 if turned else 0]), left, right).to(uses.param.dtype)
+    return Eigenbasis(bases, moments.T if turned else moments)
+
+
+def decomposed(factor: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues and eigenvectors; these are the axes (`None`) of a diagonal factor, such as that of an embedding."""
+    if factor.layout is not torch.strided:
+        row, column = factor.coalesce().indices()
+        if not torch.equal(row, column):
+            raise UnsupportedLayer(
+                explain(
+                    f"EKFAC has no eigenbasis for a parameter {list(param.shape)}.",
+                    f"its factor [{len(factor)}, {len(factor)}] is sparse, but not diagonal.",
+                    "freeze the parameter (requires_grad=False), or use KFAC or DiagGGNMC for it.",
+                )
+            )
+        return factor.new_zeros(len(factor)).to_dense().index_add(0, row, factor.coalesce().values()), None
+    diagonal = factor.diagonal()
+    if int(factor.count_nonzero()) == int(diagonal.count_nonzero()):
+        return diagonal, None
+    values, vectors = eigh(wide(factor))
+    return values, vectors.to(factor.dtype).contiguous()
+
+
+def identity(factor: Tensor) -> Tensor:
+    """The basis of a diagonal factor; sparse, if it is large."""
+    ones = torch.ones(len(factor), dtype=factor.dtype, device=factor.device)
+    return sparse_diagonal(ones) if len(factor) > WHOLE else ones.diag()
+
+
+def projected(uses: Uses, outputs: int, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """`sum_vn (U_G^T R_vn U_A)^2` `[G, A]`: by the rule, or from the rows of a few samples at a time."""
+    use = uses.uses[0]
+    if uses.simple:
+        parts = [use.rule.projected_squares(use.call, mat, use.name, left, right) for mat, _ in uses.blocks()]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            return add_up(known)
+    columns = sum(len(block) for key in uses.keys[:1] for block in [uses.of_samples(range(1)).rows(key)])
+    step = max(1, PIECE // max(1, columns * uses.param.numel()))
+    total: Tensor | None = None
+    for start in range(0, uses.count, step):
+        rows = uses.of_samples(range(start, min(start + step, uses.count))).all_rows()
+        matrices = wide(use.rule.kron_matrix(use.call, rows, use.name, outputs))
+        matrices = matrices if left is None else torch.einsum("vnga,gh->vnha", matrices, left.to(matrices.dtype))
+        matrices = matrices if right is None else matrices @ right.to(matrices.dtype)
+        found = matrices.square().sum((0, 1))
+        total = found if total is None else total + found
+    assert total is not None
+    return total

@@ -1,0 +1,66 @@
+"""Values that need what all parameters of a pass add up to: what they are made of is kept until that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from bpk.fields.statistics import Uses
+from bpk.fields.values import value_of
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.quantity import Quantity
+from bpk.recording.state import CTX
+from bpk.recording.surroundings import without_autocast
+
+
+class Totals:
+    """What parameters have added so far, by the number of the extension, and their uses."""
+
+    def __init__(self, extensions: Sequence[Quantity]) -> None:
+        self.extensions = extensions
+        self.totals: dict[int, Tensor] = {}
+        self.kept: dict[int, list[tuple[int, Uses]]] = {}
+
+    def keep(self, index: int, uses: Uses) -> None:
+        """A parameter has all its uses: add its share, and keep what the value is made of."""
+        kept, extension = uses.lean(), self.extensions[index]
+        share, total = extension.share(kept), self.totals.get(index)
+        if total is not None and share.shape != total.shape:
+            raise UnsupportedLayer(
+                explain(
+                    f"{extension} met parameters of {len(total)} and of {len(share)} samples in one pass.",
+                    "what it adds up over parameters must be that of the same samples.",
+                    "use one backward pass for each batch.",
+                )
+            )
+        self.totals[index] = share if total is None else total + share.to(total.device)
+        self.kept.setdefault(id(uses.param), []).append((index, kept))
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters whose values are still to come."""
+        return [uses[0][1].param for uses in self.kept.values()]
+
+    def has(self, param: Tensor) -> bool:
+        """Whether values of a parameter are still to come."""
+        return id(param) in self.kept
+
+    def values(self) -> Iterator[tuple[Tensor, str, Any]]:
+        """The parameters, the names of the fields, and their values, now that nothing more will come."""
+        kept, self.kept = [each for uses in self.kept.values() for each in uses], {}
+        for device in dict.fromkeys(uses.param.device for _, uses in kept):
+            with CTX.quietly(), without_autocast(device):
+                totals: dict[int, Any] = {}
+                for index, uses in kept:
+                    extension = self.extensions[index]
+                    if uses.param.device == device:
+                        if index not in totals:
+                            totals[index] = extension.of_total(self.totals[index].to(device), uses.batch_size)
+                        uses.total = totals[index]
+                        yield uses.param, extension.savefield, value_of(extension, uses)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.totals, self.kept = {}, {}

@@ -1,0 +1,90 @@
+"""Eigenvalue-corrected Kronecker factors: products, inverses, and the matrix itself.
+
+`EKFAC` and `EKFLR` save an `Eigenbasis`: orthogonal matrices `U_i`, one for each Kronecker factor, and the second
+moments `m` of individual columns in their product `U = kron(*U_i)`. It stands for the block `U diag(m) U^T`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.errors import explain
+from bpk.utils.kroneckers import apply_kfac_mat_prod, dense, kfacs_to_mat
+
+
+class Eigenbasis(NamedTuple):
+    """The bases `[U_G, U_A]` (or `[U_G]`) of Kronecker factors, and second moments `[G, A]` (or `[G]`) in them.
+
+    A basis is the identity where a factor is diagonal, as a sparse matrix if it is large.
+    """
+
+    bases: list[Tensor]
+    moments: Tensor
+
+
+def ekfac_to_mat(ekfac: Eigenbasis) -> Tensor:
+    """The matrix `U diag(m) U^T` `[P, P]`, dense.
+
+    >>> import torch
+    >>> ekfac_to_mat(Eigenbasis([torch.eye(2), torch.eye(1)], torch.tensor([[3.0], [4.0]])))
+    tensor([[3., 0.],
+            [0., 4.]])
+    """
+    basis = kfacs_to_mat(ekfac.bases)
+    return (basis * ekfac.moments.flatten()) @ basis.T
+
+
+def ekfac_mat_prod(ekfac: Eigenbasis) -> Callable[[Tensor], Tensor]:
+    """The function `mat -> U diag(m) U^T mat`, for `mat` of shape `[P]` or `[P, V]`.
+
+    >>> import torch
+    >>> ekfac_mat_prod(Eigenbasis([torch.eye(2)], torch.tensor([3.0, 4.0])))(torch.ones(2))
+    tensor([3., 4.])
+    """
+    return lambda mat: times(ekfac, ekfac.moments, mat)
+
+
+def inv_ekfac_mat_prod(ekfac: Eigenbasis, shift: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """The function `mat -> U diag(1 / (m + shift)) U^T mat`: the exact inverse of the block plus `shift` (damping).
+
+    Raises:
+        ValueError: If a moment plus `shift` is not positive.
+
+    >>> import torch
+    >>> inv_ekfac_mat_prod(Eigenbasis([torch.eye(2)], torch.tensor([3.0, 0.0])), shift=1.0)(torch.ones(2))
+    tensor([0.2500, 1.0000])
+    """
+    shifted = ekfac.moments + shift
+    if not bool((shifted > 0).all()):
+        raise ValueError(
+            explain(
+                f"Second moments of shape {list(shifted.shape)} plus shift={shift:g} are not all positive.",
+                "directions that no sample has moved have the moment zero.",
+                "pass a positive shift, for example shift=1e-3.",
+            )
+        )
+    return lambda mat: times(ekfac, 1 / shifted, mat)
+
+
+def times(ekfac: Eigenbasis, values: Tensor, mat: Tensor) -> Tensor:
+    """`U diag(values) U^T mat`."""
+    transposed = [basis.T if basis.layout is torch.strided else basis for basis in ekfac.bases]  # sparse: the identity
+    rotated = apply_kfac_mat_prod(transposed, mat)
+    return apply_kfac_mat_prod(ekfac.bases, rotated * values.reshape(-1, *[1] * (mat.dim() - 1)))
+
+
+def kfacs_to_ekfac(factors: list[Tensor]) -> Eigenbasis:
+    """The same block as a Kronecker product: its eigenbases, with the products of the eigenvalues as moments.
+
+    >>> import torch
+    >>> kfacs_to_ekfac([torch.tensor([[2.0]]), torch.tensor([[3.0]])]).moments
+    tensor([[6.]])
+    """
+    found = [torch.linalg.eigh(dense(factor)) for factor in factors]
+    moments = reduce(lambda left, right: left[..., None] * right, (values for values, _ in found))
+    return Eigenbasis([vectors.contiguous() for _, vectors in found], moments)

@@ -1,0 +1,127 @@
+"""Eigenbases of Kronecker factors: are they, and are moments the GGN's diagonal in them?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.utils.ekfac import Eigenbasis
+from bpk.utils.kroneckers import dense
+from bpk.verification.definition import MATRIX
+from bpk.verification.layers import bias_of
+from bpk.verification.operands import TABLES
+from bpk.verification.place import Place, unravel
+from bpk.verification.problem import NoReference
+from bpk.verification.quantities import Check, Mismatch, Read
+from bpk.verification.reference import Reference, derivatives
+from bpk.verification.split import grads
+
+RESOLVED = 1e-4
+"""Of eigenvalues, relative to the largest that is looked at: of smaller ones the vectors are not compared."""
+
+
+class InEigenbasis(Check):
+    """Some moments with the curvature along their directions, which factors must only scale."""
+
+    def __init__(self, sampled: bool) -> None:
+        self.sampled = sampled
+
+    def read(self, value: Any, place: Place) -> Read:
+        if not isinstance(value, Eigenbasis) or not 1 <= len(value.bases) <= 2:
+            raise Mismatch("the field is no Eigenbasis of one or two factors")
+        sizes = [len(basis) for basis in value.bases]
+        if list(value.moments.shape) != sizes or value.moments.numel() != place.shape.numel():
+            raise Mismatch(f"moments have shape {list(value.moments.shape)}, for bases of {sizes}")
+        for basis in value.bases:
+            off = basis.T @ basis - torch.eye(len(basis)).to(basis) if basis.layout is torch.strided else basis.sum(0)
+            most = 1.0 if basis.layout is not torch.strided else 1e3 * torch.finfo(basis.dtype).eps
+            if float(dense(off).abs().max()) > most:
+                raise Mismatch("a basis is not orthonormal")
+        places = [unravel(int(k), value.moments.shape) for k in place.entries]
+        columns = [
+            [dense(basis)[:, at[k]] if basis.layout is torch.strided else unit(basis, at[k]) for at in places]
+            for k, basis in enumerate(value.bases)
+        ]
+        return [value.moments.flatten()[place.entries], *(torch.stack(part) for part in columns)]
+
+    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+        if self.sampled and ref.drawn is None:
+            raise NoReference("bases and moments are those of draws that are not known here: compare EKFLR")
+        moments = []
+        for vectors in zip(*found[1:], strict=True):
+            along = as_parameter(ref, place, list(vectors))
+            moments.append((product(ref, place.name, along, place) * along).sum())
+        return [torch.stack(moments), *self.scaled(ref, place, found[1:])]
+
+    def scaled(self, ref: Reference, place: Place, vectors: list[Tensor]) -> list[Tensor]:
+        """What factors make of the directions, at their length: the same, where these are eigenvectors."""
+        if len(vectors) == 1:
+            return [eigen(vectors[0], [product(ref, place.name, v.reshape(place.shape), place) for v in vectors[0]])]
+        sides = ref.layers.sides.get(place.name, [])
+        side = sides[0] if len(sides) == 1 and place.name not in ref.layers.used_elsewhere else None
+        if side is None or side.bias is None or side.sizes[1] > MATRIX * ref.passes:
+            return vectors  # their factors are not known here
+        turned = side.input_first
+        outputs, inputs = vectors[::-1] if turned else vectors
+        bias = ref.params[bias_of(place.name)]
+        columns = []
+        for vector in outputs:
+            padded = torch.zeros_like(bias)
+            padded[side.offset : side.offset + len(vector)] = vector
+            columns.append(product(ref, bias_of(place.name), padded, place)[side.offset :][: len(vector)])
+        moment = ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen)
+        expected = [eigen(outputs, columns), eigen(inputs, list(inputs @ moment))]
+        return expected[::-1] if turned else expected
+
+    def is_drawn(self, factor: int) -> bool:
+        return self.sampled
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"moment {int(place.entries[index[0]])}" if factor == 0 else f"basis {factor - 1}"
+
+
+def unit(basis: Tensor, k: int) -> Tensor:
+    """A column of the identity."""
+    column = torch.zeros(len(basis), dtype=basis.dtype, device=basis.device)
+    column[k] = 1.0
+    return column
+
+
+def eigen(vectors: Tensor, products: list[Tensor]) -> Tensor:
+    """Products at the length of the vectors, where the eigenvalue is not too small to tell."""
+    values = [float((v * p.flatten()).sum()) for v, p in zip(vectors, products, strict=True)]
+    least = RESOLVED * max(values)
+    found = zip(vectors, products, values, strict=True)
+    return torch.stack([p.flatten() / size if size > least else v for v, p, size in found])
+
+
+def as_parameter(ref: Reference, place: Place, vectors: list[Tensor]) -> Tensor:
+    """The direction in which a moment is taken, in the shape of the parameter."""
+    if len(vectors) == 1:
+        return vectors[0].reshape(place.shape)
+    matrix = torch.outer(*vectors)
+    module = ref.problem.model.get_submodule(place.name.rpartition(".")[0])
+    if isinstance(module, TABLES) and matrix.shape != place.shape:
+        return matrix.T
+    sides = ref.layers.sides.get(place.name, [])
+    if isinstance(module, TABLES) and sides and sides[0].table and not sides[0].input_first:
+        return matrix.T
+    if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+        groups, outputs = module.groups, module.out_channels // module.groups
+        parts = matrix.reshape(groups, outputs, module.in_channels // groups, -1)
+        return parts.transpose(1, 2).reshape(place.shape)
+    return matrix.reshape(place.shape)
+
+
+def product(ref: Reference, name: str, vector: Tensor, place: Place) -> Tensor:
+    """The GGN's block, summed over samples, times a vector; with draws in place of the Hessian where known."""
+    with derivatives():
+        split = ref.split
+        tangent = split.forward((ref.pulled[name] * vector).sum())
+        if ref.drawn is None:
+            curved = split.loss_product(tangent)
+        else:
+            curved = (ref.drawn * split.by_sample(ref.drawn * tangent)[:, split.owner]).sum(0)
+        return grads(split.pred, [ref.params[name]], split.of_samples(place.chosen, curved))[0]

@@ -1,0 +1,59 @@
+"""Kronecker factors of a parameter's GGN block: what a rule says about them, with defaults where there are none."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from bpk.jacobians.core.call import Call, Wrt
+
+
+class Kronecker(ABC):
+    """The part of a rule that concerns Kronecker factors.
+
+    A factor `A` stands for what a weight multiplies, and `G` for the output; individual gradients of the parameter,
+    seen as matrices `[G, A]`, are sums over positions of outer products.
+    """
+
+    @abstractmethod
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        """See `Rule`."""
+
+    def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""
+        return None
+
+    def transposes(self, param: str) -> bool:
+        """Whether `G` belongs to the last axis of the parameter and `A` to the first (embeddings)."""
+        return False
+
+    def input_first(self, param: str) -> bool:
+        """Whether factors are listed as `[A, G]`, in the order of the parameter's axes, where it is transposed."""
+        return False
+
+    def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """The factor `G` from columns `[V, N, *out]`. Default: the parameter's whole GGN block `[P, P]`."""
+        rows = self.kron_rows(call, mat, param, approximation).flatten(0, -2)
+        return rows.T @ rows
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        """Rows `[..., P]` whose Gram matrix is the factor `G`. Default: `[V, N, P]`, the parameter's columns."""
+        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False)
+        return rows.reshape(*rows.shape[:2], -1)
+
+    def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:
+        """See rows `[V, N, *p]` as matrices `[V, N, G, A]`, with `outputs` the size of `G`."""
+        flat = rows.flatten(2)
+        if self.transposes(param):
+            return flat.reshape(*rows.shape[:2], -1, outputs).mT
+        return flat.reshape(*rows.shape[:2], outputs, -1)
+
+    def projected_squares(
+        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+    ) -> Tensor | None:
+        """`sum_vn (L^T R_vn U)^2` `[G, A]` for the matrices `R_vn` of `kron_matrix` (`None`: the identity).
+
+        Default: `None`, to be given by whoever has the rows.
+        """
+        return None
