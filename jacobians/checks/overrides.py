@@ -104,7 +104,9 @@ def outer(case: Case, param: str) -> None:
         "gram of samples": add_up([sample_gram(part, part.matrix(weight)) for part in parts]),
     }
     for name, value in found.items():
-        case.same(f"outer ({name})", value, expected[name].to(value.dtype), param, (), "the individual rows", loosen=4.0)
+        case.same(
+            f"outer ({name})", value, expected[name].to(value.dtype), param, (), "the individual rows", loosen=4.0
+        )
 
 
 def kronecker(case: Case, param: str) -> None:
