@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from bpk.fields.rows import Rows, Use, join
 from bpk.jacobians.core import outer
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer, Some
 from bpk.jacobians.core.products import add_up
@@ -57,6 +59,34 @@ class Products(Rows):
             return add_up([outer.sample_gram(part, some) for part, some in parts])
         scale = 1.0 if weight is None else weight.flatten()
         return torch.cat([torch.einsum("vnp,unp->nvu", rows * scale, rows) for rows in self.pieces()])
+
+    def rotated_gram(self, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+        """`sample_gram` of `left r right^T`, with rows as matrices as the parameter's Kronecker factors see them."""
+        if self.outers:
+            sizes = [part.columns.shape[2:4].numel() for part in self.outers]
+            pairs = zip(self.outers, left.split(sizes, 1), strict=True)
+            rotated = [part.rotated(some, right) for part, some in pairs]
+            return outer.sample_gram(reduce(side_by_side, rotated), weight[None])
+        use, found = self.uses[0], []
+        parts = use.rule.outer(use.call, next(iter(use.arrived.blocks.values())), use.name)
+        if not parts:
+            raise UnsupportedLayer(
+                explain(
+                    f"{use.rule.name} does not say how Kronecker factors of '{use.name}' see its rows.",
+                    "the rule has kron_input, and no outer.",
+                    "give the rule the method outer, or use another posterior for this parameter.",
+                )
+            )
+        scales = left.split([part.columns.shape[2:4].numel() for part in parts], 1)
+        for rows in self.pieces():
+            each = rows.view(*rows.shape[:2], *self.param.shape)
+            seen = [
+                torch.einsum("px,vnxi->vnpi", q, part.matrix(each).flatten(2, 3))
+                for part, q in zip(parts, scales, strict=True)
+            ]
+            turned = add_up(seen) @ right.T
+            found.append(torch.einsum("vnpi,pi,unpi->nvu", turned, weight, turned))
+        return torch.cat(found)
 
     def along(self, directions: Tensor) -> Tensor:
         """`<rows_vn, d_k>` `[V, n, K]`, for directions `[K, *p]`."""

@@ -45,7 +45,7 @@ class Outer:
         """`[V, B, o, I]`: rows of some samples and channels of a group, their patches made a few at a time."""
         parts, size = [], self.width * self.shape[-1]
         start, stop, _ = samples.indices(self.shape[1])
-        for part in pieces(start, stop, size):
+        for part in list(pieces(start, stop, size)) or [slice(start, start)]:
             m = wide(self.columns[:, part, g, channels])
             parts.append(torch.matmul(m, wide(self.patches(part)[:, g]).mT))
         return torch.cat(parts, 1) if len(parts) != 1 else parts[0]
