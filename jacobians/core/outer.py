@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.numeric import linear, products, wide
 
 ROOM = 1 << 22
 """How many numbers rows, or products of positions, hold at a time."""
@@ -42,13 +42,16 @@ class Outer:
         return v, n, g, o, self.width, t
 
     def rows(self, samples: slice = slice(None), g: int = 0, channels: slice = slice(None)) -> Tensor:
-        """`[V, B, o, I]`: rows of some samples and channels of a group, their patches made a few at a time."""
-        parts, size = [], self.width * self.shape[-1]
+        """`[B, V, o, I]`: rows of some samples and channels of a group, their patches made a few at a time."""
         start, stop, _ = samples.indices(self.shape[1])
-        for part in list(pieces(start, stop, size)) or [slice(start, start)]:
-            m = wide(self.columns[:, part, g, channels])
-            parts.append(torch.matmul(m, wide(self.patches(part)[:, g]).mT))
-        return torch.cat(parts, 1) if len(parts) != 1 else parts[0]
+        columns = wide(self.columns[:, start:stop, g, channels]).transpose(0, 1)  # by sample: patches are not copied
+        if torch.is_grad_enabled():
+            return torch.matmul(columns, wide(self.patches(slice(start, stop))[:, None, g]).mT)
+        rows = columns.new_empty(*columns.shape[:3], self.width)
+        for part in pieces(start, stop, self.width * self.shape[-1]):
+            here = slice(part.start - start, part.stop - start)
+            products(columns[here].flatten(1, 2), wide(self.patches(part)[:, g]), out=rows[here].flatten(1, 2))
+        return rows
 
     def rotated(self, left: Tensor, right: Tensor) -> Outer:
         """`left r right^T` for all rows, with `left` `[O', G O]` and `right` `[I', I]`; groups count as positions."""
@@ -120,12 +123,15 @@ def _flat(x: Tensor, lead: int) -> Tensor:
 
 def _by_rows(outer: Outer, left: slice, right: slice, g: int, total: Tensor) -> None:
     """From the rows of some output channels at a time."""
-    lead, q, n, _, m = total.shape
+    _, q, n, _, m = total.shape
     v, _, _, o, i, _ = outer.shape
     for part in pieces(0, o, v * (n if left == right else n + m) * i):
-        ours = outer.rows(left, g, part).reshape(lead, q * n, -1)
-        theirs = ours if left == right else outer.rows(right, g, part).reshape(lead, q * m, -1)
-        total += (ours @ theirs.mT).view_as(total)
+        ours = outer.rows(left, g, part).flatten(2)
+        theirs = ours if left == right else outer.rows(right, g, part).flatten(2)
+        if q == v:
+            total[0] += linear(ours.flatten(0, 1), theirs.flatten(0, 1)).view(n, v, m, v).permute(1, 0, 3, 2)
+        else:
+            total[:, 0, :, 0] += ours.transpose(0, 1) @ theirs.permute(1, 2, 0)
 
 
 def sample_gram(outer: Outer, weight: Tensor | None) -> Tensor:
@@ -136,7 +142,7 @@ def sample_gram(outer: Outer, weight: Tensor | None) -> Tensor:
     for g in range(groups):
         if not by_positions:
             for part in pieces(0, n, v * o * i):
-                rows = outer.rows(part, g).transpose(0, 1)
+                rows = outer.rows(part, g)
                 scaled = rows if weight is None else rows * weight[g]
                 total[part] += scaled.flatten(2) @ rows.flatten(2).mT
             continue
@@ -160,7 +166,7 @@ def along(outer: Outer, directions: Tensor) -> Tensor:
         d = mats[:, g]
         for part in pieces(0, n, v * o * i if by_rows else k * o * t):
             if by_rows:
-                total[:, part] += outer.rows(part, g).flatten(2) @ d.flatten(1).T
+                total[:, part] += linear(outer.rows(part, g).flatten(2), d.flatten(1)).transpose(0, 1)
                 continue
             seen = torch.matmul(d.flatten(0, 1), wide(outer.patches(part)[:, g])).view(-1, k, o * t)  # [B, K, O T]
             m = wide(outer.columns[:, part, g]).transpose(0, 1).flatten(2)  # [B, V, O T]
