@@ -22,6 +22,7 @@ from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
 from bpk.kernels import Summed, eigenpairs, ntk, predictive_covariance
 from bpk.reading import Fields, fields_of
+from bpk.kernels import Summed, eigenpairs, ntk, predictive_covariance, projected_gradients
 from bpk.registering import check_rule, register, unregister
 from bpk.support.matrix import support_matrix
 from bpk.support.of_model import support
@@ -48,6 +49,7 @@ __all__ = [
     "memory_cleanup",
     "ntk",
     "predictive_covariance",
+    "projected_gradients",
     "register",
     "support",
     "support_matrix",

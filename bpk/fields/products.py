@@ -95,6 +95,23 @@ class Products(Rows):
         flat = wide(directions).reshape(len(directions), -1)
         return torch.cat([rows @ flat.T for rows in self.pieces()], 1)
 
+    def projected(self, left: Tensor, right: Tensor) -> Tensor:
+        """`left r right^T` `[V, n, k, l]`, with rows as matrices of the parameter's first axis and the others."""
+        rest = right.shape[1]
+        numbers = torch.arange(self.param.numel(), dtype=torch.int32, device=self.param.device).view(self.param.shape)
+        places = [part.matrix(numbers).flatten(-3, -2) for part in self.outers]
+        straight = all(torch.equal(at, at[:, :1] // rest * rest + at[:1] % rest) for at in places)
+        turned = all(torch.equal(at, at[:1] // rest * rest + at[:, :1] % rest) for at in places)
+        if not places or not (straight or turned):
+            return torch.cat([left @ rows.unflatten(2, (-1, rest)) @ right.T for rows in self.pieces()], 1)
+        found = []
+        for part, at in zip(self.outers, places, strict=True):
+            if straight:
+                found.append(part.rotated(left[:, at[:, 0] // rest], right[:, at[0] % rest]).rows())
+            else:
+                found.append(part.rotated(right[:, at[:, 0] % rest], left[:, at[0] // rest]).rows().mT)
+        return add_up(found).transpose(0, 1)
+
     def weighted(self, weights: Tensor) -> Tensor:
         """`sum_vn w_kvn rows_vn` `[K, *p]`, for weights `[K, V, n]`."""
         sizes = {key: len(blocks[key]) for use in self.uses for blocks in self.blocks_of(use) for key in blocks}

@@ -7,6 +7,7 @@ from bpk.kernels.eigenpairs import Eigenpairs, eigenpairs
 from bpk.kernels.ntk import ntk
 from bpk.kernels.posteriors import Diagonal, Kronecker, LowRank
 from bpk.kernels.predictive import predictive_covariance
+from bpk.kernels.projected import projected_gradients
 from bpk.kernels.summed import Summed
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "eigenpairs",
     "ntk",
     "predictive_covariance",
+    "projected_gradients",
 ]

@@ -100,6 +100,17 @@ class Root(OfSamples):
         return columns * super().numbers(place, columns)
 
 
+class SampleVectors(Numbers):
+    """A tensor `[N, K]`, at the samples that are looked at."""
+
+    def read(self, value: Any, place: Place) -> Read:
+        require_shape(value, (len(place.chosen), None))
+        return [value[list(place.looked)]]
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"sample {place.numbers[index[0]]}, number {index[1]}"
+
+
 class Gram(Numbers):
     """A matrix `[N, N]`, at the samples that are looked at."""
 
@@ -179,6 +190,7 @@ CHECKS: dict[Form, type[Defined]] = {
     Form.SAMPLES: OfSamples,
     Form.NUMBER: Number,
     Form.NUMBERS: Numbers,
+    Form.SAMPLE_VECTORS: SampleVectors,
     Form.GRAM: Gram,
     Form.ROOT_GRAM: RootGram,
     Form.ROOT: Root,

@@ -71,6 +71,8 @@ def pairs(extension: BackpropExtension, ref: Reference, name: str, found: Any) -
     defined = [extension.definition(Dense(ref, name, vector)) for vector in vectors]
     if extension.form in shapes(ref, name):
         return [(found, defined[0].reshape(shapes(ref, name)[extension.form]))]
+    if extension.form is Form.SAMPLE_VECTORS:
+        return [(found, defined[0])]
     if extension.form is Form.ROOT_GRAM:
         blocks = found.reshape(-1, ref.N, len(found) // ref.N, ref.N)
         return [(blocks.square().sum((0, 2)), defined[0]), (found, found.T)]
