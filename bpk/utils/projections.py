@@ -44,7 +44,7 @@ def sides(k: int | tuple[int, int], kind: str) -> tuple[int, int]:
     """`k_o, k_i` with `k = k_o k_i` of a factored projection; `k, 1` of others. Refuses what is none."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}.")
-    given = (k, 1) if isinstance(k, int) else k
+    given = (k, 1) if isinstance(k, int) else (k[0], k[1]) if isinstance(k, tuple) and len(k) == 2 else (0, 0)
     pair = (isqrt(max(0, k)),) * 2 if isinstance(k, int) and kind == "factored" else given
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (*given, *pair))
     if not whole or (kind != "factored" and pair[1] > 1) or pair[0] * pair[1] != given[0] * given[1]:
