@@ -20,9 +20,8 @@ from bpk.dropin import install_as_backpack
 from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
-from bpk.kernels import Summed, eigenpairs, ntk, predictive_covariance
-from bpk.reading import Fields, fields_of
 from bpk.kernels import Summed, eigenpairs, ntk, predictive_covariance, projected_gradients
+from bpk.reading import Fields, fields_of
 from bpk.registering import check_rule, register, unregister
 from bpk.support.matrix import support_matrix
 from bpk.support.of_model import support

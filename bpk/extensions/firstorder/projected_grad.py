@@ -48,7 +48,7 @@ class ProjectedGrad(GradientExtension):
         subsampling: Sequence[int] | None = None,
     ) -> None:
         super().__init__(subsampling)
-        self.sides, self.kind, self.seed = sides(k, kind), kind, seed
+        self.k, self.kind, self.seed, self.sides = k, kind, seed, sides(k, kind)
 
     def value(self, uses: Uses) -> Tensor:
         p = uses.param
