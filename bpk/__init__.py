@@ -20,6 +20,7 @@ from bpk.dropin import install_as_backpack
 from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
+from bpk.kernels import Summed, eigenpairs, ntk, predictive_covariance, projected_gradients
 from bpk.reading import Fields, fields_of
 from bpk.registering import check_rule, register, unregister
 from bpk.support.matrix import support_matrix
@@ -33,16 +34,21 @@ __all__ = [
     "Autodiff",
     "Fields",
     "Rule",
+    "Summed",
     "backpack",
     "check_rule",
     "context",
     "convert_module_to_backpack",
     "disable",
+    "eigenpairs",
     "extend",
     "extensions",
     "fields_of",
     "install_as_backpack",
     "memory_cleanup",
+    "ntk",
+    "predictive_covariance",
+    "projected_gradients",
     "register",
     "support",
     "support_matrix",

@@ -23,6 +23,7 @@ from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import Reader
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.kronecker import Kronecker
+from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.side_by_side import beside
 from bpk.jacobians.second_order import factoring
@@ -188,11 +189,7 @@ class Rule(Kronecker):
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:
-        """`sum_v w_vn (J_n^T m_vn)^2`, elementwise: `[*p]`, or `[N, *p]` where `per_sample`.
-
-        `mat` is `[V, N, *out]`, `weights` `[V, N]`. With `V = 1` this is the squared individual
-        gradient, with a square root of the GGN its diagonal.
-        """
+        """`sum_v w_vn (J_n^T m_vn)^2`, of `[V, N, *out]` and `[V, N]`: `[*p]`, or `[N, *p]` where `per_sample`."""
         rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).square()
         if weights is not None:
             rows = rows * weights.reshape(weights.shape + (1,) * (rows.dim() - 2))
@@ -204,6 +201,10 @@ class Rule(Kronecker):
         """`squared_sum` of columns that come in several blocks, or `None` to be given them one after the other."""
         return None
 
+    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
+        """The rows `[V, N, *p]` of a parameter as sums of outer products, for each part of it; `()`: none are known."""
+        return ()
+
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""
         rows = self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0]
@@ -212,8 +213,7 @@ class Rule(Kronecker):
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).
 
-        For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, so
-        that memory stays at `D` times the size of one sample.
+        For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, for less memory.
         """
         each = (self._congruence_of_sample(call.subset([n]), matrix, wrt) for n in range(call.batch_size))
         return add_up(each) / call.batch_size

@@ -18,6 +18,12 @@ class Form(Enum):
     SAMPLES = "[N, *p]"
     NUMBER = "[]"
     NUMBERS = "[N]"
+    SAMPLE_VECTORS = "[N, K]"
+    """Numbers of each sample, of which each depends on all entries of the parameter."""
+    GRAM = "[N, N]"
+    """One number for each pair of samples."""
+    ROOT_GRAM = "[V N, V N]"
+    """The Gram matrix of a square root: the definition is `[N, N]`, the squared norm of each block `[V, V]`."""
     ROOT = "[V, N, *p]"
     """A square root: the definition is the matrix `[N, *p, *p]` of each sample."""
     PRODUCT = "[V, *p] -> [V, *p]"
@@ -32,12 +38,12 @@ class Form(Enum):
     @property
     def by_sample(self) -> bool:
         """Whether the definition is a row for each sample, so that some samples are enough to look at."""
-        return self in (Form.SAMPLES, Form.NUMBERS, Form.ROOT)
+        return self in (Form.SAMPLES, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.ROOT, Form.GRAM, Form.ROOT_GRAM)
 
     @property
     def of_every_entry(self) -> bool:
         """Whether each number depends on all entries of the parameter, so that the definition must see them all."""
-        return self in (Form.NUMBER, Form.NUMBERS)
+        return self in (Form.NUMBER, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.GRAM, Form.ROOT_GRAM)
 
 
 class PlainAutograd(ABC):

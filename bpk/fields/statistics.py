@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE
 from bpk.fields.nearest_kronecker import nearest_kronecker
-from bpk.fields.rows import Rows
+from bpk.fields.products import Products
 from bpk.fields.rows import Use as Use
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
@@ -23,7 +23,7 @@ CHUNK = 1 << 18
 """How many numbers are squared at once, so that they stay in the processor's cache."""
 
 
-class Uses(Rows):
+class Uses(Products):
     """All uses of one parameter in one backward pass, seen by one sweep, with sums, squares, norms and factors."""
 
     def squared_sum(self, per_sample: bool = False) -> Tensor:

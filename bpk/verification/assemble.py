@@ -12,6 +12,7 @@ from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
+from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
 from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of
@@ -20,7 +21,7 @@ from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference, Problem
 from bpk.verification.progress import Progress
-from bpk.verification.quantities import Check, by_definition
+from bpk.verification.quantities import Check
 from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
 from bpk.verification.structure import in_words, tensors_of

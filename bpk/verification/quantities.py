@@ -1,4 +1,4 @@
-"""For every extension: what is read from its field, and what that must be."""
+"""What a check of a quantity is: what is read from a field, and what that must be."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.extensions.definition import Form
-from bpk.extensions.registry import REGISTRY
-from bpk.verification.definition import AtPlace
-from bpk.verification.place import Extent, Place, unravel
+from bpk.verification.place import Extent, Place
 from bpk.verification.reference import Reference
 
 Read = list[Tensor]
@@ -89,148 +86,3 @@ def require_shape(value: Any, shape: Sequence[int | None]) -> None:
     if value.dim() != len(shape) or any(s not in (None, v) for s, v in zip(shape, value.shape, strict=True)):
         wanted = [s if s is not None else "any" for s in shape]
         raise Mismatch(f"the field has shape {list(value.shape)} instead of {wanted}")
-
-
-class Defined(Check):
-    """By the definition of the extension."""
-
-    def __init__(self, extension: BackpropExtension) -> None:
-        self.extension = extension
-        self.sampled = extension.get_num_mc_samples() is not None
-
-    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        return [AtPlace(ref, place, self.extension.form).evaluate(self.extension.definition)]
-
-    def scales(self, ref: Reference, place: Place, expected: Read) -> list[float]:
-        size = AtPlace(ref, place, self.extension.form).evaluate(self.extension.magnitude)
-        return super().scales(ref, place, expected) if size is None else [largest(size)]
-
-
-class OfBatch(Defined):
-    """A tensor `[*p]`."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, place.shape)
-        return [value.reshape(-1)[place.entries]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"entry {place.index(index[0])}"
-
-
-class Number(Defined):
-    """One number."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, ())
-        return [value]
-
-    def numbers(self, place: Place, columns: int) -> int:
-        return 1
-
-
-class OfSamples(Defined):
-    """A tensor `[N, *p]`, at the samples that are looked at."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen), *place.shape))
-        rows = value[list(place.looked)]
-        return [rows.reshape(len(rows), -1)[:, place.entries]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"sample {place.numbers[index[0]]}, entry {place.index(index[1])}"
-
-    def numbers(self, place: Place, columns: int) -> int:
-        return len(place.chosen) * place.shape.numel()
-
-
-class Numbers(OfSamples):
-    """A tensor `[N]`."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen),))
-        return [value[list(place.looked)]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"sample {place.numbers[index[0]]}"
-
-    def numbers(self, place: Place, columns: int) -> int:
-        return len(place.chosen)
-
-
-class Root(OfSamples):
-    """A square root `[V, N, *p]` of a matrix: its Gram matrix at the entries, sample by sample."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (None, len(place.chosen), *place.shape))
-        chosen = value[:, list(place.looked)]
-        rows = chosen.reshape(*chosen.shape[:2], -1)[..., place.entries]
-        return [torch.einsum("cni,cnj->nij", rows, rows)]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        entries = f"{place.index(index[1])} and {place.index(index[2])}"
-        return f"sample {place.numbers[index[0]]}, product of entries {entries}"
-
-    def numbers(self, place: Place, columns: int) -> int:
-        return columns * super().numbers(place, columns)
-
-
-class Product(Defined):
-    """A callable `[V, *p] -> [V, *p]`: its product with a random vector."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        return [products(value, place, place.vector)[0].flatten()]
-
-    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        return [super().expected(ref, place, found)[0].flatten()]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"entry {unravel(index[0], place.shape)} of a product"
-
-
-class BoundedProduct(Defined):
-    """The same, of a symmetric matrix of which no more is known than that it is not below some others."""
-
-    note = "symmetric, and at least the matrices of its definition; not checked beyond"
-
-    def read(self, value: Any, place: Place) -> Read:
-        other = place.vector.flatten().roll(1).reshape(place.shape).cos()
-        found = products(value, place, place.vector, other)
-        forth, back = (found[0] * other).sum(), (found[1] * place.vector).sum()
-        return [forth, back, (found[0] * place.vector).sum()]
-
-    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        [below] = super().expected(ref, place, found)
-        least = (below * place.vector).flatten(1).sum(1).max()
-        return [found[1], found[1], torch.maximum(found[2], least)]
-
-
-def products(value: Any, place: Place, *vectors: Tensor) -> Tensor:
-    """What a field that is a function makes of vectors."""
-    if not callable(value):
-        raise Mismatch(f"the field is {type(value).__name__} and cannot be called")
-    found: Tensor = value(torch.stack(vectors))
-    require_shape(found, (len(vectors), *place.shape))
-    return found
-
-
-CHECKS: dict[Form, type[Defined]] = {
-    Form.BATCH: OfBatch,
-    Form.SAMPLES: OfSamples,
-    Form.NUMBER: Number,
-    Form.NUMBERS: Numbers,
-    Form.ROOT: Root,
-    Form.PRODUCT: Product,
-    Form.BOUNDED_PRODUCT: BoundedProduct,
-}
-
-
-def by_definition(extension: BackpropExtension) -> Check | None:
-    """How an extension is verified by its definition; `None` where it has none.
-
-    A definition that an unlisted class inherits may be that of something else.
-    """
-    cls = type(extension)
-    its_own = "definition" in vars(cls) or REGISTRY.find(cls.__name__) is cls
-    if not its_own or cls.definition is BackpropExtension.definition:
-        return None
-    return CHECKS[extension.form](extension)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families import sequences
 from bpk.jacobians.families.several import SeveralOutputs
@@ -66,6 +67,13 @@ class LinearInside(SeveralOutputs):
         empty = call.empty if len(inputs) == 1 else fresh
         pairs = zip(self.columns(call, mat, param), inputs, strict=True)
         return joined([sequences.squared_sum(m, x, weights, per_sample, empty) for m, x in pairs], -2)
+
+    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
+        inputs, found, start = self.operands(call, param), list[Outer](), 0
+        for m, x in zip(self.columns(call, mat, param) if inputs else (), inputs, strict=True):
+            found.append(sequences.outer(m, x, slice(start, start + m.shape[3])))
+            start += m.shape[3]
+        return found
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         inputs = self.operands(call, param)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bpk.jacobians.checks.case import Case
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.outer import along, gram, sample_gram
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.families.several import SeveralOutputs
@@ -24,6 +25,8 @@ def shortcuts(case: Case) -> None:
         if case.exact:
             in_blocks(case, param)
         norm_squared(case, param)
+        if case.exact:
+            outer(case, param)
         if case.exact and second_order:
             kronecker(case, param)
     out = case.call.output[0].numel()
@@ -76,6 +79,34 @@ def norm_squared(case: Case, param: str) -> None:
     expected = case.run("norm_squared (default)", Rule.norm_squared, case.rule, *arguments)
     got = case.run("norm_squared", case.rule.norm_squared, *arguments)
     case.same("norm_squared", got, expected, param, ("sample",), "the individual gradients", loosen=4.0)
+
+
+def outer(case: Case, param: str) -> None:
+    """Outer products, by every way in which they are multiplied, against the rows that they stand for."""
+    rule, call, mat = case.rule, case.call, case.cotangent(3)
+    parts = case.run("outer", rule.outer, call, mat, param)
+    if not parts:
+        return
+    rows, n = as_rows(rule.jac_t_mat_prod(call, mat, param, sum_batch=False)), call.batch_size
+    half = slice(n // 2, n)
+    directions, weight = case.random(2, *call.params[param].shape), case.random(*call.params[param].shape)
+    flat = rows.reshape(3, n, -1)
+    expected = {
+        "along": flat @ directions.flatten(1).T,
+        "gram": torch.einsum("vnp,wmp->vnwm", flat, flat[:, half]),
+        "gram of equal columns": torch.einsum("vnp,vmp->vnm", flat, flat),
+        "gram of samples": torch.einsum("vnp,p,wnp->nvw", flat, weight.flatten(), flat),
+    }
+    found = {
+        "along": add_up([along(part, directions) for part in parts]),
+        "gram": add_up([gram(part, slice(0, n), half, False) for part in parts]),
+        "gram of equal columns": add_up([gram(part, slice(0, n), slice(0, n), True) for part in parts]),
+        "gram of samples": add_up([sample_gram(part, part.matrix(weight)) for part in parts]),
+    }
+    for name, value in found.items():
+        case.same(
+            f"outer ({name})", value, expected[name].to(value.dtype), param, (), "the individual rows", loosen=4.0
+        )
 
 
 def kronecker(case: Case, param: str) -> None:

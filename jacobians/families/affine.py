@@ -20,6 +20,7 @@ from torch import Tensor
 from bpk.jacobians.core import gemm, squares
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import linear, sum_of_squares, wide
+from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.room import require_room
 from bpk.jacobians.families.linear_in_each import LinearInEach
 
@@ -122,6 +123,12 @@ class Affine(LinearInEach):
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
         patches = partial(self.patches, call)
         return self.as_weight(call, squares.squared_sum(patches, blocks, width, weights, per_sample, call.empty))
+
+    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
+        if param != "weight":
+            return ()
+        width, matrix = self._matrix_shape(call)[2], partial(self.as_matrix, call)
+        return [Outer(self.as_columns(call, mat), partial(self.patches, call), width, matrix)]
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         if param != "weight":

@@ -9,7 +9,7 @@ rows are asked for, because that is their shape.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import chunks, wide
+from bpk.jacobians.core.outer import Outer, Some
 from bpk.jacobians.families.linear_in_each import LinearInEach
 
 DENSE = 16_384
@@ -141,6 +142,14 @@ class TableLookup(LinearInEach):
             found = self.summed_by_group(call, mat[part], groups)
             squares += (found if left is None else found @ left.to(found.dtype)).square().sum(0)
         return add_rows(squares[None], groups.token, len(table))[0].T
+
+    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
+        tokens, vocab = self.tokens(call), len(call.params[param])
+
+        def patches(samples: Some) -> Tensor:
+            return F.one_hot(tokens[samples], vocab).to(wide(mat).dtype).mT[:, None]
+
+        return [Outer(self.to_rows(call, mat).mT[:, :, None], patches, vocab, lambda table: table.mT.unsqueeze(-3))]
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         groups = self.groups(call)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.families.linear_map import RandomScale
 from bpk.jacobians.rule import Rule
 
@@ -126,6 +127,10 @@ class Composite(Rule):
     ) -> Tensor:
         index, rule, inner, name = self._owner(call, param)
         return rule.squared_sum(inner, self._pull_to(call, index, mat), name, weights, per_sample)
+
+    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
+        index, rule, inner, name = self._owner(call, param)
+        return rule.outer(inner, self._pull_to(call, index, mat), name)
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         index, rule, inner, name = self._owner(call, param)

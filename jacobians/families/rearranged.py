@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from bpk.jacobians.core.arrangement import Arrangement
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.families.contraction import Contraction
 from bpk.jacobians.rule import Rule
 
@@ -46,6 +49,21 @@ class Rearranged(Contraction):
         if factor is None or self.arrangement.in_order:
             return factor
         return factor[self.arrangement.rows][:, self.arrangement.rows]
+
+    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
+        """With channels and patches in the order of the Kronecker factors."""
+        found = super().outer(call, mat, param)
+        if self.arrangement.in_order or not found:
+            return found
+        [part], rows, columns = found, self.arrangement.rows, self.arrangement.columns
+        return [
+            Outer(
+                part.columns[..., columns, :],
+                lambda samples: part.patches(samples)[:, :, rows],
+                part.width,
+                lambda weight: part.matrix(weight)[..., columns, :][..., rows],
+            )
+        ]
 
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         rows = super().kron_rows(call, mat, param, approximation)

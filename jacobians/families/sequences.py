@@ -5,10 +5,13 @@ The sums of `gemm` and `squares`, where features lie behind positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core import gemm, squares
+from bpk.jacobians.core.outer import Outer, Some
 
 
 def summed(m: Tensor, x: Tensor) -> Tensor:
@@ -31,10 +34,15 @@ def norm_squared(m: Tensor, x: Tensor) -> Tensor:
     return squares.norm_squared(patches(x), as_columns(m[None])[0], x.shape[2])
 
 
-def patches(x: Tensor) -> gemm.Patches:
+def outer(m: Tensor, x: Tensor, rows: slice = slice(None)) -> Outer:
+    """The same as `outer` products, where the weight is some rows of the parameter."""
+    return Outer(as_columns(m), patches(x), x.shape[2], lambda weight: weight[..., rows, :].unsqueeze(-3))
+
+
+def patches(x: Tensor) -> Callable[[Some], Tensor]:
     """Inputs as `gemm` sees them: `[N, T, I]` to `[B, 1, I, T]`."""
 
-    def some(samples: slice) -> Tensor:
+    def some(samples: Some) -> Tensor:
         return x[samples].transpose(1, 2)[:, None]
 
     return some

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families import sequences
 from bpk.jacobians.recurrent import residual as recurrent_residual
@@ -131,6 +132,10 @@ class Recurrent(RecurrentColumns):
             known[:] = [*known[-1:], TimeGrams(self.at(call))]
         known[-1].mats.append(ref(mat))
         return known[-1]
+
+    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
+        columns, values = self.affine(call, self.pulled(call, mat), param)
+        return () if values is None else [sequences.outer(columns, values)]
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         columns, values = self.affine(call, self.pulled(call, grad_out[None]), param)

@@ -39,6 +39,7 @@ PRINTS = {
     "kfac_training": ["SGD with twice the steps", "KFAC wins"],
     "language_model": ["tca hse o hmtt at enta  0.", "blocks.1.attention.qkv", "bpk.verify: 112 ok"],
     "newton_cg": ["against a dense solve", "step 15"],
+    "influence": ["by the Hessian 1.000", "projected numbers and the Fisher 0.99"],
     "private_sgd": ["clipped sum of 0.weight", "held-out accuracy"],
     "residual_by_hand": ["linear1.weight           [10, 3920] grad_batch [32, 10, 3920]", "entry    39499"],
     "residual_custom_modules": ["2.branch.1.0.weight      [2, 2, 3, 3]", "entry    15747"],

@@ -59,7 +59,13 @@ class Dense(PlainAutograd):
 def shapes(ref: Reference, name: str) -> dict[Form, tuple[int, ...]]:
     """Of fields that are numbers."""
     shape = ref.params[name].shape
-    return {Form.BATCH: shape, Form.SAMPLES: (ref.N, *shape), Form.NUMBER: (), Form.NUMBERS: (ref.N,)}
+    return {
+        Form.BATCH: shape,
+        Form.SAMPLES: (ref.N, *shape),
+        Form.NUMBER: (),
+        Form.NUMBERS: (ref.N,),
+        Form.GRAM: (ref.N, ref.N),
+    }
 
 
 def pairs(extension: BackpropExtension, ref: Reference, name: str, found: Any) -> list[tuple[Tensor, Tensor]]:
@@ -69,6 +75,11 @@ def pairs(extension: BackpropExtension, ref: Reference, name: str, found: Any) -
     defined = [extension.definition(Dense(ref, name, vector)) for vector in vectors]
     if extension.form in shapes(ref, name):
         return [(found, defined[0].reshape(shapes(ref, name)[extension.form]))]
+    if extension.form is Form.SAMPLE_VECTORS:
+        return [(found, defined[0])]
+    if extension.form is Form.ROOT_GRAM:
+        blocks = found.reshape(-1, ref.N, len(found) // ref.N, ref.N)
+        return [(blocks.square().sum((0, 2)), defined[0]), (found, found.T)]
     if extension.form is Form.ROOT:
         rows = found.flatten(2)
         return [(torch.einsum("cnp,cnq->npq", rows, rows), defined[0])]

@@ -28,6 +28,7 @@ from tools.site.names import function_name, module_name, title
 SHORTCUTS = {
     "squared_sum": "squares summed over columns and samples",
     "norm_squared": "norms of individual gradients",
+    "outer": "inner products of individual gradients, products with directions, projections, covariances",
     "kron_input": "the factor A",
     "kron_output": "the factor G",
     "congruence": "KFRA's average",

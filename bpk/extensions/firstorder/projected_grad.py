@@ -1,0 +1,77 @@
+"""Random projections of individual gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.firstorder.base import GradientExtension
+from bpk.fields.statistics import Uses
+from bpk.utils.projections import rows_of_matrix, sides
+
+
+class ProjectedGrad(GradientExtension):
+    """Random projections `[N, k]` of the individual gradients, per parameter, in the field `projected_grad`.
+
+    `projected_grad[n] = R grad_batch[n].flatten()`, with entries of variance `1/k`, so that inner products of gradients
+    stay the same on average. `R` follows from the seed and the parameter's shape, and is made some rows at a time.
+    `"factored"` has `R = kron(R_o, R_i)` over the first and the other axes of a parameter with two axes or more: inputs
+    and output gradients are projected by themselves. `bpk.projected_gradients` gives the projection of the model's.
+
+    Args:
+        k: How many numbers; for `"factored"` a square number, or a pair `(k_o, k_i)`.
+        kind: `"gaussian"`, `"rademacher"` (signs), `"sparse"` (a third of signs), `"factored"` (Gaussian).
+        seed: Of the random numbers; torch's generators are not used.
+        subsampling: Indices of the samples considered (all by default).
+
+    Source: Park et al. (2023), TRAK, arXiv:2303.14186; Choe et al. (2024), LoGra, arXiv:2405.13954, for factors.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> with bpk.backpack(ProjectedGrad(k=16, kind="factored")):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> model.weight.projected_grad.shape
+    torch.Size([8, 16])
+    """
+
+    field = "projected_grad"
+    form = Form.SAMPLE_VECTORS
+
+    def __init__(
+        self,
+        k: int | tuple[int, int] = 64,
+        kind: str = "gaussian",
+        seed: int = 0,
+        subsampling: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(subsampling)
+        self.k, self.kind, self.seed, self.sides = k, kind, seed, sides(k, kind)
+
+    def value(self, uses: Uses) -> Tensor:
+        p = uses.param
+        if self.kind == "factored" and p.dim() > 1:
+            return uses.projected(*self.factors(p.shape, p))[0].flatten(1)
+        return torch.cat([uses.along(rows.view(-1, *p.shape))[0] for rows in self.matrix(p.numel(), p)], 1)
+
+    def definition(self, plain: PlainAutograd) -> Tensor:
+        shape, gradients = plain.vector.shape, plain.gradients
+        if self.kind == "factored" and len(shape) > 1:
+            left, right = self.factors(shape, gradients)
+            return (left @ gradients.view(-1, shape[0], shape[1:].numel()) @ right.T).flatten(1)
+        return torch.cat([gradients @ rows.T for rows in self.matrix(shape.numel(), gradients)], 1)
+
+    def matrix(self, width: int, like: Tensor) -> Iterator[Tensor]:
+        """`R` for so many entries."""
+        return rows_of_matrix(self.kind, self.sides[0] * self.sides[1], width, self.seed, like)
+
+    def factors(self, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
+        """`R_o` `[k_o, first axis]`, `R_i` `[k_i, others]`."""
+        sizes = zip(self.sides, (shape[0], shape[1:].numel()), (self.seed, ~self.seed), strict=True)
+        left, right = (torch.cat(list(rows_of_matrix("gaussian", k, width, s, like))) for k, width, s in sizes)
+        return left, right
+
+
+EXTENSIONS = (ProjectedGrad,)

@@ -1,0 +1,208 @@
+"""Products of what one sweep has brought to one parameter: of rows with rows, with directions, and sums of rows.
+
+Rows `[V, N, *p]` are not built where all uses have them as outer products, and otherwise a few samples at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from bpk.fields.rows import Rows, Use, join
+from bpk.jacobians.core import outer
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.outer import Outer, Some
+from bpk.jacobians.core.products import add_up
+from bpk.plan.stretch import StretchCall
+
+
+class Products(Rows):
+    """Rows that are multiplied; `V` columns over all blocks, `n` samples that are considered."""
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """`V, n`."""
+        return self.memo("lead", self._lead)
+
+    def _lead(self) -> tuple[int, int]:
+        sizes = {}
+        for use in self.uses:
+            for key, mat in use.arrived.blocks.items():
+                sizes[key] = len(mat), mat.shape[1] if use.samples is None else self.batch_size
+            sizes |= {key: rows.shape[:2] for key, rows in use.arrived.of_params.get(use.name, {}).items()}
+        return sum(sizes[key][0] for key in self.keys), sizes[self.keys[0]][1]
+
+    def gram(self, split: int | None = None, aligned: bool = False) -> Tensor:
+        """`<rows_vn, rows_wm>` `[V, n, V, n]`: those of the first `split` samples with those of the others, or all.
+
+        `aligned` has each column with itself only: `[V, n, n]`.
+        """
+        n = self.lead[1]
+        left, right = (slice(0, n), slice(0, n)) if split is None else (slice(0, split), slice(split, n))
+        if self.outers:
+            return add_up([outer.gram(part, left, right, aligned) for part in self.outers])
+        pattern = "vnp,vmp->vnm" if aligned else "vnp,wmp->vnwm"
+        lines = []
+        for ours in self.pieces(left):
+            lines.append(torch.cat([torch.einsum(pattern, ours, theirs) for theirs in self.pieces(right)], -1))
+        return torch.cat(lines, 1)
+
+    def sample_gram(self, weight: Tensor | None = None) -> Tensor:
+        """`sum_e w_e rows_vne rows_une`, of each sample for itself: `[n, V, V]`; `weight` is `[*p]`."""
+        if self.outers:
+            parts = [(part, None if weight is None else part.matrix(weight)) for part in self.outers]
+            return add_up([outer.sample_gram(part, some) for part, some in parts])
+        scale = 1.0 if weight is None else weight.flatten()
+        return torch.cat([torch.einsum("vnp,unp->nvu", rows * scale, rows) for rows in self.pieces()])
+
+    def rotated_gram(self, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+        """`sample_gram` of `left r right^T`, with rows as matrices as the parameter's Kronecker factors see them."""
+        if self.outers:
+            sizes = [part.columns.shape[2:4].numel() for part in self.outers]
+            pairs = zip(self.outers, left.split(sizes, 1), strict=True)
+            rotated = [part.rotated(some, right) for part, some in pairs]
+            return outer.sample_gram(reduce(side_by_side, rotated), weight[None])
+        use, found = self.uses[0], []
+        parts = use.rule.outer(use.call, next(iter(use.arrived.blocks.values())), use.name)
+        if not parts:
+            raise UnsupportedLayer(
+                explain(
+                    f"{use.rule.name} does not say how Kronecker factors of '{use.name}' see its rows.",
+                    "the rule has kron_input, and no outer.",
+                    "give the rule the method outer, or use another posterior for this parameter.",
+                )
+            )
+        scales = left.split([part.columns.shape[2:4].numel() for part in parts], 1)
+        for rows in self.pieces():
+            each = rows.view(*rows.shape[:2], *self.param.shape)
+            seen = [
+                torch.einsum("px,vnxi->vnpi", q, part.matrix(each).flatten(2, 3))
+                for part, q in zip(parts, scales, strict=True)
+            ]
+            turned = add_up(seen) @ right.T
+            found.append(torch.einsum("vnpi,pi,unpi->nvu", turned, weight, turned))
+        return torch.cat(found)
+
+    def along(self, directions: Tensor) -> Tensor:
+        """`<rows_vn, d_k>` `[V, n, K]`, for directions `[K, *p]`."""
+        if self.outers:
+            return add_up([outer.along(part, directions) for part in self.outers])
+        flat = wide(directions).reshape(len(directions), -1)
+        return torch.cat([rows @ flat.T for rows in self.pieces()], 1)
+
+    def projected(self, left: Tensor, right: Tensor) -> Tensor:
+        """`left r right^T` `[V, n, k, l]`, with rows as matrices of the parameter's first axis and the others."""
+        rest = right.shape[1]
+        numbers = torch.arange(self.param.numel(), dtype=torch.int32, device=self.param.device).view(self.param.shape)
+        places = [part.matrix(numbers).flatten(-3, -2) for part in self.outers]
+        straight = all(torch.equal(at, at[:, :1] // rest * rest + at[:1] % rest) for at in places)
+        turned = all(torch.equal(at, at[:1] // rest * rest + at[:, :1] % rest) for at in places)
+        if not places or not (straight or turned):
+            return torch.cat([left @ rows.unflatten(2, (-1, rest)) @ right.T for rows in self.pieces()], 1)
+        found = []
+        for part, at in zip(self.outers, places, strict=True):
+            if straight:
+                found.append(part.rotated(left[:, at[:, 0] // rest], right[:, at[0] % rest]).rows())
+            else:
+                found.append(part.rotated(right[:, at[:, 0] % rest], left[:, at[0] // rest]).rows().mT)
+        return add_up(found).transpose(0, 1)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """`sum_vn w_kvn rows_vn` `[K, *p]`, for weights `[K, V, n]`."""
+        sizes = {key: len(blocks[key]) for use in self.uses for blocks in self.blocks_of(use) for key in blocks}
+        scales = dict(zip(self.keys, weights.split([sizes[key] for key in self.keys], 1), strict=True))
+        parts = []
+        for use in self.uses:
+            for key, mat in use.arrived.blocks.items():
+                scale = scales[key].to(mat.dtype)
+                scale = scale if use.samples is None else scale[:, :, use.samples]
+                sums = torch.einsum("kvn,vn...->kn...", scale, mat)
+                parts.append(use.rule.jac_t_mat_prod(use.call, sums, use.name, sum_batch=True))
+            for key, rows in use.arrived.of_params.get(use.name, {}).items():
+                parts.append(torch.einsum("kvn,vn...->k...", scales[key].to(rows.dtype), rows))
+        return add_up(parts)
+
+    def blocks_of(self, use: Use) -> list[dict[object, Tensor]]:
+        """What has come to a use, at its call's output and at the parameter."""
+        return [use.arrived.blocks, use.arrived.of_params.get(use.name, {})]
+
+    # ---- how rows are seen -----------------------------------------------------------------------------
+    def pieces(self, part: slice = slice(None)) -> Iterator[Tensor]:
+        """Rows `[V, B, P]` of some samples, a few at a time where calls can be restricted to these."""
+        (v, n), p = self.lead, self.param.numel()
+        start, stop, _ = part.indices(n)
+        whole = any(use.samples is not None or isinstance(use.call, StretchCall) for use in self.uses)
+        if whole or self.keeps_rows or torch.is_grad_enabled() or v * n * p <= outer.ROOM:
+            self.spare = None
+            yield wide(self.all_rows()[:, start:stop]).reshape(v, stop - start, p)
+            return
+        for some in outer.pieces(start, stop, v * p):
+            few = Products(self.param, self.batch_size, False, False)
+            few.uses = [restricted(use, some) for use in self.uses]
+            yield wide(few.all_rows()).reshape(v, some.stop - some.start, p)
+
+    @property
+    def outers(self) -> Sequence[Outer]:
+        """Rows as outer products, positions of several uses side by side; nothing where not all uses have them so."""
+        return self.memo("outers", self._outers)
+
+    def _outers(self) -> Sequence[Outer]:
+        found: list[Outer] = []
+        for number, use in enumerate(self.uses):
+            if use.arrived.of_params.get(use.name) or use.arrived.blocks.keys() != set(self.keys):
+                return ()
+            parts = use.rule.outer(use.call, join([use.arrived.blocks[key] for key in self.keys]), use.name)
+            ordered = [part if use.samples is None else by_sample(part, use.samples, self.batch_size) for part in parts]
+            known = [part for part in ordered if part is not None]
+            if not known or len(known) < len(ordered) or (number and not self.alike(found, known)):
+                return ()
+            pairs = zip(found, known, strict=True)
+            found = [side_by_side(a, b) for a, b in pairs] if number else known
+        return found
+
+    def alike(self, left: Sequence[Outer], right: Sequence[Outer]) -> bool:
+        """Whether two uses see the parameter in the same way."""
+        numbers = torch.arange(self.param.numel(), device=self.param.device).view(self.param.shape)
+        shown = [[part.matrix(numbers) for part in parts] for parts in (left, right)]
+        return len(left) == len(right) and all(map(torch.equal, *shown))
+
+
+def restricted(use: Use, some: slice) -> Use:
+    """A use by some samples."""
+    arrived = use.arrived.merged(type(use.arrived)())
+    arrived.blocks = {key: mat[:, some] for key, mat in arrived.blocks.items()}
+    arrived.of_params = {name: {k: r[:, some] for k, r in of.items()} for name, of in arrived.of_params.items()}
+    return replace(use, call=use.call.subset(range(some.start, some.stop)), arrived=arrived)
+
+
+def by_sample(part: Outer, samples: Tensor, n: int) -> Outer | None:
+    """Rows of a call as positions of the sample that they belong to, if all have equally many."""
+    counts = torch.bincount(samples.clamp(min=0), minlength=n)
+    if n == 0 or bool((counts != counts[0]).any()) or bool((samples < 0).any()):
+        return None
+    order = samples.argsort(stable=True).view(n, -1)
+
+    def together(x: Tensor) -> Tensor:
+        """`[..., B, r, G, C, T]` as `[..., B, G, C, r T]`."""
+        return x.movedim(-4, -2).flatten(-2)
+
+    def patches(some: Some) -> Tensor:
+        rows = order[some]
+        found = part.patches(rows.flatten())
+        return together(found.view(*rows.shape, *found.shape[1:]))
+
+    return replace(part, columns=together(part.columns[:, order]), patches=patches)
+
+
+def side_by_side(first: Outer, second: Outer) -> Outer:
+    """The sum of two rows, as one."""
+
+    def patches(some: Some) -> Tensor:
+        return torch.cat([first.patches(some), second.patches(some)], -1)
+
+    return replace(first, columns=torch.cat([first.columns, second.columns], -1), patches=patches)

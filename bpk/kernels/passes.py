@@ -1,0 +1,109 @@
+"""Backward passes that bring one statistic of each parameter, summed over parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from bpk.context import backpack
+from bpk.extending import extend
+from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.secondorder.base import SquareRootExtension
+from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import explain
+from bpk.kernels.summed import Summed
+
+Inputs = Tensor | tuple[Tensor, ...]
+Compute = Callable[[Uses], Tensor]
+
+
+class OfGradients(GradientExtension):
+    """A statistic of individual gradients, under the name `field`."""
+
+    def __init__(self, field: str, compute: Compute) -> None:
+        self.field, self.compute = field, compute
+        super().__init__()
+
+    def value(self, uses: Uses) -> Tensor:
+        return self.compute(uses)
+
+
+class OfRoot(SquareRootExtension):
+    """A statistic of the columns of a square root of the GGN, exact or sampled."""
+
+    def __init__(self, field: str, compute: Compute, mc_samples: int | None = None) -> None:
+        self.field, self.compute, self.mc_samples = field, compute, mc_samples
+        super().__init__()
+
+    def value(self, uses: Uses) -> Tensor:
+        return self.compute(uses)
+
+
+class Joined(OfRoot):
+    """One that takes each column for itself, so that columns may travel a few at a time: values are added or joined."""
+
+    combines = True
+
+    def __init__(self, field: str, compute: Compute, adds: bool) -> None:
+        self.adds = adds
+        super().__init__(field, compute)
+
+    def combine(self, before: Tensor, value: Tensor) -> Tensor:
+        return before + value if self.adds else torch.cat([before, value])
+
+
+class HalfSquaredError(nn.Module):
+    """`sum f² / 2`: its Hessian is the identity, so that the columns of its root are rows of the Jacobian."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squares = extend(nn.MSELoss(reduction="sum"))
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return 0.5 * self.squares(outputs, torch.zeros_like(outputs))
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require gradients, by name."""
+    found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError(
+            explain(
+                f"No parameter of {type(model).__name__} requires gradients.",
+                "derivatives are taken in those that do.",
+                "call requires_grad_(True) on some of them.",
+            )
+        )
+    return found
+
+
+def run(model: nn.Module, loss: Tensor, *extensions: OfGradients | OfRoot, keep: bool = False) -> Summed:
+    """Statistics added up over parameters; `p.grad` stays as it is."""
+    total = Summed(*(extension.field for extension in extensions))
+    with backpack(*extensions, extension_hook=total, retain_graph=keep):
+        torch.autograd.grad(loss, list(trained(model).values()), retain_graph=keep, allow_unused=True)
+    return total
+
+
+def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The model's outputs `[N, *]` with their graph."""
+    extend(model)
+    with torch.enable_grad():
+        outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    if not isinstance(outputs, Tensor) or outputs.dim() == 0 or not outputs.is_floating_point():
+        what = f"a tensor of {outputs.dtype}, {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
+        raise ValueError(
+            explain(
+                f"{type(model).__name__} returned {what}.",
+                "the Jacobian is that of one tensor of real numbers, batch axis first.",
+                "wrap the model in a module that returns that tensor.",
+            )
+        )
+    return outputs
+
+
+def of_outputs(model: nn.Module, outputs: Tensor, *extensions: OfRoot) -> Summed:
+    """Statistics of the Jacobian of a model's outputs: column `c` of the root is the row of output `c`."""
+    return run(model, HalfSquaredError()(outputs), *extensions)

@@ -1,0 +1,146 @@
+"""Gaussian posteriors over parameters, as what they make of a parameter's rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import explain
+from bpk.utils.kroneckers import dense
+
+
+class Posterior(ABC):
+    """A covariance `Sigma` over the parameters that it names; all others are known exactly."""
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """The parameters."""
+
+    @abstractmethod
+    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
+        """What is added up over parameters, from the rows of each."""
+
+    def covariance(self, totals: Mapping[str, Tensor]) -> Tensor:
+        """`[N, C, C]` from the sums."""
+        return totals["covariance"]
+
+
+@dataclass(frozen=True)
+class Diagonal(Posterior):
+    """`Sigma = diag(variances)`, by parameter `[*p]`."""
+
+    variances: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, field: str, prior_precision: float = 1.0, scale: float = 1.0) -> Diagonal:
+        """`1 / (scale h + prior_precision)` with a diagonal `h` in a field of the parameters that have one."""
+        return cls({name: 1 / (scale * h + prior_precision) for name, h in fields(model, field).items()})
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.variances)
+
+    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
+        return {"covariance": lambda uses: uses.sample_gram(self.variances[name])}
+
+
+@dataclass(frozen=True)
+class Kronecker(Posterior):
+    """`Sigma = (scale kron(G, A) + prior_precision I)^-1` for each parameter, by factors as `KFAC` saves them.
+
+    With `damped_factors` it is `kron(sqrt(scale) G + sqrt(prior_precision) I, sqrt(scale) A + ...)^-1` instead. A
+    parameter with one factor, its whole block, has the inverse of that one.
+    """
+
+    factors: Mapping[str, Sequence[Tensor]]
+    prior_precision: float = 1.0
+    scale: float = 1.0
+    damped_factors: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, field: str, prior_precision: float = 1.0, scale: float = 1.0) -> Kronecker:
+        """From a field (`kfac`, `kflr`, `kfra`) of the parameters that have one."""
+        return cls(fields(model, field), prior_precision, scale)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.factors)
+
+    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
+        return {"covariance": lambda uses: self.of_rows(uses, self.factors[name])}
+
+    def of_rows(self, uses: Uses, factors: Sequence[Tensor]) -> Tensor:
+        """Rows in the eigenbasis of the factors, each entry with its variance."""
+        if len(factors) == 1 and factors[0].layout is not torch.strided:
+            diagonal = sparse_diagonal_of(factors[0])
+            return uses.sample_gram(1 / (self.scale * diagonal.view_as(uses.param) + self.prior_precision))
+        values, bases = zip(*(torch.linalg.eigh(dense(factor)) for factor in uses.in_order(list(factors))), strict=True)
+        if len(factors) == 1:
+            directions = bases[0].T / (self.scale * values[0].clamp(min=0) + self.prior_precision).sqrt()[:, None]
+            rows = uses.along(directions.reshape(-1, *uses.param.shape)).transpose(0, 1)
+            return rows @ rows.mT
+        left, right = (value.clamp(min=0) for value in values)
+        if self.damped_factors:
+            root, shift = self.scale**0.5, self.prior_precision**0.5
+            precision = torch.outer(root * left + shift, root * right + shift)
+        else:
+            precision = self.scale * torch.outer(left, right) + self.prior_precision
+        return uses.rotated_gram(bases[0].T, bases[1].T, 1 / precision)
+
+
+@dataclass(frozen=True)
+class LowRank(Posterior):
+    """`Sigma = isotropic I + sum_k weights_k u_k u_k^T`, with `u_k` by parameter `[K, *p]`.
+
+    Weights may be negative, as those of `(prior I + sum_k lambda_k e_k e_k^T)^-1` are (`LowRank.of`). A full covariance
+    is one of as many columns as it has rows.
+    """
+
+    directions: Mapping[str, Tensor]
+    weights: Tensor | None = None
+    isotropic: float = 0.0
+
+    @classmethod
+    def of(cls, vectors: Mapping[str, Tensor], values: Tensor, prior_precision: float = 1.0) -> LowRank:
+        """The inverse of `prior_precision I + sum_k values_k e_k e_k^T`, for orthonormal `e_k` (`bpk.eigenpairs`)."""
+        return cls(vectors, -values / (values + prior_precision) / prior_precision, 1 / prior_precision)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.directions)
+
+    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
+        along = {"along": lambda uses: uses.along(self.directions[name])}
+        return along | ({"covariance": Uses.sample_gram} if self.isotropic else {})
+
+    def covariance(self, totals: Mapping[str, Tensor]) -> Tensor:
+        rows = totals["along"].transpose(0, 1)  # [N, C, K]
+        found = (rows if self.weights is None else rows * self.weights) @ rows.mT
+        return found + self.isotropic * totals["covariance"] if self.isotropic else found
+
+
+def sparse_diagonal_of(matrix: Tensor) -> Tensor:
+    """The diagonal of a sparse diagonal matrix."""
+    found = matrix.coalesce()
+    return found.values().new_zeros(len(matrix)).index_copy(0, found.indices()[0], found.values())
+
+
+def fields(model: nn.Module, field: str) -> dict[str, Any]:
+    """A field of the parameters that have it, by their names."""
+    found = {name: vars(p)[field] for name, p in model.named_parameters() if field in vars(p)}
+    if not found:
+        raise ValueError(
+            explain(
+                f"No parameter of {type(model).__name__} has the field '{field}'.",
+                "it is saved in a backward pass with the extension of that name.",
+                "run one: with bpk.backpack(...): loss.backward().",
+            )
+        )
+    return found

@@ -1,0 +1,174 @@
+"""Individual gradients as sums of outer products: their inner products, and products with matrices, without them.
+
+A weight that multiplies patches has the rows `r_vn = sum_t m_vnt a_nt^T`, with columns `m` `[V, N, G, O, T]` at the
+layer's output and patches `a` `[N, G, I, T]`. Each function takes the cheaper of two ways: products of positions with
+positions, or rows, of some output channels or of some samples at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.numeric import linear, products, wide
+
+ROOM = 1 << 22
+"""How many numbers rows, or products of positions, hold at a time."""
+
+Some = slice | Tensor
+"""Which samples: a slice, or their numbers."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Rows `[V, N, G, O, I]` of a weight, as `sum_t m a^T`.
+
+    `patches` gives `[B, G, I, T]` of some samples, with `I` the `width`; `matrix` shows weights `[..., *p]`, or a part
+    of each, as `[..., G, O, I]`.
+    """
+
+    columns: Tensor
+    patches: Callable[[Some], Tensor]
+    width: int
+    matrix: Callable[[Tensor], Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`V, N, G, O, I, T`."""
+        v, n, g, o, t = self.columns.shape
+        return v, n, g, o, self.width, t
+
+    def rows(self, samples: slice = slice(None), g: int = 0, channels: slice = slice(None)) -> Tensor:
+        """`[B, V, o, I]`: rows of some samples and channels of a group, their patches made a few at a time."""
+        start, stop, _ = samples.indices(self.shape[1])
+        columns = wide(self.columns[:, start:stop, g, channels]).transpose(0, 1)  # by sample: patches are not copied
+        if torch.is_grad_enabled():
+            return torch.matmul(columns, wide(self.patches(slice(start, stop))[:, None, g]).mT)
+        rows = columns.new_empty(*columns.shape[:3], self.width)
+        for part in pieces(start, stop, self.width * self.shape[-1]):
+            here = slice(part.start - start, part.stop - start)
+            products(columns[here].flatten(1, 2), wide(self.patches(part)[:, g]), out=rows[here].flatten(1, 2))
+        return rows
+
+    def rotated(self, left: Tensor, right: Tensor) -> Outer:
+        """`left r right^T` for all rows, with `left` `[O', G O]` and `right` `[I', I]`; groups count as positions."""
+        v, n, g, o, _, t = self.shape
+        by_group = left.reshape(len(left), g, o).to(wide(self.columns).dtype)
+        columns = torch.einsum("pgo,vngot->vnpgt", by_group, wide(self.columns)).reshape(v, n, 1, len(left), g * t)
+
+        def patches(samples: Some) -> Tensor:
+            a = wide(self.patches(samples))
+            return torch.matmul(right.to(a.dtype), a).transpose(1, 2).reshape(len(a), 1, len(right), g * t)
+
+        return replace(self, columns=columns, patches=patches, width=len(right))
+
+
+def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Slices from `start` to `stop`, of as many things as there is room for with `size` numbers each."""
+    step = max(1, ROOM // max(1, size))
+    for k in range(start, stop, step):
+        yield slice(k, min(k + step, stop))
+
+
+def gram(outer: Outer, left: slice, right: slice, aligned: bool) -> Tensor:
+    """Inner products of the rows of some samples with those of others: `[V, n, V, m]`, or `[V, n, m]` if `aligned`.
+
+    `aligned` takes each column with itself only.
+    """
+    v, _, groups, o, i, t = outer.shape
+    ml, mr = outer.columns[:, left], outer.columns[:, right]
+    n, m = ml.shape[1], mr.shape[1]
+    lead = v if aligned else 1
+    pairs = lead * (v // lead) ** 2
+    by_positions = n * m * t * t * (i + pairs * (o + 1))
+    by_rows = pairs * n * m * o * i + v * (n + (m if left != right else 0)) * t * o * i
+    way = _by_rows if t > 1 and (by_rows < by_positions or pairs * t * t > ROOM) else _by_positions
+    total = wide(ml).new_zeros(lead, v // lead, n, v // lead, m)
+    for g in range(groups if n and m and v else 0):
+        way(outer, left, right, g, total)
+    return total.view(v, n, m) if aligned else total[0]
+
+
+def _by_positions(outer: Outer, left: slice, right: slice, g: int, total: Tensor) -> None:
+    """`<r, r'> = sum_ts <m_t, m'_s> <a_t, a'_s>`."""
+    lead, q, n, _, m = total.shape
+    t = outer.shape[-1]
+    first, second = (s.indices(outer.shape[1])[0] for s in (left, right))
+    step = max(1, int((ROOM / (lead * q * q * t * t)) ** 0.5)) if t > 1 else max(n, m)
+    for j in range(0, m, step):
+        theirs = slice(second + j, second + min(j + step, m))
+        x, mine = (_flat(y, lead) for y in (outer.patches(theirs)[None, :, g], outer.columns[:, theirs, g]))
+        for k in range(0, n, step):
+            if left == right and k > j:  # by symmetry
+                continue
+            here = slice(first + k, first + min(k + step, n))
+            y, ours = (_flat(z, lead) for z in (outer.patches(here)[None, :, g], outer.columns[:, here, g]))
+            b, c = here.stop - here.start, theirs.stop - theirs.start
+            between = (y[0] @ x[0].mT).view(b, t, 1, c, t)
+            found = (ours @ mine.mT).view(lead, q, b, t, q, c, t) * between
+            found = found.sum((3, 6)) if t > 1 else found.squeeze(6).squeeze(3)
+            total[:, :, k : k + b, :, j : j + c] += found
+            if left == right and k < j:
+                total[:, :, j : j + c, :, k : k + b] += found.permute(0, 3, 4, 1, 2)
+
+
+def _flat(x: Tensor, lead: int) -> Tensor:
+    """`[V, B, O, T]` as `[lead, (V / lead) B T, O]`; patches `[1, B, I, T]` as `[1, B T, I]`."""
+    lead = lead if len(x) > 1 else 1
+    return wide(x).transpose(2, 3).reshape(lead, -1, x.shape[2])
+
+
+def _by_rows(outer: Outer, left: slice, right: slice, g: int, total: Tensor) -> None:
+    """From the rows of some output channels at a time."""
+    _, q, n, _, m = total.shape
+    v, _, _, o, i, _ = outer.shape
+    for part in pieces(0, o, v * (n if left == right else n + m) * i):
+        ours = outer.rows(left, g, part).flatten(2)
+        theirs = ours if left == right else outer.rows(right, g, part).flatten(2)
+        if q == v:
+            total[0] += linear(ours.flatten(0, 1), theirs.flatten(0, 1)).view(n, v, m, v).permute(1, 0, 3, 2)
+        else:
+            total[:, 0, :, 0] += ours.transpose(0, 1) @ theirs.permute(1, 2, 0)
+
+
+def sample_gram(outer: Outer, weight: Tensor | None) -> Tensor:
+    """`sum_e w_e r_vne r_une`, the rows of one sample with one another: `[N, V, V]`; `weight` is `[G, O, I]`."""
+    v, n, groups, o, i, t = outer.shape
+    total = wide(outer.columns).new_zeros(n, v, v)
+    by_positions = t == 1 or (weight is None and t * t * i + v * o * t * t + v * v * o * t < v * o * i * (t + v))
+    for g in range(groups):
+        if not by_positions:
+            for part in pieces(0, n, v * o * i):
+                rows = outer.rows(part, g)
+                scaled = rows if weight is None else rows * weight[g]
+                total[part] += scaled.flatten(2) @ rows.flatten(2).mT
+            continue
+        for part in pieces(0, n, max(v * o * t, i * t, t * t)):
+            a, m = wide(outer.patches(part)[:, g]), wide(outer.columns[:, part, g]).transpose(0, 1)  # [B, V, O, T]
+            if weight is None:
+                scaled = (m.flatten(1, 2) @ (a.mT @ a)).view_as(m)
+            else:
+                scaled = m * (a[..., 0].square() @ weight[g].T)[:, None, :, None]
+            total[part] += scaled.flatten(2) @ m.flatten(2).mT
+    return total
+
+
+def along(outer: Outer, directions: Tensor) -> Tensor:
+    """Inner products of rows with directions `[K, *p]`: `[V, N, K]`."""
+    v, n, groups, o, i, t = outer.shape
+    k, mats = len(directions), wide(outer.matrix(directions))
+    total = wide(outer.columns).new_zeros(v, n, k)
+    by_rows = v * (t + k) < t * k + v * k * t / i
+    for g in range(groups):
+        d = mats[:, g]
+        for part in pieces(0, n, v * o * i if by_rows else k * o * t):
+            if by_rows:
+                total[:, part] += linear(outer.rows(part, g).flatten(2), d.flatten(1)).transpose(0, 1)
+                continue
+            seen = torch.matmul(d.flatten(0, 1), wide(outer.patches(part)[:, g])).view(-1, k, o * t)  # [B, K, O T]
+            m = wide(outer.columns[:, part, g]).transpose(0, 1).flatten(2)  # [B, V, O T]
+            total[:, part] += (m @ seen.mT).transpose(0, 1)
+    return total

@@ -1,0 +1,281 @@
+"""Neural tangent kernels, eigenpairs, predictive covariances and projections of whole models, by plain Jacobians."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+
+import bpk
+from bpk import kernels
+from bpk.extensions import KFLR, BatchGrad, DiagGGNExact, GGNGram, GradGram, SqrtGGNExact
+from bpk.jacobians.core import outer
+from bpk.kernels import Diagonal, Kronecker, LowRank
+from bpk.utils.kroneckers import kfacs_to_mat
+
+Make = Callable[[int], Tensor]
+
+
+class Tied(nn.Module):
+    """A tied table, a layer that is used twice, a parameter that functions use, positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.twice, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+        self.scale = nn.Parameter(torch.randn(4))
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        return self.head(torch.tanh(self.twice(torch.tanh(self.twice(x)))) * self.scale).mean(1)
+
+
+class Windows(nn.Module):
+    """Positions folded into the batch axis, so that rows are no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        folded = torch.tanh(self.inner(x.flatten(0, 1)))
+        return self.outer(folded.reshape(len(x), -1))
+
+
+def convolutional() -> nn.Module:
+    convolutions = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.ReLU()
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+def table() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3))
+
+
+def recurrent() -> nn.Module:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    return Last()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
+    "convolutional": (convolutional, lambda n: torch.randn(n, 2, 5, 5)),
+    "tied": (Tied, lambda n: torch.randint(7, (n, 3))),
+    "table": (
+        lambda: nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)),
+        lambda n: torch.randint(7, (n, 3)),
+    ),
+    "windows": (Windows, lambda n: torch.randn(n, 2, 3)),
+    "recurrent": (recurrent, lambda n: torch.randn(n, 3, 3)),
+}
+N = 5
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> object:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=MODELS)
+def given(request: pytest.FixtureRequest) -> tuple[nn.Module, Make]:
+    make, data = MODELS[request.param]
+    return bpk.extend(make()), data
+
+
+@pytest.fixture(params=["room", "no room"])
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and products of positions in one piece, and in as many as there can be."""
+    if request.param == "no room":
+        monkeypatch.setattr(outer, "ROOM", 1)
+
+
+def jacobians(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """`[N, C, P]` by parameter."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def outputs(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, params, (x[None],))[0].flatten()
+
+    if "lstm.weight_ih_l0" in params:  # vmap does not serve recurrent layers
+        with bpk.disable():
+            rows = [jacrev(lambda p, one=one: outputs(p, one))(params) for one in x]
+        return {name: torch.stack([row[name] for row in rows]).flatten(2) for name in params}
+    with bpk.disable():
+        return {name: rows.flatten(2) for name, rows in vmap(jacrev(outputs), (None, 0))(params, x).items()}
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_ntk(given: tuple[nn.Module, Make], room: None) -> None:
+    model, data = given
+    x1, x2 = data(N), data(3)
+    left, right = jacobians(model, x1), jacobians(model, x2)
+    full = sum(torch.einsum("ncp,mdp->nmcd", left[name], right[name]) for name in left)
+    close(bpk.ntk(model, x1, x2), full)
+    close(bpk.ntk(model, x1, x2, kind="diagonal"), full.diagonal(dim1=2, dim2=3))
+    close(bpk.ntk(model, x1, x2, kind="trace"), torch.einsum("nmcc->nm", full))
+    alone = sum(torch.einsum("ncp,mdp->nmcd", rows, rows) for rows in left.values())
+    close(bpk.ntk(model, x1), alone)
+    assert all(p.grad is None and not vars(p) for p in model.parameters())
+
+
+def test_predictive_covariance(given: tuple[nn.Module, Make], room: None) -> None:
+    model, data = given
+    x = data(N)
+    rows, shapes = jacobians(model, x), {name: p.shape for name, p in model.named_parameters()}
+    some = list(shapes)[1:]  # the first one is known exactly
+    variances = {name: torch.rand(shapes[name]) for name in some}
+    expected = sum(torch.einsum("ncp,p,ndp->ncd", rows[k], variances[k].flatten(), rows[k]) for k in some)
+    close(bpk.predictive_covariance(model, x, Diagonal(variances)), expected)
+    directions, weights = {name: torch.randn(4, *shapes[name]) for name in some}, torch.randn(4)
+    seen = sum(torch.einsum("ncp,kp->nck", rows[k], directions[k].flatten(1)) for k in some)
+    expected = torch.einsum("nck,k,ndk->ncd", seen, weights, seen)
+    close(bpk.predictive_covariance(model, x, LowRank(directions, weights)), expected)
+    expected = expected + 0.3 * sum(torch.einsum("ncp,ndp->ncd", rows[k], rows[k]) for k in some)
+    close(bpk.predictive_covariance(model, x, LowRank(directions, weights, 0.3)), expected)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("damped", [False, True])
+def test_kronecker_factors(given: tuple[nn.Module, Make], room: None, damped: bool) -> None:
+    model, data = given
+    x, loss_fn = data(N), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(KFLR()):
+        loss_fn(model(x), torch.arange(N) % 3).backward()
+    rows = jacobians(model, x)
+    for name, p in model.named_parameters():
+        factors = p.kflr
+        if damped and len(factors) == 2:
+            root, shift = 2.0**0.5, 0.5**0.5
+            precision = kfacs_to_mat([root * f + shift * torch.eye(len(f)) for f in factors])
+        else:
+            precision = 2 * kfacs_to_mat(factors) + 0.5 * torch.eye(p.numel())
+        if len(factors) == 2 and len(factors[0]) != len(p):  # of a table: A belongs to the first axis
+            size = len(factors[0])
+            order = torch.arange(p.numel()).view(size, -1).T.flatten()
+            precision = precision[order][:, order]
+        expected = torch.einsum("ncp,pq,ndq->ncd", rows[name], torch.linalg.inv(precision), rows[name])
+        close(bpk.predictive_covariance(model, x, Kronecker({name: factors}, 0.5, 2.0, damped)), expected)
+    everything = bpk.predictive_covariance(model, x, Kronecker.of(model, "kflr", 0.5, 2.0))
+    parts = [Kronecker({name: p.kflr}, 0.5, 2.0) for name, p in model.named_parameters()]
+    close(everything, sum(bpk.predictive_covariance(model, x, part) for part in parts))
+
+
+def test_diagonal_of_a_field() -> None:
+    model, loss_fn = bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.CrossEntropyLoss())
+    x = torch.randn(N, 3)
+    with bpk.backpack(DiagGGNExact()):
+        loss_fn(model(x), torch.arange(N) % 2).backward()
+    found = Diagonal.of(model, "diag_ggn_exact", prior_precision=0.5, scale=3.0)
+    close(found.variances["weight"], 1 / (3 * model.weight.diag_ggn_exact + 0.5))
+    with pytest.raises(ValueError, match="has the field 'kfac'"):
+        Diagonal.of(model, "kfac")
+
+
+@pytest.mark.parametrize("of", ["ggn", "ggn_mc", "empirical_fisher"])
+def test_eigenpairs(given: tuple[nn.Module, Make], of: str) -> None:
+    model, data = given
+    x, loss_fn = data(N), bpk.extend(nn.CrossEntropyLoss())
+    loss = loss_fn(model(x), torch.arange(N) % 3)
+    pairs = bpk.eigenpairs(model, loss, k=3, of=of)
+    flat = torch.cat([v.flatten(1) for v in pairs.vectors.values()], 1)
+    close(flat @ flat.T, torch.eye(3))
+    with bpk.backpack(SqrtGGNExact(), BatchGrad()):
+        loss_fn(model(x), torch.arange(N) % 3).backward()
+    gradients = torch.cat([p.grad_batch.flatten(1) for p in model.parameters()], 1)
+    close(pairs.slopes, gradients @ flat.T)
+    close(pairs.curvatures.sum(0), pairs.values)
+    if of == "ggn_mc":
+        return
+    root = torch.cat([p.sqrt_ggn_exact.flatten(2) for p in model.parameters()], 2)
+    root = gradients[None] if of == "empirical_fisher" else root
+    matrix = torch.einsum("cnp,cnq->pq", root, root)
+    close(matrix @ flat.T, flat.T * pairs.values)
+    close(pairs.values, torch.linalg.eigvalsh(matrix).flip(0)[:3])
+    close(pairs.curvatures, (root @ flat.T).square().sum(0))
+
+
+def test_low_rank_of_eigenpairs() -> None:
+    model, loss_fn = bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.CrossEntropyLoss())
+    x = torch.randn(N, 3)
+    pairs = bpk.eigenpairs(model, loss_fn(model(x), torch.arange(N) % 2), k=20)
+    with bpk.backpack(SqrtGGNExact()):
+        loss_fn(model(x), torch.arange(N) % 2).backward()
+    root = torch.cat([p.sqrt_ggn_exact.flatten(0, 1).flatten(1) for p in model.parameters()], 1)
+    covariance = torch.linalg.inv(root.T @ root + 0.5 * torch.eye(8))
+    rows = torch.cat(list(jacobians(model, x).values()), 2)
+    found = bpk.predictive_covariance(model, x, LowRank.of(pairs.vectors, pairs.values, 0.5))
+    close(found, rows @ covariance @ rows.mT)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "rademacher", "sparse", "factored"])
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+def test_projections_estimate_inner_products(kind: str) -> None:
+    model = bpk.extend(Tied())
+    x, loss_fn, y = torch.randint(7, (N, 3)), bpk.extend(nn.CrossEntropyLoss()), torch.arange(N) % 3
+    total = bpk.Summed("grad_gram")
+    with bpk.backpack(GradGram(), extension_hook=total):
+        loss_fn(model(x), y).backward()
+    found = []
+    for seed in range(100):
+        z = bpk.projected_gradients(model, loss_fn(model(x), y), 64, kind, seed)
+        found.append(z @ z.T)
+    error = torch.stack(found).mean(0) - total["grad_gram"]
+    assert error.abs().max() < 0.1 * total["grad_gram"].abs().max()
+
+
+def test_projections_are_the_same_for_parts_of_the_data() -> None:
+    model, loss_fn = bpk.extend(convolutional()), bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+    x, y = torch.randn(N, 2, 5, 5), torch.arange(N) % 3
+    whole = bpk.projected_gradients(model, loss_fn(model(x), y), 16)
+    parts = [bpk.projected_gradients(model, loss_fn(model(x[some]), y[some]), 16) for some in (slice(2), slice(2, N))]
+    close(whole, torch.cat(parts))
+
+
+def test_summed() -> None:
+    model, loss_fn = bpk.extend(Tied()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randint(7, (N, 3)), torch.arange(N) % 7
+    total = bpk.Summed("ggn_gram", "grad_gram")
+    with bpk.backpack(GGNGram(), GradGram(), SqrtGGNExact(), BatchGrad(), extension_hook=total):
+        loss_fn(model(x), y).backward()
+    root = torch.cat([p.sqrt_ggn_exact.flatten(0, 1).flatten(1) for p in model.parameters()], 1)
+    close(total["ggn_gram"], root @ root.T)
+    gradients = torch.cat([p.grad_batch.flatten(1) for p in model.parameters()], 1)
+    close(total["grad_gram"], gradients @ gradients.T)
+    assert not any("grad_gram" in vars(p) or "ggn_gram" in vars(p) for p in model.parameters())
+    with pytest.raises(KeyError, match="no sum of 'batch_l2'"):
+        total["batch_l2"]
+    with pytest.raises(ValueError, match="two parameters"):
+        total.add("grad_gram", torch.ones(2, 2))
+
+
+def test_refusals() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(N, 3)
+    with pytest.raises(ValueError, match="kind must be one of"):
+        bpk.ntk(model, x, kind="all")
+    with pytest.raises(ValueError, match="have the shapes"):
+        bpk.ntk(model, x, torch.randn(N, 4))
+    with pytest.raises(ValueError, match=r"names \['1.weight'\]"):
+        bpk.predictive_covariance(model, x, Diagonal({"1.weight": torch.ones(2, 3)}))
+    with pytest.raises(ValueError, match="No parameter of Linear requires gradients"):
+        bpk.ntk(nn.Linear(3, 2).requires_grad_(False), x)
+    with pytest.raises(ValueError, match="one tensor of real numbers"):
+        bpk.ntk(nn.LSTM(3, 2), x[None])
+    with pytest.raises(ValueError, match="of must be one of"):
+        bpk.eigenpairs(model, torch.zeros(()), of="hessian")
+    for k, kind in ((7, "factored"), ((2, 3), "gaussian"), (0, "gaussian"), (True, "sparse"), (2.0, "sparse")):
+        with pytest.raises(ValueError, match="is no size of"):
+            kernels.projected_gradients(model, torch.zeros(()), k, kind)  # type: ignore[arg-type]
