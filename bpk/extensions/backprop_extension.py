@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.module_extension import ModuleExtension
+from bpk.extensions.over_batches import OverBatches
 from bpk.jacobians.core.errors import explain
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
 from bpk.plan.quantity import FAIL_SILENT as FAIL_SILENT
@@ -49,6 +50,8 @@ class BackpropExtension:
     """Whether it is a sum over terms of the loss also where samples mix: of Jacobians, with no gradient in between."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
+    over_batches: OverBatches | str | None = None
+    """How the fields of batches make that of all their samples (`bpk.accumulate`), or why they do not."""
     form: Form
     """What the field holds, of an extension that says so by a `definition`."""
 
@@ -113,6 +116,10 @@ class BackpropExtension:
     def value(self, uses: Any) -> Any:
         """The value of the field, from what the sweep has brought to the parameter (`bpk.fields.statistics.Uses`)."""
         raise TypeError(f"{type(self).__name__} declares a sweep but no value")
+
+    def statistic(self, uses: Any) -> Any:
+        """What `over_batches` adds up: a tensor, or tensors by name. Default: the value."""
+        return self.value(uses)
 
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones (which may be overwritten) and that of the others."""

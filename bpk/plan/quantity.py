@@ -46,6 +46,9 @@ class Quantity(Protocol):
     def value(self, uses: Any) -> Any:
         """The value of the field, from what the sweep has brought to the parameter."""
 
+    def statistic(self, uses: Any) -> Any:
+        """What of a batch adds up over batches."""
+
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones and that of the others."""
 
