@@ -42,33 +42,56 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def numbered(loader: Any, skipped: int = 0) -> Iterator[tuple[int, Any]]:
-    """The batches with their numbers from 0, less the first ones; all are built alike, and as many as announced."""
-    form, count, announced = "", 0, length_of(loader)
-    for number, batch in enumerate(loader):
-        here, count = form_of(batch), number + 1
-        form = form or here
-        if here != form:
+class Batches:
+    """The batches of a loader with their numbers from 0; all must be built alike, and as many as announced."""
+
+    def __init__(self, loader: Any) -> None:
+        self.announced, self.count, self.form = length_of(loader), 0, ""
+        self.batches = iter(loader)
+
+    def skip(self, count: int) -> None:
+        """Take so many batches for which nothing is to be done."""
+        while self.count < count and self.following() is not None:
+            pass
+        if self.count < count:
+            raise ValueError(self.ended(f"the checkpoint was written after {count}."))
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        while (batch := self.following()) is not None:
+            yield self.count - 1, batch[0]
+        if not self.count:
+            raise ValueError(self.ended("there is nothing to add up."))
+        if self.announced is not None and self.count < self.announced:
+            raise ValueError(
+                self.ended("it announces more by its length: what was added up is not the whole data set.")
+            )
+
+    def following(self) -> tuple[Any] | None:
+        """The next batch, if there is one."""
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            return None
+        here = form_of(batch)
+        self.form = self.form or here
+        if here != self.form:
             raise ValueError(
                 explain(
-                    f"Batch {number} of the loader is built differently from batch 0.",
-                    f"batch 0 was {form}, and this one is {here}.",
+                    f"Batch {self.count} of the loader is built differently from batch 0.",
+                    f"batch 0 was {self.form}, and this one is {here}.",
                     "let dataset and collate_fn give all batches the same structure and types.",
                 )
             )
-        if count > skipped:
-            yield number, batch
-    if count < max(skipped, announced or 0, 1):
-        raise ValueError(
-            explain(
-                f"The loader ended after {count} batches" + (f" of {announced}." if announced else "."),
-                f"the checkpoint was written after {skipped}."
-                if count < skipped
-                else "there is nothing to add up."
-                if not count
-                else "it announces more by its length: what was added up is not the whole data set.",
-                "look into its dataset and sampler; a generator that was used before is at its end.",
-            )
+        self.count += 1
+        return (batch,)
+
+    def ended(self, why: str) -> str:
+        """The refusal of a loader that has too little."""
+        announced = "" if self.announced is None else f" of {self.announced}"
+        return explain(
+            f"The loader ended after {self.count} batches{announced}.",
+            why,
+            "look into its dataset and sampler; a generator that was used before is at its end.",
         )
 
 

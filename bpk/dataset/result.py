@@ -16,7 +16,7 @@ Fields = dict[str, Any]
 class Accumulated(Mapping[str, Fields]):
     """Fields of a data set: `result["0.weight"]["kfac"]`.
 
-    `samples`, `batches` and `divisor` (`None`: the loss sums) say of how much data, `loss` is its mean (or summed) loss,
+    `samples`, `batches` and `divisor` (`None`: the loss sums) say of how much data. `loss` is its mean or sum.
     `notes` say where a field is not that of one large batch.
     """
 
@@ -45,3 +45,9 @@ class Accumulated(Mapping[str, Fields]):
     def field(self, name: str) -> dict[str, Any]:
         """One field of all parameters: `result.field("kfac")["0.weight"]`."""
         return {param: values[name] for param, values in self.fields.items() if name in values}
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(name for values in self.fields.values() for name in values))
+        about = "".join(f"; {note}" for note in self.notes)
+        data = f"{self.samples:,} samples in {self.batches:,} batches"
+        return f"Accumulated({data}, fields {names} of {len(self.fields)} parameters{about})"

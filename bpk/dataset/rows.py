@@ -27,6 +27,9 @@ class Sink(ABC):
     def __init__(self, rules: Mapping[str, Rows]) -> None:
         self.rules = rules
 
+    def begin(self) -> None:
+        """Nothing was taken before."""
+
     @abstractmethod
     def add(self, number: int, found: Found, size: Size) -> None:
         """Take the rows of a batch, of its own loss."""
@@ -39,8 +42,8 @@ class Sink(ABC):
         """What a checkpoint keeps."""
         return None
 
-    def restore(self, state: Any) -> None:
-        """Go on from there."""
+    def restore(self, state: Any, done: bool) -> None:
+        """Go on from there; `done` says that all rows were taken."""
 
     def scaled(self, found: Found, size: Size) -> Iterator[tuple[str, str, Tensor]]:
         """Field, parameter and rows of the summed loss, `[N, ...]`."""
@@ -117,5 +120,5 @@ class InMemory(Stored):
     def state(self) -> Any:
         return self.shapes, self.count, self.kept
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Any, done: bool) -> None:
         self.shapes, self.count, self.kept = state

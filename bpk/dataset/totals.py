@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bpk.extensions.over_batches import OverBatches, Parts, Size, Sums
+from bpk.jacobians.core.errors import explain
 
 GRADIENT = "grad"
 """The field of the gradient, which is added up beside those of extensions."""
@@ -73,9 +73,29 @@ class Totals:
                 found.setdefault(name, {})[field] = rule.whole(total, self.size)
         return found
 
-    def tensors(self) -> list[tuple[str, str, Tensor]]:
-        """All tensors, each with its field and parameter."""
-        return [(f, name, x) for f, by in self.parts.items() for name, parts in by.items() for x in parts.values()]
+    def require_finite(self) -> None:
+        """Refuse sums that are spoilt, although losses and gradients of all batches were finite."""
+        for field, by_name in self.parts.items():
+            for name, parts in by_name.items():
+                for x in parts.values():
+                    if not torch.isfinite(x.coalesce().values() if x.is_sparse else x).all():
+                        raise ValueError(
+                            explain(
+                                f"'{field}' of parameter '{name}' is not finite after {self.batches} batches.",
+                                "losses and gradients of all of them were: numbers have overflown on the way.",
+                                "compute in float32 or float64 (autocast=None), or without this extension.",
+                            )
+                        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        size = None if self.size is None else (self.size.samples, self.size.divisor)
+        return {"parts": self.parts, "size": size, "batches": self.batches, "loss": self.loss}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.parts, self.batches, self.loss = state["parts"], state["batches"], state["loss"]
+        self.size = None if state["size"] is None else Size(*state["size"])
 
 
 def zeros(parts: Parts) -> Parts:

@@ -2,8 +2,8 @@
 
 A loss that takes the mean divides the sum of its terms by a divisor: the number of samples or entries, or the summed
 weights of the targets that count. What is a sum over samples of a power of the loss is therefore added up for the
-*summed* loss, `value * divisor**power`, and divided by the power of the summed divisors in the end. Losses that sum have
-no divisor.
+*summed* loss, `value * divisor**power`, and divided by the power of the summed divisors in the end. Losses that sum
+have no divisor.
 
 Each extension declares an object of these classes as its `over_batches`. Totals of batches, and of processes, are
 merged in the same way.

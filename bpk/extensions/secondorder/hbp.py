@@ -52,8 +52,8 @@ NAMES = (("G", "A"), ("A transposed", "G transposed"))
 class Factors(Sums):
     """`G` is a sum over samples that carries the loss scaling, `A` a mean over samples: each adds up by itself.
 
-    Parts are in the order of the factors. Where some uses see the parameter transposed, the nearest Kronecker product is
-    taken of the sums.
+    Parts are in the order of the factors. Where some uses see the parameter transposed, the nearest Kronecker product
+    is taken of the sums.
     """
 
     def weight(self, name: str, size: Size) -> float:
