@@ -116,8 +116,9 @@ def add_up(batches: Batches, keeper: Keeper, now: dict[str, Any] | None, progres
         if sink.rules:
             sink.add(number, {f: {name: x[""] for name, x in one.fields[f].items()} for f in sink.rules}, one.size)
         totals.add(one.fields, one.size, one.loss)
-        keeper.added()
         shown.step(one.size.samples)
+        del one  # its memory is that of the next batch's gradients and fields
+        keeper.added()
     totals.require_finite()
     keeper.write(done=True)
     shown.close()

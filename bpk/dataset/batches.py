@@ -101,7 +101,7 @@ def form_of(batch: Any) -> str:
         return f"{str(batch.dtype).removeprefix('torch.')} tensor of {batch.dim()} axes"
     if isinstance(batch, Mapping):
         return "{" + ", ".join(f"{key!r}: {form_of(value)}" for key, value in sorted(batch.items(), key=str)) + "}"
-    if isinstance(batch, list) and batch and len({form_of(part) for part in batch}) == 1 and len(batch) != 2:
+    if isinstance(batch, list) and batch and len({form_of(part) for part in batch}) == 1:
         return f"[{form_of(batch[0])}, ...]"
     if isinstance(batch, (tuple, list)):
         return f"({', '.join(map(form_of, batch))})"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from bpk.dataset.files import load, save
+from bpk.dataset.shown import as_html, plot
 from bpk.extensions.over_batches import Size
 
 Fields = dict[str, Any]
@@ -51,3 +55,25 @@ class Accumulated(Mapping[str, Fields]):
         about = "".join(f"; {note}" for note in self.notes)
         data = f"{self.samples:,} samples in {self.batches:,} batches"
         return f"Accumulated({data}, fields {names} of {len(self.fields)} parameters{about})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.fields, repr(self))
+
+    def plot(self, *names: str) -> Any:
+        """How large the entries of these fields (default: of all) are in each parameter: a figure of matplotlib."""
+        every = dict.fromkeys(name for values in self.fields.values() for name in values)
+        return plot(self.fields, names or every, f"{self.samples:,} samples in {self.batches:,} batches")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file of the safetensors format. Rows on disk stay where they are; the file says where."""
+        save(Path(path), self.fields, {name: value for name, value in vars(self).items() if name != "fields"})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Accumulated:
+        """Read such a file.
+
+        Raises:
+            ValueError: If it is none, or damaged.
+        """
+        known = load(Path(path))
+        return cls(**{**known, "notes": tuple(known["notes"])})

@@ -15,6 +15,7 @@ from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
 from bpk.extensions.over_batches import Parts, Size
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.losses.loss_call import tensors_anywhere
 
 DivisorOf = Callable[[Any], float]
 """By what the loss of a batch divides the sum of its terms."""
@@ -50,11 +51,23 @@ class Runner:
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device, self.autocast, self.divisor = device, autocast, divisor
         self.first: Seen | None = None
+        self.loss: Any = None
 
     def run(self, number: int, batch: Any) -> OneBatch:
-        """Forward and backward of one batch."""
+        """Forward and backward of one batch; whatever fails says in which one."""
         if self.step is loss_of_pair:
             require_pair(number, batch)
+        if any(x.dim() and not len(x) for x in islice(tensors_anywhere(batch), 1)):
+            raise ValueError(not_finite(number, "no samples"))
+        try:
+            return self.passed(number, batch)
+        except Exception as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(f"This was batch {number} of the loader (numbers count from 0).")
+            raise
+
+    def passed(self, number: int, batch: Any) -> OneBatch:
+        """The passes."""
         if self.device is not None:
             batch = moved(batch, self.device)
         for param in self.params.values():
@@ -64,6 +77,7 @@ class Runner:
         with torch.enable_grad(), self.context:
             with cast:
                 loss = self.step(self.model, self.loss_fn, batch)
+            self.loss = loss  # until the next one: freed before, the heap would shrink and grow, page by page
             value = self.checked(number, loss)
             loss.backward()
         seen = self.context.seen
