@@ -33,6 +33,7 @@ PRINTS = {
     "char_rnn_custom_modules": ["(9): Permute", "5.weight_hh_l0           [256, 64] grad_batch [8, 256, 64]"],
     "custom_layer": ["grad_batch [10, 1]", "root [4, 10, 4]", "Multilinear(Scale):"],
     "diag_ggn_optimizer": ["DiagGGNExact", "DiagGGNMC", "held-out accuracy"],
+    "ewc_and_merging": ["then 5-9 with the penalty", "weighted by the diagonals", "stopped in the middle"],
     "extension_hook_and_memory": ["peak of the backward pass without a hook", "peak with the hook"],
     "hutchinson_trace": ["trace of the Hessian", "1000 vectors"],
     "kfac_training": ["SGD with twice the steps", "KFAC wins"],
