@@ -136,7 +136,7 @@ def killed(batches: int, kills: int) -> None:
                 [*command, str(other), "checkpointed", *options], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
             )
             try:
-                worker.wait(None if k == kills else draw.uniform(2, 2 + 1.6 * length / kills))
+                worker.wait(None if k == kills else draw.uniform(0.05, 0.35) * length)
             except subprocess.TimeoutExpired:
                 worker.kill()
                 print(f"killed {k + 1} of {kills}", flush=True)

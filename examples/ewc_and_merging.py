@@ -3,8 +3,8 @@
 `bpk.accumulate` passes over a loader once and gives the diagonal of the GGN (for cross-entropy: of the Fisher
 information) of all its samples, as one large batch would. Elastic weight consolidation (Kirkpatrick et al., 2017) holds
 each weight back in proportion to it: after the digits 0 to 4, the digits 5 to 9 are learnt with the penalty
-`strength / 2 * sum_i F_i (w_i - w_i*)^2`, and by plain SGD. Fisher merging (Matena and Raffel, 2022) averages the weights
-of two models, one tuned to each half of the digits, in proportion to each model's own diagonal.
+`strength / 2 * sum_i F_i (w_i - w_i*)^2`, and by plain SGD. Fisher merging (Matena and Raffel, 2022) averages the
+weights of two models, one tuned to each half of the digits, in proportion to each model's own diagonal.
 
 Prints accuracies on held-out digits of both halves, with and without; checks the diagonal against one large batch, and
 a run that is stopped in the middle against one that is not.

@@ -81,8 +81,8 @@ def accumulate(
     >>> data = torch.utils.data.TensorDataset(torch.randn(10, 4), torch.arange(10) % 3)
     >>> loader = torch.utils.data.DataLoader(data, batch_size=4)
     >>> result = bpk.accumulate(torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), loader, Variance(), KFAC())
-    >>> result
-    Accumulated(10 samples in 3 batches, fields grad, variance, kfac of 2 parameters)
+    >>> result.samples, result.batches, list(result)
+    (10, 3, ['weight', 'bias'])
     >>> result["weight"]["variance"].shape, [tuple(factor.shape) for factor in result["weight"]["kfac"]]
     (torch.Size([3, 4]), [(3, 3), (4, 4)])
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -60,6 +61,5 @@ def checksum(x: Tensor) -> str:
 
 def versions() -> dict[str, str]:
     """Of what the numbers may depend on."""
-    from bpk import __version__  # bpk itself imports this file
-
-    return {"bpk": __version__, "torch": torch.__version__}
+    ours = vars(sys.modules["bpk"])["__version__"]  # the package itself imports this file
+    return {"bpk": ours, "torch": torch.__version__}

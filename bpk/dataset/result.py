@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from bpk.dataset.files import load, save
-from bpk.dataset.shown import as_html, plot
+from bpk.dataset.shown import plot, table_of
 from bpk.extensions.over_batches import Size
+from bpk.jacobians.core.tabular import Table, Tabular
 
 Fields = dict[str, Any]
 """Values by the name of the field."""
 
 
 @dataclass(frozen=True, repr=False)
-class Accumulated(Mapping[str, Fields]):
+class Accumulated(Tabular, Mapping[str, Fields]):
     """Fields of a data set: `result["0.weight"]["kfac"]`.
 
     `samples`, `batches` and `divisor` (`None`: the loss sums) say of how much data. `loss` is its mean or sum.
@@ -50,14 +51,9 @@ class Accumulated(Mapping[str, Fields]):
         """One field of all parameters: `result.field("kfac")["0.weight"]`."""
         return {param: values[name] for param, values in self.fields.items() if name in values}
 
-    def __repr__(self) -> str:
-        names = ", ".join(dict.fromkeys(name for values in self.fields.values() for name in values))
-        about = "".join(f"; {note}" for note in self.notes)
-        data = f"{self.samples:,} samples in {self.batches:,} batches"
-        return f"Accumulated({data}, fields {names} of {len(self.fields)} parameters{about})"
-
-    def _repr_html_(self) -> str:
-        return as_html(self.fields, repr(self))
+    def table(self) -> Table:
+        """Parameters, fields, and how large entries are (of Kronecker factors: those of the product)."""
+        return table_of(self.fields, (f"{self.samples:,} samples in {self.batches:,} batches", *self.notes))
 
     def plot(self, *names: str) -> Any:
         """How large the entries of these fields (default: of all) are in each parameter: a figure of matplotlib."""

@@ -1,19 +1,14 @@
-"""Results for people: a table in HTML, and a plot."""
+"""Results for people: a table, and a plot."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-
-def sizes(value: Any) -> str:
-    """The shape of a value."""
-    if isinstance(value, list):
-        return " ⊗ ".join(sizes(part) for part in value)
-    return "×".join(str(size) for size in value.shape) or "1"
+from bpk.jacobians.core.tabular import Table
+from bpk.reading import shown
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -36,16 +31,15 @@ def root_mean_square(value: Any) -> float | None:
     return size
 
 
-def as_html(fields: Mapping[str, Mapping[str, Any]], caption: str) -> str:
-    """A table with a row for each field of each parameter."""
+def table_of(fields: Mapping[str, Mapping[str, Any]], notes: Iterable[str]) -> Table:
+    """A row for each field of each parameter."""
     rows = []
     for name, values in fields.items():
         for field, value in values.items():
             size = root_mean_square(value)
-            cells = (name, field, sizes(value), "on disk" if size is None else f"{size:.3g}")
-            rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{title}</th>" for title in ("parameter", "field", "shape", "root mean square"))
-    return f"<table><caption>{html.escape(caption)}</caption><tr>{head}</tr>{''.join(rows)}</table>"
+            on_disk = f"array {list(value.shape)} on disk" if size is None else ""
+            rows.append([name, field, on_disk or shown(value), "" if size is None else f"{size:.2e}"])
+    return Table(("parameter", "field", "value", "root mean square"), rows, [*notes], numbers=(3,))
 
 
 def plot(fields: Mapping[str, Mapping[str, Any]], names: Iterable[str], title: str) -> Any:
