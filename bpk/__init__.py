@@ -16,6 +16,7 @@ roots, and products with curvature blocks.
 
 from bpk import context, extensions
 from bpk.context import CTX, backpack, disable
+from bpk.dataset import Accumulated, accumulate
 from bpk.dropin import install_as_backpack
 from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
 from bpk.jacobians.families.autodiff import Autodiff
@@ -31,10 +32,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CTX",
+    "Accumulated",
     "Autodiff",
     "Fields",
     "Rule",
     "Summed",
+    "accumulate",
     "backpack",
     "check_rule",
     "context",

@@ -47,7 +47,7 @@ class Backward:
         self.sweeps = SharedSweeps(self.extensions)
         self.inspection = Inspection(self.extensions, context.checks_objective)
         self.hooks = Hooks(context.extension_hook)
-        self.parameters = Parameters(self.extensions, self.sweeps.listens, self.hooks.run)
+        self.parameters = Parameters(self.extensions, self.sweeps.listens, self.hooks.run, context.adds_up)
         self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, self.run_hook_early)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters)
         self.kept: list[Record] = []

@@ -82,7 +82,11 @@ class backpack(Settings):
 
     def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
         """A backward pass of this number has come to a recorded call for the first time."""
-        backward = Backward(self, task, under_way)
+        return self.watch(Backward(self, task, under_way))
+
+    @staticmethod
+    def watch(backward: Backward) -> Backward:
+        """Let the engine tell a pass when it is over."""
         engine.when_finished(Ending(backward))
         return backward
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.module_extension import ModuleExtension
+from bpk.extensions.over_batches import OverBatches
 from bpk.jacobians.core.errors import explain
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
 from bpk.plan.quantity import FAIL_SILENT as FAIL_SILENT
@@ -53,6 +54,8 @@ class BackpropExtension:
     """Whether a quantity of first order is refused where samples mix, and is not what the chain rule gives there."""
     needs_total = False
     """Whether the value uses what all parameters of the pass add up to (`share`), in `uses.total`."""
+    over_batches: OverBatches | str | None = None
+    """How the fields of batches make that of all their samples (`bpk.accumulate`), or why they do not."""
     form: Form
     """What the field holds, of an extension that says so by a `definition`."""
 
@@ -125,6 +128,10 @@ class BackpropExtension:
     def of_total(self, total: Tensor, n: int) -> Any:
         """What is handed to every `value` as `uses.total`, computed once. `n` is the size of the batch."""
         return total
+
+    def statistic(self, uses: Any) -> Any:
+        """What `over_batches` adds up: a tensor, or tensors by name. Default: the value."""
+        return self.value(uses)
 
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones (which may be overwritten) and that of the others."""

@@ -8,6 +8,12 @@ from torch import Tensor
 from bpk.jacobians.core.products import add_up
 
 
+def product_of(terms: list[list[Tensor]], input_first: bool) -> list[Tensor]:
+    """The factors that stand for a sum of one or two products: `[G, A]`, or `[A, G]` where `input_first`."""
+    factors = terms[0] if len(terms) == 1 else nearest_kronecker(terms)
+    return factors[::-1] if input_first else factors
+
+
 def nearest_kronecker(terms: list[list[Tensor]]) -> list[Tensor]:
     """The Kronecker product nearest to `G_1 x A_1 + G_2 x A_2` in the Frobenius norm (Van Loan and Pitsianis, 1993).
 

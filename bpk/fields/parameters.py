@@ -41,15 +41,20 @@ class Parameters:
 
     `by_functions` are parameters (by `id`) that plain functions use as well: what observers find is final only when
     backward has ended. `listens` says for each extension which sweep it listens to; `when_done` is called with a module
-    none of whose parameters waits any more.
+    none of whose parameters waits any more. `adds_up`: see `Settings`.
     """
 
     def __init__(
-        self, extensions: Sequence[Quantity], listens: Sequence[Hashable], when_done: Callable[[nn.Module], None]
+        self,
+        extensions: Sequence[Quantity],
+        listens: Sequence[Hashable],
+        when_done: Callable[[nn.Module], None],
+        adds_up: bool = False,
     ) -> None:
         self.extensions = extensions
         self.listens = listens
         self.when_done = when_done
+        self.adds_up = adds_up
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
         self.handles: list[Any] = []
@@ -106,9 +111,11 @@ class Parameters:
             if combining is None or extension.combines == combining:
                 if index not in state.values:
                     self.recycle(state.param, extension, found)
-                    state.values[index] = value_of(extension, found)
+                    state.values[index] = value_of(extension, found, self.adds_up)
                 else:
-                    state.values[index] = extension.combine(own(state.values, index), value_of(extension, found))
+                    state.values[index] = extension.combine(
+                        own(state.values, index), value_of(extension, found, self.adds_up)
+                    )
 
     def save_values(self, params: Iterable[Tensor]) -> None:
         """All columns have reached these parameters; if they were those of the last loss, save the fields."""
@@ -190,7 +197,7 @@ class Parameters:
             if extension.needs_total:
                 self.totals.keep(index, uses)
                 continue
-            self.save(state.param, extension.savefield, value_of(extension, uses))
+            self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up))
         if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
             state.uses, state.gradients = {}, []
             self.announce(state)

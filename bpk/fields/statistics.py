@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import PIECE
-from bpk.fields.nearest_kronecker import nearest_kronecker
+from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
 from bpk.fields.rows import Use as Use
 from bpk.jacobians.core.products import add_up
@@ -89,16 +89,22 @@ class Uses(Products):
 
         A large one of these has the diagonal of its GGN block, as a sparse matrix.
         """
-        return self.memo(("factors", approximation), lambda: self.in_order(self._factors(approximation)))
+        return self.memo(("factors", approximation), lambda: product_of(self.terms(approximation), self.input_first))
 
-    def in_order(self, factors: list[Tensor]) -> list[Tensor]:
-        """Factors in the order in which the rule of the last use lists them."""
-        return factors[::-1] if self.uses[0].rule.input_first(self.uses[0].name) else factors
+    @property
+    def input_first(self) -> bool:
+        """Whether the rule of the last use lists the input factor first."""
+        return self.uses[0].rule.input_first(self.uses[0].name)
+
+    def terms(self, approximation: str = "default") -> list[list[Tensor]]:
+        """`[G, A]` (or `[G]`), and in a second list `[A, G]` of uses that see the parameter transposed."""
+        parts = self.orientations
+        if len(parts) > 1 and all(part.input_factor(approximation) is not None for part in parts):
+            return [parts[0]._factors(approximation), parts[1]._factors(approximation)[::-1]]
+        return [self._factors(approximation)]
 
     def _factors(self, approximation: str) -> list[Tensor]:
         parts = self.orientations
-        if len(parts) > 1 and all(part.input_factor(approximation) is not None for part in parts):
-            return nearest_kronecker([parts[0]._factors(approximation), parts[1]._factors(approximation)[::-1]])
         inputs = self.input_factor(approximation) if len(parts) == 1 else None
         if inputs is None and is_too_large_for_a_block(self.param):
             return [sparse_diagonal(self.squared_sum().flatten())]
@@ -152,12 +158,16 @@ class Uses(Products):
 
     def averaged_factors(self) -> list[Tensor]:
         """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
-        return self.in_order(self._averaged_factors())
+        return product_of(self.averaged_terms(), self.input_first)
 
-    def _averaged_factors(self) -> list[Tensor]:
+    def averaged_terms(self) -> list[list[Tensor]]:
+        """The same factors as `terms`."""
         split = self.orientations
         if len(split) > 1:
-            return nearest_kronecker([split[0]._averaged_factors(), split[1]._averaged_factors()[::-1]])
+            return [split[0]._averaged_factors(), split[1]._averaged_factors()[::-1]]
+        return [self._averaged_factors()]
+
+    def _averaged_factors(self) -> list[Tensor]:
         inputs = self.input_factor()
         require_room(self.param.numel() // (1 if inputs is None else len(inputs)), self.param)
         by_calls = [use for use in self.uses if use.arrived.matrix is not None]

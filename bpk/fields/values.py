@@ -14,10 +14,10 @@ from bpk.recording.membership import around
 from bpk.recording.record import Record
 
 
-def value_of(extension: Quantity, uses: Uses) -> Any:
+def value_of(extension: Quantity, uses: Uses, adds_up: bool = False) -> Any:
     """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
     try:
-        return extension.value(uses)
+        return extension.statistic(uses) if adds_up else extension.value(uses)
     except RuntimeError as error:
         sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})
         if isinstance(error, NotImplementedError) or len(sizes) < 2:

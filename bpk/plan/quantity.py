@@ -54,6 +54,9 @@ class Quantity(Protocol):
     def of_total(self, total: Any, n: int) -> Any:
         """What values use of the total, in a batch of `n` samples."""
 
+    def statistic(self, uses: Any) -> Any:
+        """What of a batch adds up over batches."""
+
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones and that of the others."""
 

@@ -21,7 +21,10 @@ ExtensionHook = Callable[[nn.Module], Any]
 
 @dataclass(eq=False, repr=False)
 class Settings:
-    """What a user asks for with `backpack(...)`, and whether the objective must be made of extended losses only."""
+    """What a user asks for with `backpack(...)`, and whether the objective must be made of extended losses only.
+
+    With `adds_up`, fields hold what adds up over batches (`extension.statistic`) in place of values.
+    """
 
     extensions: tuple[Any, ...]
     extension_hook: ExtensionHook | None
@@ -30,6 +33,7 @@ class Settings:
     chunk_size: int | None
     memory: int | None
     checks_objective: bool = True
+    adds_up: bool = False
 
 
 class Pass(Protocol):

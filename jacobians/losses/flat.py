@@ -12,6 +12,7 @@ from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.curvature import Curvature
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.losses.softmax import divisor
 
 
 class ZeroCurvature(Loss):
@@ -32,6 +33,10 @@ class ZeroCurvature(Loss):
         self.flat = why
         self.least_axes = least_axes
         self.predictions = predictions
+
+    def divides_by(self, call: Call) -> Tensor | int | None:
+        by_class = isinstance(call.options, nn.NLLLoss) and call.options.reduction == "mean"
+        return divisor(call) if by_class else super().divides_by(call)
 
     def together(self, wrts: tuple[int, ...]) -> Curvature:
         return self if set(wrts) <= set(self.predictions) else super().together(wrts)

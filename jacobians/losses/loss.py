@@ -6,6 +6,7 @@ encoder; a variance), `Loss.joint` gives a rule and a call in which these inputs
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.losses import by_autograd
 from bpk.jacobians.losses.curvature import Curvature
 from bpk.jacobians.losses.joint import Joint, joined
@@ -47,6 +49,32 @@ class Loss(Curvature):
         if isinstance(call.options, SideBySide):
             return (0,)
         return tuple(i for i, x in enumerate(call.inputs) if x.requires_grad) or self.predictions
+
+    def divides_by(self, call: Call) -> Tensor | int | None:
+        """By what the loss divides the sum of its terms, which adds up over batches; `None`: it sums.
+
+        Default: what its options and its unreduced terms tell, for losses of `torch.nn` (whose mean it must be).
+        """
+        module, args, kwargs = filled(call.options, call.inputs)
+        reduction = module.__dict__.get("reduction")
+        if type(module).__module__.startswith("torch.nn.") and reduction in ("sum", "mean", "batchmean"):
+            if reduction == "sum":
+                return None
+            each = copy.copy(module)
+            each.__dict__["reduction"] = "none"
+            with torch.no_grad():
+                terms = wide(each(*args, **kwargs))
+            divisor = call.batch_size if reduction == "batchmean" else terms.numel()
+            if torch.isclose(terms.sum() / divisor, wide(call.output.detach()), rtol=1e-2, atol=1e-30):
+                return divisor
+        raise UnsupportedLayer(
+            explain(
+                f"It is not known by what {type(module).__name__} divides the sum of its terms.",
+                "batches must be weighted as one large batch would, and its code does not tell how.",
+                'say so: divisor=lambda batch: len(batch[0]) where it is a mean over samples, divisor="sum" where it '
+                "is a sum.",
+            )
+        )
 
     def joint(self, call: Call, wrts: Sequence[int]) -> Joint:
         """The loss as a function of some of its inputs, side by side as one prediction."""

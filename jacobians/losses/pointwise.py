@@ -77,6 +77,15 @@ class PointwiseLoss(Loss):
         return call.memo(("hessian_diag", torch.is_grad_enabled()), lambda: self._hessian_diag(call))
 
     def _hessian_diag(self, call: Call) -> Tensor:
+        x = call.inputs[0]
+        terms = self._terms(call)
+        return terms.sum_to_size(x.shape) / self.divisor(call, terms.numel())
+
+    def divides_by(self, call: Call) -> int | None:
+        return None if call.options.reduction == "sum" else self.divisor(call, self._terms(call).numel())
+
+    def _terms(self, call: Call) -> Tensor:
+        """The second derivative of every term, in the shape in which the loss has them."""
         x = wide(call.inputs[0])
 
         def tensor(value: Tensor | float | None) -> Tensor:
@@ -87,8 +96,7 @@ class PointwiseLoss(Loss):
         symbols = [tensor(given[s] if s in given else getattr(call.options, s)) for s in derived.hyper]
         weight = tensor(self.weight(call))
         shape = torch.broadcast_shapes(x.shape, call.inputs[1].shape, weight.shape, *[s.shape for s in symbols])
-        terms = (derived.compiled[2](x, *symbols) * weight).expand(shape)
-        return terms.sum_to_size(x.shape) / self.divisor(call, shape.numel())
+        return (derived.compiled[2](x, *symbols) * weight).expand(shape)
 
     def sqrt_hessian(self, call: Call) -> Tensor:
         return one_hot(safe_sqrt(self.hessian_diag(call))).to(call.inputs[0].dtype)

@@ -19,6 +19,21 @@ def _grid(rows: Tensor) -> tuple[Tensor, Tensor]:
     return n[:, None], c
 
 
+def counted(call: Call, weight: Tensor | None) -> Tensor:
+    """The weight of every target `[N, *d]` that is a class; 0 where it is ignored."""
+    target = call.inputs[1].long()
+    counts = target != call.options.ignore_index
+    if weight is None:
+        return counts
+    return torch.where(counts, weight[torch.where(counts, target, 0)], 0.0)
+
+
+def divisor(call: Call) -> Tensor | int:
+    """By what the mean divides: the summed weights of the targets that count, or the number of positions."""
+    x, target = call.inputs[:2]
+    return x.numel() // x.shape[1] if target.shape == x.shape else counted(call, call.options.weight).sum()
+
+
 class SoftmaxCrossEntropy(Loss):
     """Cross-entropy of logits `[N, C, *d]`, with all options of `torch.nn.CrossEntropyLoss`.
 
@@ -31,6 +46,9 @@ class SoftmaxCrossEntropy(Loss):
     """
 
     least_axes = 2
+
+    def divides_by(self, call: Call) -> Tensor | int | None:
+        return None if call.options.reduction == "sum" else divisor(call)
 
     def sqrt_hessian(self, call: Call) -> Tensor:
         x = call.inputs[0]
@@ -114,9 +132,8 @@ class SoftmaxCrossEntropy(Loss):
             weight = torch.einsum("ncp,c->np", t * (1 - smoothing) + smoothing / classes, w)
             total: Tensor | int = n * positions
         else:
-            y = target.long().reshape(n, positions)
-            counts = y != call.options.ignore_index
-            of_target = torch.where(counts, w[torch.where(counts, y, 0)], 0.0)
+            counts = (target.long() != call.options.ignore_index).reshape(n, positions)
+            of_target = counted(call, w).reshape(n, positions)
             weight = (1 - smoothing) * of_target + smoothing * w.mean() * counts
             total = of_target.sum()
         return log_p, weight / total if call.options.reduction == "mean" else weight

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.fields.statistics import nearest_kronecker
+from bpk.fields.nearest_kronecker import nearest_kronecker
 
 VOCAB, WIDTH, N, T = 5, 3, 4, 3
 

@@ -29,6 +29,10 @@ class MatrixProduct(SecondOrderBackpropExtension):
     form = Form.PRODUCT
     curvature: Curvature
     sums_samples = True
+    over_batches = (
+        "its field is a function that belongs to the graph of one batch. For the diagonal or factors of the data set "
+        "use DiagGGNExact, DiagHessian or KFLR"
+    )
 
     def sweep(self) -> Sweep:
         return Tape(self.subsampling)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.over_batches import Rows
 from bpk.fields.statistics import Uses
 
 
@@ -32,6 +33,7 @@ class BatchGrad(GradientExtension):
     field = "grad_batch"
     form = Form.SAMPLES
     needs_rows = True
+    over_batches = Rows()
 
     def value(self, uses: Uses) -> Tensor:
         return uses.all_rows()[0]

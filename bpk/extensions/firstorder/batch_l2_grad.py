@@ -6,6 +6,7 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.over_batches import Rows
 from bpk.fields.statistics import Uses
 
 
@@ -29,6 +30,7 @@ class BatchL2Grad(GradientExtension):
 
     field = "batch_l2"
     form = Form.NUMBERS
+    over_batches = Rows(power=2)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.norm_squared()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.over_batches import Sums
 from bpk.fields.statistics import Uses
 
 
@@ -29,6 +30,7 @@ class SumGradSquared(GradientExtension):
 
     field = "sum_grad_squared"
     form = Form.BATCH
+    over_batches = Sums(power=2)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.squared_sum()

@@ -10,12 +10,40 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import CHUNK, Uses
 from bpk.jacobians.core.numeric import LARGE, wide
 
 ROUNDINGS = 1024
 """A variance that is so many roundings of the mean square, or less, is not left to the difference of the two."""
+
+
+class Moments(OverBatches):
+    """Sums of gradients and of their squared distances from the mean, which are merged without cancellation.
+
+    `sum_n (g_n - m)^2` of two sets of samples together is the sum of both, and `N_1 N_2 / N (m_1 - m_2)^2`.
+
+    Source: Chan, Golub, LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
+    """
+
+    def scaled(self, part: Parts, size: Size) -> Parts:
+        return {"sum": part["sum"] * size.weight(1), "squares": part["squares"] * size.weight(2)}
+
+    def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
+        a, b = of_total.samples, of_other.samples
+        between = other["sum"] / b - total["sum"] / a
+        total["squares"].add_(other["squares"]).addcmul_(between, between, value=a * b / (a + b))
+        total["sum"].add_(other["sum"])
+        return total
+
+    def about(self, total: Parts, size: Size, mean: Tensor) -> Parts:
+        """The same with squared distances from another mean: these are sums, over batches as well as over processes."""
+        off = total["sum"] / size.samples - mean
+        return {"sum": total["sum"], "squares": total["squares"].addcmul(off, off, value=size.samples)}
+
+    def whole(self, total: Parts, size: Size) -> Tensor:
+        return total["squares"] / (size.samples * size.weight(2))
 
 
 class Variance(GradientExtension):
@@ -41,6 +69,7 @@ class Variance(GradientExtension):
     field = "variance"
     form = Form.BATCH
     needs_gradient = True
+    over_batches = Moments()
 
     def value(self, uses: Uses) -> Tensor:
         n = uses.batch_size
@@ -50,6 +79,9 @@ class Variance(GradientExtension):
         if torch.is_grad_enabled():
             return (squares - (total / n).square()).clamp(min=0)
         return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)
+
+    def statistic(self, uses: Uses) -> Parts:
+        return {"sum": wide(uses.summed()), "squares": wide(self.value(uses)) * uses.batch_size}
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return self.magnitude(plain) - (plain.gradients.sum(0) / plain.batch_size).square()

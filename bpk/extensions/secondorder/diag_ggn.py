@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.over_batches import Rows, Sums
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.statistics import Uses, add_into
 
@@ -42,6 +43,7 @@ class DiagGGNExact(DiagGGN):
 
     field = "diag_ggn_exact"
     form = Form.BATCH
+    over_batches = Sums()
     sums_rows = True
     sums_samples = True
     linear_in_terms = True
@@ -68,6 +70,7 @@ class DiagGGNMC(SampledRootExtension, DiagGGN):
 
     field = "diag_ggn_mc"
     form = Form.BATCH
+    over_batches = Sums()
     sums_samples = True
     linear_in_terms = True
 
@@ -92,6 +95,7 @@ class BatchDiagGGNExact(DiagGGN):
 
     field = "diag_ggn_exact_batch"
     form = Form.SAMPLES
+    over_batches = Rows()
     needs_samples = True
 
 
@@ -114,6 +118,7 @@ class BatchDiagGGNMC(SampledRootExtension, DiagGGN):
 
     field = "diag_ggn_mc_batch"
     form = Form.SAMPLES
+    over_batches = Rows()
     needs_samples = True
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.over_batches import Rows, Sums
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses, add_into
 from bpk.sweeps.signed import SignedHessian
@@ -52,6 +53,7 @@ class DiagHessian(HessianDiagonal):
 
     field = "diag_h"
     form = Form.BATCH
+    over_batches = Sums()
     sums_samples = True
 
 
@@ -75,6 +77,7 @@ class BatchDiagHessian(HessianDiagonal):
 
     field = "diag_h_batch"
     form = Form.SAMPLES
+    over_batches = Rows()
     needs_samples = True
 
 

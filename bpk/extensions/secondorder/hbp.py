@@ -10,7 +10,9 @@ from torch import Tensor
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.definition import Form
+from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.sweeps.averaged import Averaged
@@ -41,6 +43,33 @@ class ExpectationApproximation(Enum):
 
 
 APPROXIMATIONS = ("default", "expand", "reduce")
+
+
+NAMES = (("G", "A"), ("A transposed", "G transposed"))
+"""What factors are called while they add up; the second ones are those of uses that see the parameter transposed."""
+
+
+class Factors(Sums):
+    """`G` is a sum over samples that carries the loss scaling, `A` a mean over samples: each adds up by itself.
+
+    Parts are in the order of the factors. Where some uses see the parameter transposed, the nearest Kronecker product
+    is taken of the sums.
+    """
+
+    def weight(self, name: str, size: Size) -> float:
+        return size.samples if name.startswith("A") else size.weight(1)
+
+    def whole(self, total: Parts, size: Size) -> list[Tensor]:
+        known = {name: x / self.weight(name, size) for name, x in total.items()}
+        order = list(known)
+        terms = [[known[name] for name in names if name in known] for names in NAMES]
+        return product_of([term for term in terms if term], order.index("G") > 0 and order[-1] == "G")
+
+
+NOT_A_SUM = (
+    "its recursion is averaged over the batch at every layer, so that the factors of batches do not make those of one "
+    "large batch"
+)
 
 
 class HBP(SecondOrderBackpropExtension):
@@ -77,6 +106,7 @@ class HBP(SecondOrderBackpropExtension):
     """
 
     form = Form.FACTORS
+    over_batches = Factors()
 
     def __init__(
         self,
@@ -111,6 +141,8 @@ class HBP(SecondOrderBackpropExtension):
         self.ea_strategy = ea_strategy
         self.mc_samples = positive("mc_samples", mc_samples)
         self.approximation = approximation
+        if backprop_strategy is BackpropStrategy.BATCH_AVERAGE:
+            self.over_batches = Factors(approximates=NOT_A_SUM)
 
     def get_num_mc_samples(self) -> int | None:
         return self.mc_samples if self.loss_hessian_strategy is LossHessianStrategy.SAMPLING else None
@@ -127,6 +159,14 @@ class HBP(SecondOrderBackpropExtension):
         if self.backprop_strategy is BackpropStrategy.SQRT:
             return uses.factors(self.approximation)
         return uses.averaged_factors()
+
+    def statistic(self, uses: Uses) -> Parts:
+        root = self.backprop_strategy is BackpropStrategy.SQRT
+        terms = uses.terms(self.approximation) if root else uses.averaged_terms()
+        named = [
+            pair for names, factors in zip(NAMES, terms, strict=False) for pair in zip(names, factors, strict=False)
+        ]
+        return dict(reversed(named) if uses.input_first else named)
 
 
 class KFAC(HBP):

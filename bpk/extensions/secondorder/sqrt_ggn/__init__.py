@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.over_batches import Rows
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.statistics import Uses
 
@@ -16,6 +17,7 @@ class SqrtGGN(SquareRootExtension):
     form = Form.ROOT
     needs_rows = True
     combines = True
+    over_batches = Rows(power=0.5, axis=1)
 
     def value(self, uses: Uses) -> Tensor:
         return uses.all_rows()

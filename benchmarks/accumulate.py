@@ -1,0 +1,170 @@
+"""What `bpk.accumulate` costs beside the bare passes, whether its memory stays, and whether killed runs end right.
+
+    python -m benchmarks.accumulate                       # overhead: medians of interleaved rounds
+    python -m benchmarks.accumulate --only memory         # 10,000 tiny batches
+    python -m benchmarks.accumulate --only killed         # 20,000 batches, ten SIGKILLs at random moments: minutes
+
+Overhead: the same batches, model and extensions in a loop of `with bpk.backpack(...): loss.backward()` that adds
+nothing up. Seconds are those of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.extensions.backprop_extension import BackpropExtension
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SETS: dict[str, Callable[[], tuple[BackpropExtension, ...]]] = {
+    "gradient": lambda: (),
+    "Variance": lambda: (E.Variance(),),
+    "SumGradSquared, DiagGGNMC": lambda: (E.SumGradSquared(), E.DiagGGNMC()),
+    "KFAC": lambda: (E.KFAC(),),
+}
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def networks() -> dict[str, tuple[nn.Module, Batches]]:
+    """Models and data: batches of 128."""
+    conv = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(4096, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+    mlp = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
+    labels = [torch.randint(10, (128,)) for _ in range(16)]
+    return {
+        "convolutional, 0.3 M": (conv, [(torch.rand(128, 3, 32, 32), y) for y in labels]),
+        "MLP, 0.2 M": (mlp, [(torch.rand(128, 784), y) for y in labels]),
+    }
+
+
+def bare(model: nn.Module, loss_fn: nn.Module, batches: Batches, extensions: tuple[BackpropExtension, ...]) -> None:
+    """The passes alone."""
+    for x, y in batches:
+        for p in model.parameters():
+            p.grad = None
+        loss = loss_fn(model(x), y)
+        with bpk.backpack(*extensions):
+            loss.backward()
+
+
+def overhead(rounds: int) -> None:
+    """Print the ratio of `accumulate` to the passes."""
+    print(f"{'model':<24}{'extensions':<28}{'bare, s':>9}{'ratio':>8}")
+    for name, (model, batches) in networks().items():
+        loss_fn = bpk.extend(nn.CrossEntropyLoss())
+        bpk.extend(model)
+        for what, make in SETS.items():
+            ratios, plain = [], []
+            for k in range(rounds + 1):
+                seconds = {}
+                for adds in (True, False) if k % 2 else (False, True):
+                    gc.collect()
+                    start = time.process_time()
+                    if adds:
+                        bpk.accumulate(model, loss_fn, batches, *make())
+                    else:
+                        bare(model, loss_fn, batches, make())
+                    seconds[adds] = time.process_time() - start
+                if k:  # the first round warms up
+                    ratios.append(seconds[True] / seconds[False])
+                    plain.append(seconds[False])
+            print(f"{name:<24}{what:<28}{statistics.median(plain):>9.3f}{statistics.median(ratios):>8.3f}", flush=True)
+
+
+def resident() -> int:
+    """Kilobytes of memory in use."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+
+def memory(batches: int) -> None:
+    """Print the memory in use along the way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    known: list[tuple[int, int]] = []
+
+    def step(model: nn.Module, loss_fn: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        known.append((len(known), resident() if len(known) % (batches // 10) == 0 else 0))
+        loss: Tensor = loss_fn(model(batch[0]), batch[1])
+        return loss
+
+    data = ((torch.rand(4, 16), torch.randint(3, (4,))) for _ in range(batches))
+    some = E.Variance(), E.KFAC(), E.DiagGGNExact()
+    bpk.accumulate(model, nn.CrossEntropyLoss(), data, *some, step=step)
+    for number, kilobytes in known:
+        if kilobytes:
+            print(f"batch {number:>6}: {kilobytes / 1024:8.1f} MiB")
+    print(f"at the end:   {resident() / 1024:8.1f} MiB")
+
+
+def killed(batches: int, kills: int) -> None:
+    """Print whether a run that is killed at random moments ends with the same bits as one that is not."""
+    with tempfile.TemporaryDirectory() as name:
+        whole, other = Path(name, "whole"), Path(name, "killed")
+        command = [sys.executable, "-m", "tests.bpk.accumulate_worker"]
+        options = [str(2 * batches), "200"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        start = time.perf_counter()
+        subprocess.run(
+            [*command, str(whole), "uninterrupted", *options], cwd=ROOT, env=environment, check=True,
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        length = time.perf_counter() - start
+        print(f"{batches} batches without a kill: {length:.0f} s", flush=True)
+        draw = random.Random(0)
+        for k in range(kills + 1):
+            worker = subprocess.Popen(
+                [*command, str(other), "checkpointed", *options], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+            )
+            try:
+                worker.wait(None if k == kills else draw.uniform(0.05, 0.35) * length)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                print(f"killed {k + 1} of {kills}", flush=True)
+                worker.wait()
+        one, two = (torch.load(folder / "found.pt") for folder in (whole, other))
+        same = all(
+            torch.equal(a, b)
+            for name, fields in one.items()
+            for field, value in fields.items()
+            for a, b in zip(*(v if isinstance(v, list) else [v] for v in (value, two[name][field])), strict=True)
+        )
+        print("the same bits" if same else "OTHER BITS")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", choices=("overhead", "memory", "killed"), default="overhead")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batches", type=int, help="default: 10,000 of memory, 20,000 of killed")
+    parser.add_argument("--kills", type=int, default=10)
+    given = parser.parse_args()
+    if given.only == "overhead":
+        overhead(given.rounds)
+    elif given.only == "memory":
+        memory(given.batches or 10_000)
+    else:
+        killed(given.batches or 20_000, given.kills)
+
+
+if __name__ == "__main__":
+    main()

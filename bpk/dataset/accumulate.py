@@ -1,0 +1,187 @@
+"""`accumulate`: pass over a data set once, and add up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bpk.context import check_extension, check_fields
+from bpk.dataset.batches import Batches, StepOf
+from bpk.dataset.fingerprint import fingerprint, versions
+from bpk.dataset.keeper import Keeper
+from bpk.dataset.model_as_found import extended, set_aside
+from bpk.dataset.on_disk import OnDisk
+from bpk.dataset.progress import Progress
+from bpk.dataset.randomness import Randomness
+from bpk.dataset.result import Accumulated
+from bpk.dataset.rows import Callback, Handed, InMemory, Sink
+from bpk.dataset.run import DivisorOf, Runner
+from bpk.dataset.totals import Totals
+from bpk.dataset.watched import Watched
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.over_batches import OverBatches, Rows
+from bpk.jacobians.core.errors import explain
+
+
+def accumulate(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    loader: Iterable[Any],
+    *extensions: BackpropExtension,
+    step: StepOf | None = None,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    divisor: DivisorOf | str | None = None,
+    per_sample: bool | str | os.PathLike[str] = False,
+    callback: Callback | None = None,
+    batch_averages: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 100,
+    progress: bool | None = None,
+    chunk_size: int | None = None,
+    memory: int | None = None,
+) -> Accumulated:
+    """Add up the gradient and the quantities of a data set, batch by batch, as one large batch would give them.
+
+    With `reduction="mean"`, each batch has the weight that its samples have in the mean over all: the divisor `d_b` of
+    its loss (samples, entries, or the weights of targets that count) of `D = sum_b d_b`. What is proportional to the
+    power `k` of the loss adds up as `sum_b (d_b / D)^k value_b`; variances are merged by Chan's formula, and factors
+    `G` and `A` each by itself. Memory does not grow with the number of batches, unless rows are kept in it.
+
+    Args:
+        model: Stays in its mode, and keeps its gradients and fields. It is extended for the time being if it is not.
+        loss_fn: The loss, a module.
+        loader: Gives the batches: a `DataLoader`, or anything to iterate over.
+        *extensions: Instances, such as `KFAC()`; without any, the result has the gradient alone.
+        step: `step(model, loss_fn, batch)` gives the loss of a batch (default: `loss_fn(model(x), y)` of pairs).
+        device: Where to move the tensors of batches (default: they stay).
+        autocast: The type for `torch.autocast` in forward passes.
+        divisor: By what the loss of a batch divides, `divisor(batch)`, or `"sum"`, for losses that do not tell.
+        per_sample: Where fields with a row for each sample go: `True` for memory, a folder for memory-mapped arrays.
+        callback: Takes these instead, `callback(batch_index, fields)`: by parameter and field, rows of the summed loss.
+        batch_averages: Allow quantities that are no sums over batches (KFRA), as weighted means of those of batches.
+        checkpoint: A file from which a run that was killed goes on, bit for bit on a processor.
+        every: After how many batches it is written.
+        progress: Show how far it is (default: on terminals).
+        chunk_size: As in `bpk.backpack`.
+        memory: As in `bpk.backpack`.
+
+    Raises:
+        ValueError: If a batch is empty, not finite, or built differently (named by its number from 0); if the loader
+            ends early; if a checkpoint is damaged or that of another run.
+        OSError: If a file cannot be written; what was written before stays.
+
+    >>> import torch, bpk
+    >>> from bpk.extensions import KFAC, Variance
+    >>> data = torch.utils.data.TensorDataset(torch.randn(10, 4), torch.arange(10) % 3)
+    >>> loader = torch.utils.data.DataLoader(data, batch_size=4)
+    >>> result = bpk.accumulate(torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), loader, Variance(), KFAC())
+    >>> result.samples, result.batches, list(result)
+    (10, 3, ['weight', 'bias'])
+    >>> result["weight"]["variance"].shape, [tuple(factor.shape) for factor in result["weight"]["kfac"]]
+    (torch.Size([3, 4]), [(3, 3), (4, 4)])
+    """
+    check(every, divisor)
+    rules = combinations(extensions, batch_averages)
+    check_fields(extensions)
+    sink = sink_for({field: rule for field, rule in rules.items() if isinstance(rule, Rows)}, per_sample, callback)
+    totals = Totals({field: rule for field, rule in rules.items() if not isinstance(rule, Rows)})
+    context = Watched(*extensions, asks=divisor is None, chunk_size=chunk_size, memory=memory)
+    at = None if device is None else torch.device(device)
+    runner = Runner(model, loss_fn, context, step, at, autocast, divisor)
+    with set_aside(runner.params, (*rules,)), extended(model, loss_fn):
+        options = {"autocast": autocast, "batch_averages": batch_averages, "per_sample": bool(per_sample)}
+        known = {} if checkpoint is None else fingerprint(model, loss_fn, extensions, loader, options)
+        keeper = Keeper(checkpoint, every, totals, sink, runner, Randomness(loader), known)
+        done, now = keeper.take_up()
+        if not done:
+            add_up(Batches(loader), keeper, now, progress)
+    return result_of(totals, sink, extensions)
+
+
+def add_up(batches: Batches, keeper: Keeper, now: dict[str, Any] | None, progress: bool | None) -> None:
+    """Pass over the batches, from where an earlier run was; `now` are the states of random generators there."""
+    totals, sink = keeper.totals, keeper.sink
+    if now is not None and totals.batches:
+        batches.skip(totals.batches)
+        keeper.randomness.set(now)
+    shown = Progress(batches.announced, totals.batches, progress)
+    for number, batch in batches:
+        one = keeper.runner.run(number, batch)
+        if sink.rules:
+            sink.add(number, {f: {name: x[""] for name, x in one.fields[f].items()} for f in sink.rules}, one.size)
+        totals.add(one.fields, one.size, one.loss)
+        shown.step(one.size.samples)
+        del one  # its memory is that of the next batch's gradients and fields
+        keeper.added()
+    totals.require_finite()
+    keeper.write(done=True)
+    shown.close()
+
+
+def result_of(totals: Totals, sink: Sink, extensions: Sequence[BackpropExtension]) -> Accumulated:
+    """What was added up, as the fields of one large batch."""
+    size = totals.size
+    assert size is not None
+    fields = totals.whole()
+    for name, values in sink.whole(size).items():
+        fields.setdefault(name, {}).update(values)
+    rules = [(e.savefield, e.over_batches) for e in extensions]
+    notes = tuple(
+        f"{f}: {rule.approximates}" for f, rule in rules if isinstance(rule, OverBatches) and rule.approximates
+    )
+    loss = totals.loss / size.weight(1)
+    return Accumulated(fields, size.samples, totals.batches, size.divisor, loss, notes, versions())
+
+
+def combinations(extensions: Sequence[BackpropExtension], batch_averages: bool) -> dict[str, OverBatches]:
+    """By field: how it is made of those of batches; refuses what is not."""
+    rules: dict[str, OverBatches] = {}
+    for extension in extensions:
+        check_extension(extension)
+        rule, reason, do = extension.over_batches, "", "leave it out, and add up in a loop over the loader yourself."
+        if extension.subsampling is not None:
+            reason, do = (
+                "subsampling= chooses samples of a batch",
+                "pass a loader of torch.utils.data.Subset(dataset, ...).",
+            )
+        elif extension.has_module_extensions:
+            reason = "nothing tells how what a hand-written module extension returns adds up"
+        elif not isinstance(rule, OverBatches):
+            reason = rule or f"{type(extension).__name__} does not declare over_batches"
+        elif rule.approximates and not batch_averages:
+            reason, do = rule.approximates, "use KFLR or KFAC, or batch_averages=True for the batches' weighted mean."
+        if reason:
+            raise ValueError(explain(f"{extension} cannot be accumulated over batches.", f"{reason}.", do))
+        assert isinstance(rule, OverBatches)
+        rules[extension.savefield] = rule
+    return rules
+
+
+def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], callback: Callback | None) -> Sink:
+    """Where rows of samples go."""
+    if callback is not None:
+        return Handed(rules, callback)
+    if rules and not per_sample:
+        raise ValueError(
+            explain(
+                f"It is not said where {', '.join(rules)} go.",
+                "they have a row for each sample of the data set, which may be more than fits into memory.",
+                "pass per_sample=folder for memory-mapped arrays, callback=function(batch_index, fields), or "
+                "per_sample=True to keep all rows in memory.",
+            )
+        )
+    return InMemory(rules) if isinstance(per_sample, bool) else OnDisk(rules, Path(per_sample))
+
+
+def check(every: int, divisor: DivisorOf | str | None) -> None:
+    """Refuse options that mean nothing."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every={every!r} is no number of batches: pass a whole number of at least 1.")
+    if not (divisor is None or divisor == "sum" or callable(divisor)):
+        raise ValueError(f'divisor={divisor!r} is neither a function of a batch nor "sum".')

@@ -1,0 +1,120 @@
+"""The batches of a loader: moved to a device, looked at before anything is computed, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.errors import explain
+
+StepOf = Callable[[nn.Module, nn.Module, Any], Tensor]
+"""`step(model, loss_fn, batch)` gives the loss of a batch."""
+
+
+def loss_of_pair(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+    """The loss of a batch `(x, y)`."""
+    x, y = batch
+    loss: Tensor = loss_fn(model(x), y)
+    return loss
+
+
+def require_pair(number: int, batch: Any) -> None:
+    """Refuse a batch that is no pair, where nobody says what to make of it."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(
+            explain(
+                f"Batch {number} of the loader is {form_of(batch)}, and no pair (x, y).",
+                "accumulate(...) computes loss_fn(model(x), y) unless it is told what to compute.",
+                "pass step=lambda model, loss_fn, batch: loss_fn(model(batch['x']), batch['y']), or what your batch "
+                "needs.",
+            )
+        )
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches a loader announces."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class Batches:
+    """The batches of a loader with their numbers from 0; all must be built alike, and as many as announced."""
+
+    def __init__(self, loader: Any) -> None:
+        self.announced, self.count, self.form = length_of(loader), 0, ""
+        self.batches = iter(loader)
+
+    def skip(self, count: int) -> None:
+        """Take so many batches for which nothing is to be done."""
+        while self.count < count and self.following() is not None:
+            pass
+        if self.count < count:
+            raise ValueError(self.ended(f"the checkpoint was written after {count}."))
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        while (batch := self.following()) is not None:
+            yield self.count - 1, batch[0]
+        if not self.count:
+            raise ValueError(self.ended("there is nothing to add up."))
+        if self.announced is not None and self.count < self.announced:
+            raise ValueError(
+                self.ended("it announces more by its length: what was added up is not the whole data set.")
+            )
+
+    def following(self) -> tuple[Any] | None:
+        """The next batch, if there is one."""
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            return None
+        here = form_of(batch)
+        self.form = self.form or here
+        if here != self.form:
+            raise ValueError(
+                explain(
+                    f"Batch {self.count} of the loader is built differently from batch 0.",
+                    f"batch 0 was {self.form}, and this one is {here}.",
+                    "let dataset and collate_fn give all batches the same structure and types.",
+                )
+            )
+        self.count += 1
+        return (batch,)
+
+    def ended(self, why: str) -> str:
+        """The refusal of a loader that has too little."""
+        announced = "" if self.announced is None else f" of {self.announced}"
+        return explain(
+            f"The loader ended after {self.count} batches{announced}.",
+            why,
+            "look into its dataset and sampler; a generator that was used before is at its end.",
+        )
+
+
+def form_of(batch: Any) -> str:
+    """How a batch is built, in words: sizes do not count, nor does how long a list of equals is."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} tensor of {batch.dim()} axes"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key!r}: {form_of(value)}" for key, value in sorted(batch.items(), key=str)) + "}"
+    if isinstance(batch, list) and batch and len({form_of(part) for part in batch}) == 1:
+        return f"[{form_of(batch[0])}, ...]"
+    if isinstance(batch, (tuple, list)):
+        return f"({', '.join(map(form_of, batch))})"
+    return type(batch).__name__
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [moved(part, device) for part in batch]
+        return type(batch)(parts) if type(batch) in (tuple, list) else type(batch)(*parts)  # a named tuple
+    return batch

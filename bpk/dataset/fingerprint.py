@@ -1,0 +1,65 @@
+"""What a run is: model, loss, extensions and loader, in words that another process can compare."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from bpk.dataset.batches import length_of
+from bpk.extensions.backprop_extension import BackpropExtension
+
+
+def fingerprint(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    extensions: Iterable[BackpropExtension],
+    loader: Any,
+    options: Mapping[str, object],
+) -> dict[str, str]:
+    """All that must be the same, by what it is called in an error."""
+    found = {f"extension {e.savefield}": f"{type(e).__name__}({settings(e)})" for e in extensions}
+    for what, module in (("model", model), ("loss", loss_fn)):
+        found |= {f"the {what}'s layer '{path}'": described(part) for path, part in module.named_modules()}
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        found |= {f"the {what}'s tensor '{name}'": checksum(x) for name, x in tensors}
+    found["the number of batches"] = str(length_of(loader))
+    if isinstance(loader, DataLoader):
+        found["batch_size"] = str(loader.batch_size)
+        found["the length of the data set"] = str(length_of(loader.dataset))
+    return found | {name: str(value) for name, value in options.items()}
+
+
+def described(module: nn.Module) -> str:
+    """A layer, without those inside."""
+    return f"{type(module).__name__}({module.extra_repr()}; {settings(module)})"
+
+
+def settings(thing: object) -> str:
+    """Plain attributes."""
+    plain = (int, float, str, bool, tuple, Enum, type(None))
+    shown = {k: v for k, v in vars(thing).items() if not k.startswith("_") and isinstance(v, plain)}
+    return ", ".join(f"{name}={value!r}" for name, value in sorted(shown.items()))
+
+
+def checksum(x: Tensor) -> str:
+    """Type, shape and a checksum of the numbers."""
+    there = x.detach().to("cpu").contiguous()
+    digest = hashlib.sha256()
+    if there.numel():
+        size = there.numel() * there.element_size()
+        digest.update((ctypes.c_ubyte * size).from_address(there.data_ptr()))
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} {digest.hexdigest()[:16]}"
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers may depend on."""
+    ours = vars(sys.modules["bpk"])["__version__"]  # the package itself imports this file
+    return {"bpk": ours, "torch": torch.__version__}

@@ -1,0 +1,47 @@
+"""A model that is extended while batches pass, and is left as it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor, nn
+
+from bpk.extending import detach, extend
+from bpk.recording.membership import parts_of
+from bpk.recording.state import CTX
+
+
+@contextmanager
+def extended(*modules: nn.Module) -> Iterator[None]:
+    """Extend those of which no part is; afterwards, take the hooks away again from what was not extended before."""
+    before = {id(module) for module in CTX.all_modules()}
+    for module in modules:
+        if not any(id(part) in before for part in parts_of(module).values()):
+            extend(module)
+    try:
+        yield
+    finally:
+        for module in (part for whole in modules for part in whole.modules()):
+            if id(module) not in before:
+                detach(module)
+
+
+@contextmanager
+def set_aside(params: Mapping[str, Tensor], fields: Iterable[str]) -> Iterator[None]:
+    """Put gradients and fields of parameters aside, and back in the end."""
+    with ExitStack() as stack:
+        for param in params.values():
+            stack.callback(put_back, param, param.grad, {f: vars(param)[f] for f in fields if f in vars(param)}, fields)
+            param.grad = None
+            for name in fields:
+                vars(param).pop(name, None)
+        yield
+
+
+def put_back(param: Tensor, grad: Tensor | None, values: Mapping[str, object], fields: Iterable[str]) -> None:
+    """Let a parameter have this gradient and these fields."""
+    param.grad = grad
+    for name in fields:
+        vars(param).pop(name, None)
+    vars(param).update(values)

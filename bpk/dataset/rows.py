@@ -1,0 +1,124 @@
+"""Where fields with a row for each sample go: into memory, or to the user, batch by batch.
+
+Rows are those of the summed loss until its divisor is known, after the last batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpk.extensions.over_batches import Rows, Size
+
+Found = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by field and parameter."""
+
+Callback = Callable[[int, dict[str, dict[str, Tensor]]], Any]
+"""`callback(batch_index, fields)` with rows of the summed loss by parameter and field."""
+
+
+class Sink(ABC):
+    """Takes the rows of one batch after the other. `rules` says for each field along which axis rows are."""
+
+    def __init__(self, rules: Mapping[str, Rows]) -> None:
+        self.rules = rules
+
+    def begin(self) -> None:
+        """Nothing was taken before."""
+
+    @abstractmethod
+    def add(self, number: int, found: Found, size: Size) -> None:
+        """Take the rows of a batch, of its own loss."""
+
+    def whole(self, size: Size) -> dict[str, dict[str, Any]]:
+        """All rows, by parameter and field, of one large batch of this size. Default: there are none."""
+        return {}
+
+    def state(self) -> Any:
+        """What a checkpoint keeps."""
+        return None
+
+    def restore(self, state: Any, done: bool) -> None:
+        """Go on from there; `done` says that all rows were taken."""
+
+    def scaled(self, found: Found, size: Size) -> Iterator[tuple[str, str, Tensor]]:
+        """Field, parameter and rows of the summed loss, `[N, ...]`."""
+        for field, by_name in found.items():
+            for name, rows in by_name.items():
+                yield field, name, self.rules[field].scaled({"": rows}, size)[""].movedim(self.rules[field].axis, 0)
+
+
+class Handed(Sink):
+    """To the user, batch by batch."""
+
+    def __init__(self, rules: Mapping[str, Rows], callback: Callback) -> None:
+        super().__init__(rules)
+        self.callback = callback
+
+    def add(self, number: int, found: Found, size: Size) -> None:
+        fields: dict[str, dict[str, Tensor]] = {}
+        for field, name, rows in self.scaled(found, size):
+            fields.setdefault(name, {})[field] = rows.movedim(0, self.rules[field].axis)
+        self.callback(number, fields)
+
+
+class Stored(Sink):
+    """One batch behind the other; a parameter that a batch did not use has rows of zeros.
+
+    `shapes` has the shape of a row by field and parameter, `count` is the number of rows so far.
+    """
+
+    def __init__(self, rules: Mapping[str, Rows]) -> None:
+        super().__init__(rules)
+        self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+        self.count = 0
+
+    @abstractmethod
+    def append(self, field: str, name: str, rows: Tensor) -> None:
+        """Put rows behind those that are there."""
+
+    def add(self, number: int, found: Found, size: Size) -> None:
+        waiting = dict(self.shapes)
+        for field, name, rows in self.scaled(found, size):
+            key = field, name
+            if waiting.pop(key, None) is None:
+                self.shapes[key] = tuple(rows.shape[1:])
+                if self.count:
+                    self.append(field, name, rows.new_zeros(self.count, *rows.shape[1:]))
+            if tuple(rows.shape[1:]) != self.shapes[key]:
+                raise ValueError(
+                    f"'{field}' of '{name}' has rows {list(rows.shape[1:])} here, {self.shapes[key]} before."
+                )
+            self.append(field, name, rows)
+        for (field, name), shape in waiting.items():
+            self.append(field, name, torch.zeros(size.samples, *shape))
+        self.count += size.samples
+
+
+class InMemory(Stored):
+    """In the memory of the processor."""
+
+    def __init__(self, rules: Mapping[str, Rows]) -> None:
+        super().__init__(rules)
+        self.kept: dict[tuple[str, str], list[Tensor]] = {}
+
+    def append(self, field: str, name: str, rows: Tensor) -> None:
+        known = self.kept.setdefault((field, name), [])
+        known.append(rows.cpu().clone() if not known else rows.to("cpu", known[0].dtype, copy=True))
+
+    def whole(self, size: Size) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for (field, name), parts in self.kept.items():
+            rows = torch.cat(parts).movedim(0, self.rules[field].axis)
+            found.setdefault(name, {})[field] = self.rules[field].whole({"": rows}, size)
+        return found
+
+    def state(self) -> Any:
+        return self.shapes, self.count, self.kept
+
+    def restore(self, state: Any, done: bool) -> None:
+        self.shapes, self.count, self.kept = state

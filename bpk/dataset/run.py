@@ -1,0 +1,167 @@
+"""One batch: its passes, and what is taken from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.dataset.batches import StepOf, loss_of_pair, moved, require_pair
+from bpk.dataset.totals import GRADIENT
+from bpk.dataset.watched import Seen, Watched
+from bpk.extensions.over_batches import Parts, Size
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.losses.loss_call import tensors_anywhere
+
+DivisorOf = Callable[[Any], float]
+"""By what the loss of a batch divides the sum of its terms."""
+
+
+@dataclass
+class OneBatch:
+    """What a batch has brought: statistics by field and parameter, its size and its loss."""
+
+    fields: dict[str, dict[str, Parts]]
+    size: Size
+    loss: float
+
+
+class Runner:
+    """Runs batches through a model, under `context`.
+
+    `first` is what the first batch has shown of its losses, with which others must agree.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: nn.Module,
+        context: Watched,
+        step: StepOf | None,
+        device: torch.device | None,
+        autocast: torch.dtype | None,
+        divisor: DivisorOf | str | None,
+    ) -> None:
+        self.model, self.loss_fn, self.context = model, loss_fn, context
+        self.step = loss_of_pair if step is None else step
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.device, self.autocast, self.divisor = device, autocast, divisor
+        self.first: Seen | None = None
+        self.loss: Any = None
+
+    def run(self, number: int, batch: Any) -> OneBatch:
+        """Forward and backward of one batch; whatever fails says in which one."""
+        if self.step is loss_of_pair:
+            require_pair(number, batch)
+        if any(x.dim() and not len(x) for x in islice(tensors_anywhere(batch), 1)):
+            raise ValueError(not_finite(number, "no samples"))
+        try:
+            return self.passed(number, batch)
+        except Exception as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(f"This was batch {number} of the loader (numbers count from 0).")
+            raise
+
+    def passed(self, number: int, batch: Any) -> OneBatch:
+        """The passes."""
+        if self.device is not None:
+            batch = moved(batch, self.device)
+        for param in self.params.values():
+            param.grad = None
+        kind = next(iter(self.params.values())).device.type
+        cast = nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast)
+        with torch.enable_grad(), self.context:
+            with cast:
+                loss = self.step(self.model, self.loss_fn, batch)
+            self.loss = loss  # until the next one: freed before, the heap would shrink and grow, page by page
+            value = self.checked(number, loss)
+            loss.backward()
+        seen = self.context.seen
+        self.check_losses(number, seen)
+        divisor = seen.divisors[0] if self.divisor is None else self.given_divisor(number, batch)
+        return OneBatch(self.taken(number), seen.size(divisor), value)
+
+    def checked(self, number: int, loss: Any) -> float:
+        """The loss as a number."""
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            raise ValueError(
+                explain(
+                    f"What was computed for batch {number} is no loss: {described(loss)}.",
+                    "its backward pass is what gives the fields.",
+                    "let step(model, loss_fn, batch) return loss_fn(...), a scalar.",
+                )
+            )
+        value = loss.item()
+        if value != value or value in (float("inf"), -float("inf")):
+            raise ValueError(not_finite(number, f"a loss of {value}"))
+        return value
+
+    def check_losses(self, number: int, seen: Seen) -> None:
+        """Refuse a batch without samples or losses, and losses whose batches cannot be weighted alike."""
+        if not seen.divisors:
+            raise RuntimeError(
+                explain(
+                    f"The pass of batch {number} reached no extended loss.",
+                    "the loss says how many samples there are, and by what it divides.",
+                    "compute it with the loss_fn that step(model, loss_fn, batch) is given.",
+                )
+            )
+        if seen.samples < 1 or any(divisor == 0 for divisor in seen.divisors):
+            raise ValueError(not_finite(number, "no samples that count"))
+        first = self.first = self.first or seen
+        share = [(d, d0) for d, d0 in zip(seen.divisors, first.divisors, strict=False) if d is not None and d0]
+        alike = [d is None for d in seen.divisors] == [d is None for d in first.divisors]
+        ratios = {round(d / d0 / (share[0][0] / share[0][1]), 6) for d, d0 in share}
+        mixed = self.divisor is None and share and len(share) < len(seen.divisors)
+        if not alike or len(ratios) > 1 or seen.factors != first.factors or mixed:
+            raise ValueError(
+                explain(
+                    f"The losses of batch {number} are not weighted against each other as those of batch 0.",
+                    f"they divide by {seen.divisors} and have the factors {seen.factors} in the objective; in batch 0 "
+                    f"these were {first.divisors} and {first.factors} (None: a loss that sums). One large batch would "
+                    "weigh them in another way.",
+                    "use one loss, with the same factor in every batch, or call accumulate(...) for each.",
+                )
+            )
+
+    def given_divisor(self, number: int, batch: Any) -> float | None:
+        """What the user says."""
+        if not callable(self.divisor):
+            return None
+        divisor = float(self.divisor(batch))
+        if not 0 < divisor < float("inf"):
+            raise ValueError(not_finite(number, f"a divisor of {divisor}"))
+        return divisor
+
+    def taken(self, number: int) -> dict[str, dict[str, Parts]]:
+        """Statistics of all fields; those of extensions stay on parameters, for the next pass to use their memory."""
+        gradients = {name: p.grad for name, p in self.params.items() if p.grad is not None}
+        norm = nn.utils.get_total_norm(list(gradients.values()))
+        if not torch.isfinite(norm):
+            raise ValueError(not_finite(number, "a gradient that is not finite"))
+        found: dict[str, dict[str, Parts]] = {GRADIENT: {name: {"": x} for name, x in gradients.items()}}
+        for extension in self.context.extensions:
+            field = extension.savefield
+            known = {name: vars(p)[field] for name, p in self.params.items() if field in vars(p)}
+            found[field] = {name: x if isinstance(x, dict) else {"": x} for name, x in known.items()}
+        return found
+
+
+def described(loss: Any) -> str:
+    """A value in a few words."""
+    return f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+
+
+def not_finite(number: int, what: str) -> str:
+    """The refusal of a batch that would spoil all sums."""
+    return explain(
+        f"Batch {number} of the loader has {what}.",
+        "it would spoil the sums of all batches; nothing of it was added.",
+        "look at this batch (numbers count from 0): empty, or with inputs, targets or activations that are not finite?",
+    )

@@ -1,0 +1,103 @@
+"""What has been added up so far, of all batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bpk.extensions.over_batches import OverBatches, Parts, Size, Sums
+from bpk.jacobians.core.errors import explain
+
+GRADIENT = "grad"
+"""The field of the gradient, which is added up beside those of extensions."""
+
+
+class Totals:
+    """Totals of the summed loss by field and parameter, their `size`, and how many `batches` there were.
+
+    `rules` says for each field how batches (or processes) are merged. `loss` is the summed loss.
+    """
+
+    def __init__(self, rules: Mapping[str, OverBatches]) -> None:
+        self.rules = {GRADIENT: Sums(), **rules}
+        self.parts: dict[str, dict[str, Parts]] = {field: {} for field in self.rules}
+        self.size: Size | None = None
+        self.batches = 0
+        self.loss = 0.0
+
+    def add(self, found: Mapping[str, Mapping[str, Parts]], size: Size, loss: float) -> None:
+        """Add the statistics of one batch, by field and parameter; a parameter that it did not use has zeros."""
+        for field, rule in self.rules.items():
+            totals, given = self.parts[field], found.get(field, {})
+            for name in dict.fromkeys((*totals, *given)):
+                totals[name] = self.added(rule, totals.get(name), given.get(name), size)
+        self.loss += loss * size.weight(1)
+        self.size = size if self.size is None else self.size + size
+        self.batches += 1
+
+    def added(self, rule: OverBatches, total: Parts | None, part: Parts | None, size: Size) -> Parts:
+        """One total with one more batch."""
+        if part is None:
+            assert total is not None and self.size is not None
+            return rule.merge(total, self.size, zeros(total), size)
+        if total is not None:
+            assert self.size is not None
+            return rule.add(total, self.size, part, size)
+        total = rule.scaled(part, size)
+        return total if self.size is None else rule.merge(zeros(total), self.size, total, size)
+
+    def merge(self, other: Totals) -> None:
+        """Add the totals of other batches."""
+        if other.size is None:
+            return
+        if self.size is None:
+            self.parts, self.size = other.parts, other.size
+        else:
+            for field, rule in self.rules.items():
+                mine, theirs = self.parts[field], other.parts[field]
+                for name in dict.fromkeys((*mine, *theirs)):
+                    left = mine[name] if name in mine else zeros(theirs[name])
+                    right = theirs[name] if name in theirs else zeros(mine[name])
+                    mine[name] = rule.merge(left, self.size, right, other.size)
+            self.size = self.size + other.size
+        self.loss, self.batches = self.loss + other.loss, self.batches + other.batches
+
+    def whole(self) -> dict[str, dict[str, Any]]:
+        """The fields of one large batch, by parameter."""
+        found: dict[str, dict[str, Any]] = {}
+        for field, rule in self.rules.items():
+            for name, total in self.parts[field].items():
+                assert self.size is not None
+                found.setdefault(name, {})[field] = rule.whole(total, self.size)
+        return found
+
+    def require_finite(self) -> None:
+        """Refuse sums that are spoilt, although losses and gradients of all batches were finite."""
+        for field, by_name in self.parts.items():
+            for name, parts in by_name.items():
+                for x in parts.values():
+                    if not torch.isfinite(x.coalesce().values() if x.is_sparse else x).all():
+                        raise ValueError(
+                            explain(
+                                f"'{field}' of parameter '{name}' is not finite after {self.batches} batches.",
+                                "losses and gradients of all of them were: numbers have overflown on the way.",
+                                "compute in float32 or float64 (autocast=None), or without this extension.",
+                            )
+                        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        size = None if self.size is None else (self.size.samples, self.size.divisor)
+        return {"parts": self.parts, "size": size, "batches": self.batches, "loss": self.loss}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.parts, self.batches, self.loss = state["parts"], state["batches"], state["loss"]
+        self.size = None if state["size"] is None else Size(*state["size"])
+
+
+def zeros(parts: Parts) -> Parts:
+    """The total of batches to which nothing belongs."""
+    return {name: torch.zeros_like(x) for name, x in parts.items()}

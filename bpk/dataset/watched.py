@@ -1,0 +1,94 @@
+"""A backward pass whose fields are what adds up over batches, and which says how large its batch was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from bpk.backward import Backward
+from bpk.context import backpack
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.over_batches import Size
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.losses.loss import Loss
+from bpk.plan.survey import mixes
+from bpk.recording.membership import path_of
+from bpk.recording.opened import Pass
+from bpk.recording.record import Record
+
+
+@dataclass
+class Seen:
+    """What a pass has found out about its batch.
+
+    `samples` are those of the losses. `divisors` has for each loss by what it divides (`None`: it sums), and `factors`
+    its factor in the objective.
+    """
+
+    samples: int = 0
+    divisors: list[float | None] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+
+    def size(self, divisor: float | None) -> Size:
+        """The size of the batch, with this divisor."""
+        return Size(self.samples, divisor)
+
+
+class Watched(backpack):
+    """A context for one backward pass; `seen` is what it has found out.
+
+    `asks` says whether losses are asked by what they divide.
+    """
+
+    def __init__(
+        self,
+        *extensions: BackpropExtension,
+        asks: bool = True,
+        chunk_size: int | None = None,
+        memory: int | None = None,
+    ) -> None:
+        super().__init__(*extensions, chunk_size=chunk_size, memory=memory)
+        self.adds_up = True
+        self.asks = asks
+        self.seen = Seen()
+
+    def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
+        self.seen = Seen()
+        return self.watch(WatchedBackward(self, task, under_way))
+
+
+class WatchedBackward(Backward):
+    """The pass."""
+
+    context: Watched
+
+    def inspect(self, root: Record, node: Node) -> None:
+        super().inspect(root, node)
+        seen, inspection = self.context.seen, self.inspection
+        for loss, above in inspection.above.items():
+            mixing = [*inspection.left, *(record.module for record in above if mixes(record))]
+            if inspection.merged is not None or any(mixes(record) for record in above):
+                raise mixed(mixing[-1:])
+            if isinstance(loss.rule, Loss):
+                seen.samples = inspection.attribution.batch_size(loss)
+                divisor = loss.rule.divides_by(loss.call()) if self.context.asks else None
+                seen.divisors.append(None if divisor is None else float(divisor))
+
+    def work_on(self, record: Record, grad: Tensor) -> None:
+        if isinstance(record.rule, Loss):
+            self.context.seen.factors.append(float(grad))
+        super().work_on(record, grad)
+
+
+def mixed(modules: list[nn.Module]) -> UnsupportedLayer:
+    """The refusal where what a sample adds depends on who else is in its batch."""
+    where = f"'{path_of(modules[0])}' ({type(modules[0]).__name__})" if modules else "A function of the model"
+    return UnsupportedLayer(
+        explain(
+            f"{where} mixes the samples of a batch, so that batches do not add up to a data set.",
+            "what a sample contributes depends on the others in its batch: one large batch would give something else.",
+            "call model.eval(), or replace the layer, such as BatchNorm by GroupNorm.",
+        )
+    )

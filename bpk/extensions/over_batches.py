@@ -1,0 +1,128 @@
+"""How the fields of batches make the field of all their samples, as one large batch would give it.
+
+A loss that takes the mean divides the sum of its terms by a divisor: the number of samples or entries, or the summed
+weights of the targets that count. What is a sum over samples of a power of the loss is therefore added up for the
+*summed* loss, `value * divisor**power`, and divided by the power of the summed divisors in the end. Losses that sum
+have no divisor.
+
+Each extension declares an object of these classes as its `over_batches`. Totals of batches, and of processes, are
+merged in the same way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.numeric import wide
+
+Parts = dict[str, Tensor]
+"""What adds up, by name."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a batch, or a set of batches, is: its samples, and the divisor of its loss (`None`: the loss sums).
+
+    >>> Size(2, 2.0) + Size(3, 3.0)
+    Size(samples=5, divisor=5.0)
+    >>> Size(2, 4.0).weight(0.5), Size(2, None).weight(0.5)
+    (2.0, 1.0)
+    """
+
+    samples: int
+    divisor: float | None
+
+    def __add__(self, other: Size) -> Size:
+        if self.divisor is None or other.divisor is None:
+            assert self.divisor is other.divisor
+            return Size(self.samples + other.samples, None)
+        return Size(self.samples + other.samples, self.divisor + other.divisor)
+
+    def weight(self, power: float) -> float:
+        """What a power of the loss is to be multiplied with to be that of the summed loss."""
+        return 1.0 if self.divisor is None else float(self.divisor**power)
+
+
+class OverBatches(ABC):
+    """How an extension's statistics of batches are merged. Totals are those of the summed loss."""
+
+    approximates: str = ""
+    """Why the result is not that of one large batch, where it is not: it is computed for those who ask for it."""
+
+    @abstractmethod
+    def scaled(self, part: Parts, size: Size) -> Parts:
+        """The statistic of one batch as a total, in memory of its own."""
+
+    @abstractmethod
+    def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
+        """The total of both, in the memory of the first."""
+
+    @abstractmethod
+    def whole(self, total: Parts, size: Size) -> Any:
+        """The field of one batch with all samples."""
+
+    def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
+        """Add the statistic of one more batch to a total, in the total's memory."""
+        return self.merge(total, of_total, self.scaled(part, size), size)
+
+
+class Sums(OverBatches):
+    """Sums over samples of something that is proportional to a `power` of the loss.
+
+    >>> import torch
+    >>> sums, half = Sums(), {"": torch.tensor([3.0])}
+    >>> total = sums.add(sums.scaled(half, Size(1, 1.0)), Size(1, 1.0), half, Size(3, 3.0))
+    >>> sums.whole(total, Size(4, 4.0))
+    tensor([3.])
+    """
+
+    def __init__(self, power: float = 1.0, approximates: str = "") -> None:
+        self.power = power
+        self.approximates = approximates
+
+    def weight(self, name: str, size: Size) -> float:
+        """What a part is multiplied with before it is added up, and divided by in the end."""
+        return size.weight(self.power)
+
+    def scaled(self, part: Parts, size: Size) -> Parts:
+        return {name: wide(x) * self.weight(name, size) for name, x in part.items()}
+
+    def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
+        return {name: added(x, other[name]) for name, x in total.items()}
+
+    def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
+        return {name: added(x, part[name], self.weight(name, size)) for name, x in total.items()}
+
+    def whole(self, total: Parts, size: Size) -> Any:
+        return total[""] / self.weight("", size)
+
+
+def added(total: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:
+    """`total + factor * other`, in the memory of the total (sparse matrices: of their common entries)."""
+    if total.layout is not other.layout:
+        total, other = total.to_dense(), other.to_dense()
+    if total.is_sparse:
+        return (total + other * factor).coalesce()
+    return total.add_(other, alpha=factor)
+
+
+@dataclass(frozen=True)
+class Rows(OverBatches):
+    """A row for each sample along an `axis`, proportional to a `power` of the loss: batches one after the other."""
+
+    power: float = 1.0
+    axis: int = 0
+
+    def scaled(self, part: Parts, size: Size) -> Parts:
+        return {name: wide(x) * size.weight(self.power) for name, x in part.items()}
+
+    def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
+        return {name: torch.cat([x, other[name]], self.axis) for name, x in total.items()}
+
+    def whole(self, total: Parts, size: Size) -> Tensor:
+        return total[""] / size.weight(self.power)

@@ -1,0 +1,334 @@
+"""`bpk.accumulate`: batches of unequal size give what one large batch gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.over_batches import OverBatches, Size
+from bpk.extensions.registry import every_extension
+from bpk.jacobians import PointwiseLoss
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer
+from tests.helpers import mlp
+
+ADDS_UP = [e for e in every_extension() if isinstance(e.over_batches, OverBatches)]
+EXACT = [e for e in ADDS_UP if e.get_num_mc_samples() is None and not e.over_batches.approximates]
+SAMPLED = [e for e in ADDS_UP if e.get_num_mc_samples() is not None]
+PRODUCTS = [e for e in every_extension() if isinstance(e.over_batches, str)]
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def split(x: Tensor, y: Tensor, *sizes: int) -> Batches:
+    """Batches of these sizes."""
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def whole(
+    model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor, *extensions: BackpropExtension
+) -> dict[str, dict[str, Any]]:
+    """The fields of one large batch, and the gradient."""
+    model, loss_fn = bpk.extend(copy.deepcopy(model)), bpk.extend(copy.deepcopy(loss_fn))
+    with bpk.backpack(*extensions):
+        loss_fn(model(x), y).backward()
+    fields = ("grad", *(e.savefield for e in extensions))
+    return {name: {f: getattr(p, f) for f in fields} for name, p in model.named_parameters()}
+
+
+def assert_same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    """The same fields of the same parameters."""
+    assert set(found) == set(expected)
+    for name, fields in expected.items():
+        assert set(found[name]) == set(fields)
+        for field, value in fields.items():
+            pairs = zip(*[v if isinstance(v, list) else [v] for v in (found[name][field], value)], strict=True)
+            for mine, one in pairs:
+                mine, one = (x.to_dense() for x in (mine, one))
+                assert mine.shape == one.shape, (name, field)
+                error = (mine - one).abs().max() / one.abs().max().clamp(min=1e-30)
+                assert error < tolerance, f"{field} of {name}: {error:.1e}"
+
+
+def check(model: nn.Module, loss_fn: nn.Module, batches: Batches, *extensions: BackpropExtension) -> None:
+    """All batches together against one large batch."""
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    found = bpk.accumulate(model, loss_fn, batches, *extensions, per_sample=True)
+    assert_same(found, whole(model, loss_fn, x, y, *extensions))
+    assert found.samples == len(x) and found.batches == len(batches)
+    assert abs(found.loss - loss_fn(model(x), y).item()) < 1e-12
+
+
+def classes(n: int, *shape: int) -> Tensor:
+    """Some labels of three classes, two of them ignored."""
+    labels = torch.randint(3, (n, *shape))
+    labels[1] = labels[n - 2] = -100
+    return labels
+
+
+def real(n: int) -> Tensor:
+    return torch.randn(n, 3, dtype=torch.float64)
+
+
+def zeros_and_ones(n: int) -> Tensor:
+    return torch.rand(n, 3, dtype=torch.float64).round()
+
+
+WEIGHTS = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+
+
+class NotTheMean(nn.Module):
+    """A loss without a rule, whose mean is over samples."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x - y).pow(4).sum() / len(x)
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "ignored targets": (lambda: nn.CrossEntropyLoss(), classes),
+    "class weights": (lambda: nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), classes),
+    "sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), classes),
+    "probabilities": (lambda: nn.CrossEntropyLoss(), lambda n: real(n).softmax(1)),
+    "squares": (lambda: nn.MSELoss(), real),
+    "several labels": (lambda: nn.BCEWithLogitsLoss(weight=WEIGHTS), zeros_and_ones),
+    "means of means": (lambda: nn.MultiLabelSoftMarginLoss(), zeros_and_ones),
+    "no rule": (lambda: nn.MultiMarginLoss(p=2), lambda n: torch.randint(3, (n,))),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_batches_of_unequal_size_give_what_one_large_batch_gives(name: str) -> None:
+    torch.manual_seed(0)
+    loss, targets = LOSSES[name]
+    x = torch.randn(11, 4, dtype=torch.float64)
+    root = name != "no rule"  # MultiMarginLoss is piecewise quadratic, and coupled: no exact square root needed here
+    some = [e for e in EXACT if root or not e.second_order or "Hessian" in str(e)]
+    check(mlp(), loss(), split(x, targets(11), 2, 6, 3), *some)
+
+
+@pytest.mark.parametrize("loss", [nn.NLLLoss(weight=WEIGHTS), nn.NLLLoss(reduction="sum"), nn.L1Loss()])
+def test_losses_without_curvature(loss: nn.Module) -> None:
+    targets = classes(9) if isinstance(loss, nn.NLLLoss) else real(9)
+    model = nn.Sequential(mlp(), nn.LogSoftmax(1))
+    first = [e for e in EXACT if not e.second_order]
+    check(model, loss, split(torch.randn(9, 4, dtype=torch.float64), targets, 4, 3, 2), *first)
+
+
+class Tied(nn.Module):
+    """A table that is the last layer's weight, too: two orientations of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.out(self.table(tokens).tanh()).transpose(1, 2)
+        return out
+
+
+class Flattened(nn.Module):
+    """A language model whose predictions are flattened: rows of the loss are no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm, self.out = nn.Embedding(5, 3), nn.LSTM(3, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.out(self.lstm(self.table(tokens))[0]).flatten(0, 1)
+        return out
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], Callable[[int], Tensor]]] = {
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(2, 2, 2), nn.GroupNorm(1, 2), nn.Flatten(),
+            nn.Linear(50, 3),
+        ),
+        lambda n: torch.randn(n, 1, 4, 4, dtype=torch.float64),
+        classes,
+    ),
+    "tied table": (Tied, lambda n: torch.randint(3, (n, 4)), lambda n: classes(n, 4)),
+    "positions": (
+        lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)),
+        lambda n: torch.randn(n, 2, 4, dtype=torch.float64),
+        lambda n: torch.randn(n, 2, 3, dtype=torch.float64),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_of_other_models(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs, targets = MODELS[name]
+    loss = nn.MSELoss() if name == "positions" else nn.CrossEntropyLoss()
+    check(model().double(), loss, split(inputs(9), targets(9), 1, 5, 3), *EXACT)
+
+
+def test_samples_are_counted_where_predictions_are_flattened() -> None:
+    """Variances and input factors count samples; the mean loss divides by targets that count."""
+    torch.manual_seed(0)
+    x, y = torch.randint(5, (7, 2)), classes(7, 2)
+    batches = [(a, b.flatten()) for a, b in split(x, y, 2, 4, 1)]
+    some = [E.Variance(), E.KFLR(), E.BatchGrad(), E.DiagHessian()]
+    check(Flattened().double(), nn.CrossEntropyLoss(), batches, *some)
+
+
+# ---- sampled quantities: draws that belong to a sample, in whatever batch it is ------------------------
+
+
+class DrawnFromInput(nn.MSELoss):
+    """A loss whose draws are functions of the target, so that they are the same in any batch."""
+
+
+def drawn(call: Call, mc_samples: int) -> Tensor:
+    """Scores that are as good as random."""
+    steps = torch.arange(1, mc_samples + 1, dtype=torch.float64).reshape(-1, *[1] * call.inputs[0].dim())
+    return (1000 * steps * call.inputs[1]).sin() * 2**0.5
+
+
+@pytest.mark.parametrize("extension", SAMPLED, ids=str)
+def test_sampled_quantities_are_those_of_one_large_batch_with_the_same_draws(extension: BackpropExtension) -> None:
+    torch.manual_seed(0)
+    rule = bpk.register(PointwiseLoss("(x - t)**2", DrawnFromInput, draw=drawn))
+    try:
+        x = torch.randn(11, 4, dtype=torch.float64)
+        check(mlp(), DrawnFromInput(), split(x, real(11), 2, 6, 3), type(extension)(mc_samples=3))
+    finally:
+        bpk.unregister(rule)
+
+
+def test_sampled_quantities_estimate_exact_ones() -> None:
+    """Draws of cross-entropy, over batches of unequal size, have the exact quantity as their mean."""
+    torch.manual_seed(0)
+    model, batches = mlp(), split(torch.randn(11, 4, dtype=torch.float64), classes(11), 2, 6, 3)
+    found = bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.DiagGGNMC(20000), E.KFAC(20000), E.KFLR())
+    exact = bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.DiagGGNExact())
+    for name, fields in exact.items():
+        torch.testing.assert_close(found[name]["diag_ggn_mc"], fields["diag_ggn_exact"], rtol=0.1, atol=1e-4)
+        torch.testing.assert_close(found[name]["kfac"][0], found[name]["kflr"][0], rtol=0.1, atol=1e-3)
+
+
+# ---- what is refused, and how the model is left -------------------------------------------------------
+
+
+@pytest.mark.parametrize("extension", PRODUCTS, ids=str)
+def test_products_are_refused(extension: BackpropExtension) -> None:
+    with pytest.raises(ValueError, match="graph of one batch"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], extension)
+
+
+def test_averages_over_the_batch_are_refused_unless_asked_for() -> None:
+    torch.manual_seed(0)
+    batches = split(torch.randn(5, 4, dtype=torch.float64), classes(5), 2, 3)
+    with pytest.raises(
+        ValueError, match=r"KFRA cannot be accumulated.*\n.*averaged over the batch.*\n.*batch_averages"
+    ):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), batches, E.KFRA())
+    found = bpk.accumulate(nn.Linear(4, 3).double(), nn.MSELoss(), split(batches[0][0], real(2), 1, 1), E.KFRA(),
+                           batch_averages=True)  # fmt: skip
+    assert "kfra" in found.notes[0]
+
+
+def test_subsampling_and_rows_without_a_place_are_refused() -> None:
+    with pytest.raises(ValueError, match="Subset"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], E.DiagGGNExact(subsampling=[0]))
+    with pytest.raises(ValueError, match=r"where grad_batch go.*\n.*\n.*callback="):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], E.BatchGrad())
+
+
+def test_samples_that_mix_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    batches = split(torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,)), 2, 3)
+    for extensions in ([], [E.Variance()], [E.DiagGGNExact()]):
+        with pytest.raises(UnsupportedLayer, match=r"'1' .BatchNorm1d. mixes.*\n.*\n.*model.eval"):
+            bpk.accumulate(model, nn.CrossEntropyLoss(), batches, *extensions)
+    check(model.eval(), nn.CrossEntropyLoss(), batches, E.Variance(), E.DiagGGNExact())
+
+
+def test_a_loss_that_does_not_tell_its_divisor() -> None:
+    torch.manual_seed(0)
+    model, batches = mlp(), split(torch.randn(6, 4, dtype=torch.float64), real(6), 2, 4)
+    with pytest.raises(UnsupportedLayer, match=r"by what NotTheMean divides.*\n.*\n.*divisor="):
+        bpk.accumulate(model, NotTheMean(), batches, E.Variance())
+    found = bpk.accumulate(model, NotTheMean(), batches, E.Variance(), divisor=lambda batch: len(batch[0]))
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert_same(found, whole(model, NotTheMean(), x, y, E.Variance()))
+
+
+def test_model_and_loss_are_left_as_they_were() -> None:
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model[0].weight.variance = "the user's"  # type: ignore[union-attr]
+    before = [dict(vars(module)) for module in model.modules()]
+    bpk.accumulate(model, loss_fn, split(torch.randn(5, 4).double(), classes(5), 2, 3), E.Variance())
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())
+    assert model[0].weight.variance == "the user's" and not hasattr(model[0].bias, "variance")  # type: ignore[union-attr]
+    for module, then in zip(model.modules(), before, strict=True):
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert set(vars(module)) - set(then) <= {"_backpack_extend", "_bpk_path"}
+
+
+def test_extended_models_stay_extended() -> None:
+    model, loss_fn = bpk.extend(mlp()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 4).double(), classes(5)
+    bpk.accumulate(model, loss_fn, split(x, y, 2, 3), E.Variance())
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    assert model[0].weight.grad_batch.shape == (5, 3, 4)  # type: ignore[union-attr]
+
+
+class Sometimes(nn.Module):
+    """Uses a layer for some inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x) + (self.other(x) if x[0, 0] > 0 else 0)
+        return out
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True), (False, True, False)])
+def test_a_parameter_that_a_batch_does_not_use_has_zeros(order: tuple[bool, ...]) -> None:
+    torch.manual_seed(0)
+    model, batches = Sometimes().double(), []
+    for used in order:
+        x = torch.randn(3, 4, dtype=torch.float64)
+        x[0, 0] = 1 if used else -1
+        batches.append((x, torch.randint(3, (3,))))
+    some = E.Variance(), E.BatchGrad(), E.DiagGGNExact()
+    found = bpk.accumulate(model, nn.CrossEntropyLoss(), batches, *some, per_sample=True)
+    rows = found["other.weight"]["grad_batch"]
+    assert rows.shape == (3 * len(order), 3, 4)
+    assert [bool(part.any()) for part in rows.split(3)] == list(order)
+    torch.testing.assert_close(found["other.weight"]["variance"], rows.var(0, unbiased=False))
+
+
+def test_variance_does_not_cancel() -> None:
+    """Gradients that hardly differ: by squares less the squared mean, nothing would be left in float32."""
+    torch.manual_seed(0)
+    x = 1000 + torch.randn(64, 4)
+    model = nn.Linear(4, 1, bias=False)
+    step = lambda model, loss_fn, batch: loss_fn(model(batch[0]), batch[1])  # noqa: E731
+    batches = split(x, model(x).detach() - 1 + 1e-4 * torch.randn(64, 1), *[4] * 16)
+    found = bpk.accumulate(model, nn.MSELoss(), batches, E.Variance(), step=step)
+    exact = whole(
+        model.double(), nn.MSELoss(), *(torch.cat(p).double() for p in zip(*batches, strict=True)), E.Variance()
+    )
+    torch.testing.assert_close(found["weight"]["variance"].double(), exact["weight"]["variance"], rtol=1e-2, atol=0)
+
+
+def test_sizes_with_and_without_divisors() -> None:
+    assert Size(2, 2.0) + Size(1, 0.5) == Size(3, 2.5)
+    assert (Size(2, None) + Size(1, None)).weight(2) == 1

@@ -1,0 +1,296 @@
+"""`bpk.accumulate` as users call it: other batches, devices and types, rows, results, and bad input."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import bpk
+from bpk import extensions as E
+from bpk.dataset.progress import Progress
+from tests.bpk.test_accumulate import assert_same, split, whole
+from tests.helpers import mlp
+
+
+def few(n: int = 7) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return mlp(), torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
+
+
+# ---- batches, modes, precision ------------------------------------------------------------------------
+
+
+def test_batches_that_are_dictionaries_take_a_step() -> None:
+    model, x, y = few()
+    batches = [{"inputs": {"x": a}, "labels": b, "names": ["?"] * len(b)} for a, b in split(x, y, 2, 4, 1)]
+
+    def step(model: nn.Module, loss_fn: nn.Module, batch: dict[str, Any]) -> Tensor:
+        loss: Tensor = loss_fn(model(batch["inputs"]["x"]), batch["labels"])
+        return loss
+
+    found = bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.KFLR(), step=step, device="cpu")
+    assert_same(found, whole(model, nn.CrossEntropyLoss(), x, y, E.KFLR()))
+    with pytest.raises(ValueError, match=r"Batch 0 of the loader is \{'inputs': .*no pair.*\n.*\n.*step="):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.KFLR())
+
+
+def test_a_data_loader() -> None:
+    model, x, y = few(11)
+    found = bpk.accumulate(model, nn.CrossEntropyLoss(), DataLoader(TensorDataset(x, y), 4), E.Variance())
+    assert_same(found, whole(model, nn.CrossEntropyLoss(), x, y, E.Variance()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_half_precision(dtype: torch.dtype | None) -> None:
+    """Autocast, or a model in half precision: sums are in float32, and nothing is lost over many batches."""
+    torch.manual_seed(0)
+    x, y = torch.randn(600, 4), torch.randint(3, (600,))
+    model = mlp(torch.float32)
+    exact = whole(model.double(), nn.CrossEntropyLoss(), x.double(), y, E.SumGradSquared(), E.Variance(), E.KFLR())
+    model.float()
+    if dtype is None:
+        model, x = model.bfloat16(), x.bfloat16()
+    batches = split(x, y, *[2] * 300)
+    some = E.SumGradSquared(), E.Variance(), E.KFLR()
+    found = bpk.accumulate(model, nn.CrossEntropyLoss(), batches, *some, autocast=dtype)
+    assert all(x.dtype is torch.float32 for x in (found["0.weight"]["variance"], *found["0.weight"]["kflr"]))
+    assert_same(found, exact, 0.05)
+
+
+def test_two_losses_of_the_same_kind_and_two_that_are_not() -> None:
+    model, x, y = few()
+    loss_fn = nn.CrossEntropyLoss()
+
+    def twice(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        loss: Tensor = loss_fn(out, batch[1]) + 0.5 * loss_fn(2 * out, batch[1])
+        return loss
+
+    found = bpk.accumulate(model, loss_fn, split(x, y, 2, 5), E.Variance(), E.DiagGGNExact(), step=twice)
+    one = bpk.accumulate(model, loss_fn, [(x, y)], E.Variance(), E.DiagGGNExact(), step=twice)
+    assert_same(found, one)
+
+    def scaled(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = loss_fn(model(batch[0]), batch[1]) * len(batch[0])
+        return loss
+
+    with pytest.raises(ValueError, match=r"losses of batch 1 are not weighted"):
+        bpk.accumulate(model, loss_fn, split(x, y, 2, 5), step=scaled)
+    ignoring = nn.CrossEntropyLoss(ignore_index=0)
+
+    def mixed(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        loss: Tensor = loss_fn(out, batch[1]) + bpk.extend(ignoring)(out, batch[1])
+        return loss
+
+    y = torch.tensor([0, 1, 1, 2, 1, 1, 2])
+    with pytest.raises(ValueError, match=r"losses of batch 1 are not weighted.*\n.*divide by \[5.0, 5.0\]"):
+        bpk.accumulate(model, loss_fn, split(x, y, 2, 5), step=mixed)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------
+
+
+def test_rows_for_a_callback() -> None:
+    """Rows of the summed loss, whatever batch a sample is in."""
+    model, x, y = few()
+    seen: list[tuple[int, dict[str, Any]]] = []
+    found = bpk.accumulate(
+        model, nn.CrossEntropyLoss(), split(x, y, 2, 4, 1), E.BatchGrad(), E.SqrtGGNExact(), E.Variance(),
+        callback=lambda number, fields: seen.append((number, fields)),
+    )  # fmt: skip
+    expected = whole(model, nn.CrossEntropyLoss(reduction="sum"), x, y, E.BatchGrad(), E.SqrtGGNExact())
+    assert [number for number, _ in seen] == [0, 1, 2] and set(found["0.bias"]) == {"grad", "variance"}
+    for name in expected:
+        for field, axis in (("grad_batch", 0), ("sqrt_ggn_exact", 1)):
+            rows = torch.cat([fields[name][field] for _, fields in seen], axis)
+            torch.testing.assert_close(rows, expected[name][field])
+
+
+def test_rows_on_disk(tmp_path: Path) -> None:
+    model, x, y = few()
+    some = E.BatchGrad(), E.SqrtGGNExact(), E.BatchL2Grad()
+    found = bpk.accumulate(model, nn.CrossEntropyLoss(), split(x, y, 2, 4, 1), *some, per_sample=tmp_path / "rows")
+    expected = whole(model, nn.CrossEntropyLoss(), x, y, *some)
+    for name, fields in expected.items():
+        for e in some:
+            rows = found[name][e.savefield]
+            assert type(rows).__name__ == "memmap" and rows.shape == tuple(fields[e.savefield].shape)
+            torch.testing.assert_close(torch.tensor(rows), fields[e.savefield])
+    assert not list(tmp_path.glob("*/*/*.rows")) and not list(tmp_path.glob("*/*/*.part"))
+    with pytest.raises(ValueError, match=r"holds rows of an earlier run.*\n.*\n.*another folder"):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), split(x, y, 7), *some, per_sample=tmp_path / "rows")
+
+
+# ---- bad input ----------------------------------------------------------------------------------------
+
+
+def test_batches_that_are_bad_are_named() -> None:
+    model, x, y = few(9)
+    loss_fn = nn.CrossEntropyLoss()
+
+    def third(batch: Any) -> list[Any]:
+        batches: list[Any] = split(x, y, 4, 3, 2)
+        batches[2] = batch
+        return batches
+
+    nan, inf = x[7:].clone(), x[7:].clone()
+    nan[1, 2], inf[0, 0] = float("nan"), float("inf")
+    for bad, what in [
+        ((nan, y[7:]), "Batch 2 of the loader has a loss of nan"),
+        ((x[:0], y[:0]), "Batch 2 of the loader has no samples"),
+        ((x[7:], torch.full((2,), -100)), "Batch 2 of the loader has"),
+        ((x[7:], y[7:], 0), "Batch 2 of the loader is built differently"),
+        ({"x": x[7:], "y": y[7:]}, "Batch 2 of the loader is built differently"),
+        ((x[7:].float(), y[7:]), "Batch 2 of the loader is built differently.*\n.*float64.*float32"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            bpk.accumulate(model, loss_fn, third(bad), E.Variance())
+    with pytest.raises(IndexError) as error:  # a label that there is not
+        bpk.accumulate(model, loss_fn, third((x[7:], y[7:] + 5)))
+    if sys.version_info >= (3, 11):
+        assert error.value.__notes__ == ["This was batch 2 of the loader (numbers count from 0)."]
+
+
+def test_gradients_that_are_not_finite_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)  # type: ignore[operator, union-attr]
+    batches = [(torch.ones(2, 2), torch.ones(2, 1)), (torch.zeros(2, 2), torch.ones(2, 1))]
+    step = lambda model, loss_fn, batch: loss_fn(model(batch[0]).sqrt(), batch[1])  # noqa: E731
+    with pytest.raises(ValueError, match="Batch 1 of the loader has a gradient that is not finite"):
+        bpk.accumulate(model, nn.MSELoss(), batches, step=step)
+
+
+class Announcing(IterableDataset[Any]):
+    """Has fewer samples than it says."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [(torch.ones(4, dtype=torch.float64), 1)] * 5
+
+    def __len__(self) -> int:
+        return 9
+
+
+def test_loaders_that_are_empty_or_end_early() -> None:
+    model = mlp()
+    for empty in ([], iter(()), DataLoader(TensorDataset(torch.zeros(0, 4), torch.zeros(0)), 2)):
+        with pytest.raises(ValueError, match=r"The loader ended after 0 batches.*\n.*nothing to add up"):
+            bpk.accumulate(model, nn.CrossEntropyLoss(), empty)
+    with pytest.raises(ValueError, match=r"The loader ended after 3 batches of 5.*\n.*not the whole data set"):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), DataLoader(Announcing(), 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"divisor": 3}, "divisor=3"),
+        ({"step": lambda m, loss, b: m(b[0])}, "no loss: a tensor"),
+        ({"step": lambda m, loss, b: nn.functional.cross_entropy(m(b[0]), b[1])}, "reached no extended loss"),
+        ({"divisor": lambda batch: 0}, "a divisor of 0"),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], what: str) -> None:
+    model, x, y = few()
+    with pytest.raises((ValueError, RuntimeError), match=what):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), [(x, y)], **options)
+
+
+def test_what_is_no_extension() -> None:
+    with pytest.raises(ValueError, match="the class KFAC instead of an instance"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], E.KFAC)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="both save 'kfac'"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], E.KFAC(), E.KFAC(2))
+
+
+# ---- results ------------------------------------------------------------------------------------------
+
+
+def result(tmp_path: Path) -> bpk.Accumulated:
+    model, x, y = few()
+    some = E.Variance(), E.KFLR(), E.BatchGrad(), E.SqrtGGNExact()
+    return bpk.accumulate(model, nn.CrossEntropyLoss(), split(x, y, 3, 4), *some, per_sample=tmp_path / "rows")
+
+
+def test_results_show_themselves(tmp_path: Path) -> None:
+    found = result(tmp_path)
+    assert repr(found).splitlines()[4].startswith("0.weight   kflr            list of Tensor [3, 3], Tensor [4, 4]")
+    assert repr(found).endswith("\n7 samples in 2 batches")
+    assert list(found.field("kflr")) == ["0.weight", "0.bias", "2.weight", "2.bias"] and len(found) == 4
+    page = found._repr_html_()
+    assert "<td>0.weight</td><td>grad_batch</td><td>array [7, 3, 4] on disk</td>" in page
+    assert found.versions["torch"] == torch.__version__
+
+
+def test_results_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = result(tmp_path).plot("grad", "variance")
+    assert [axis.get_title() for axis in figure.axes] == ["grad", "variance"]
+    assert [len(axis.patches) for axis in figure.axes] == [4, 4]
+    figure.savefig(io.BytesIO())
+
+
+def test_results_are_saved(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    found = result(tmp_path)
+    found.fields["0.weight"]["kflr"][1] = found["0.weight"]["kflr"][1].to_sparse()
+    found.save(tmp_path / "result.safetensors")
+    again = bpk.Accumulated.load(tmp_path / "result.safetensors")
+    assert repr(again) == repr(found) and again.loss == found.loss and again.versions == found.versions
+    for name, fields in found.items():
+        assert set(again[name]) == set(fields)
+        for field, value in fields.items():
+            pairs = zip(*[v if isinstance(v, list) else [v] for v in (value, again[name][field])], strict=True)
+            for one, two in pairs:
+                one, two = (x.to_dense() if isinstance(x, Tensor) else torch.tensor(x) for x in (one, two))
+                assert torch.equal(one, two), (name, field)
+    content = (tmp_path / "result.safetensors").read_bytes()
+    (tmp_path / "cut").write_bytes(content[:-9])
+    with pytest.raises(ValueError, match=r"no result of bpk.accumulate, or damaged"):
+        bpk.Accumulated.load(tmp_path / "cut")
+    with pytest.raises(OSError, match="could not be written"):
+        found.save(tmp_path / "no folder" / "result")
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = result(tmp_path)
+    for name in ("safetensors", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'bpk\[results\]'"):
+        found.save(tmp_path / "result")
+    with pytest.raises(ImportError, match=r"pip install 'bpk\[results\]'"):
+        found.plot()
+
+
+# ---- progress -----------------------------------------------------------------------------------------
+
+
+def test_progress_fits_into_its_line() -> None:
+    shown = Progress(200, 100, False)
+    for _ in range(20):
+        shown.step(64)
+    assert shown.line(10.0, 80) == "batch 120 of 200, 0:00:40 left, 1,280 samples, 128 a second"
+    for width in (70, 40, 20, 5, 0):
+        assert len(shown.line(10.0, width)) <= width
+    assert shown.line(10.0, 35) == "batch 120 of 200, 0:00:40 left"
+    assert Progress(None, 0, False).line(1.0, 80) == "batch 0, 0 samples, 0 a second"
+
+
+def test_progress_is_silent_unless_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    model, x, y = few()
+    bpk.accumulate(model, nn.CrossEntropyLoss(), split(x, y, 3, 4))
+    assert capsys.readouterr() == ("", "")
+    times = iter(range(0, 1000, 20))
+    monkeypatch.setattr("bpk.dataset.progress.time.monotonic", lambda: next(times))
+    bpk.accumulate(model, nn.CrossEntropyLoss(), split(x, y, 3, 4), progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[1].startswith("batch 2 of 2, 0:00:00 left, 7 samples") and "\r" not in lines[0]
