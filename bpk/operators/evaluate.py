@@ -1,0 +1,89 @@
+"""A model at one batch: tangents forward, adjoints back, for several vectors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_mode
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bpk.jacobians.second_order.graph import products
+
+Parameters = Mapping[str, Tensor]
+
+
+@contextmanager
+def exact_kernels() -> Iterator[None]:
+    """Attention by kernels that can be differentiated twice, and forward: fused ones cannot."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def evaluate(model: nn.Module, x: Any) -> Tensor:
+    """The output, with its graph."""
+    with torch.enable_grad(), exact_kernels():
+        z: Tensor = model(x)
+    return z
+
+
+def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The output with its graph, and `J m_k` `[K, *out]` for columns `[K, *p]` of these parameters.
+
+    Tangents go along with the forward pass (forward mode); where a function has no derivative in forward mode,
+    `J m_k` is the derivative of `u -> J^T u`.
+    """
+    try:
+        return push_one(model, x, params, mats) if len(mats[0]) == 1 else push_several(model, x, params, mats)
+    except (NotImplementedError, RuntimeError):  # what else was wrong is raised again
+        z = evaluate(model, x)
+        return z, push_backwards(z, params, mats)
+
+
+def push_one(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One vector: output and tangent in the same forward pass."""
+    with forward_mode.dual_level():
+        duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(params.items(), mats, strict=True)}
+        with torch.enable_grad(), exact_kernels():
+            z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
+    return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
+
+
+def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Several vectors: one forward pass carries all tangents."""
+    at = tuple(p.detach() for p in params.values())
+
+    def output(*values: Tensor) -> Tensor:
+        out: Tensor = functional_call(model, dict(zip(params, values, strict=True)), (x,))
+        return out
+
+    with torch.no_grad(), exact_kernels():
+        tangents = vmap(lambda *columns: jvp(output, at, columns)[1], randomness="error")(*mats)
+    return evaluate(model, x), tangents
+
+
+def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
+    """The derivative of `u -> J^T u`, by two backward passes."""
+    leaf = torch.zeros_like(z, requires_grad=True)
+    with torch.enable_grad():
+        pulled = torch.autograd.grad(z, list(params.values()), leaf, create_graph=True, allow_unused=True)
+    pairs = [(p, m) for p, m in zip(pulled, mats, strict=True) if p is not None]
+    found = products([p for p, _ in pairs], [leaf], [m for _, m in pairs])[0] if pairs else None
+    return z.new_zeros(len(mats[0]), *z.shape) if found is None else found
+
+
+def pull(outputs: Sequence[Tensor], params: Parameters, columns: Sequence[Tensor]) -> list[Tensor]:
+    """`J^T c_k` `[K, *p]` for columns `[K, *out]`; zeros where nothing depends on a parameter."""
+    found = products(outputs, list(params.values()), columns)
+    return [
+        p.new_zeros(len(columns[0]), *p.shape) if x is None else x for p, x in zip(params.values(), found, strict=True)
+    ]
