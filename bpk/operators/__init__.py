@@ -2,6 +2,7 @@
 
 from bpk.operators.curvature import GGN, EmpiricalFisher, Fisher, Hessian
 from bpk.operators.jacobian import Jacobian
+from bpk.operators.kfac import KFAC
 from bpk.operators.linear import Adjoint, LinearOperator
 
-__all__ = ["GGN", "Adjoint", "EmpiricalFisher", "Fisher", "Hessian", "Jacobian", "LinearOperator"]
+__all__ = ["GGN", "KFAC", "Adjoint", "EmpiricalFisher", "Fisher", "Hessian", "Jacobian", "LinearOperator"]

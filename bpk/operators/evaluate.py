@@ -51,10 +51,9 @@ def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -
 
 def push_one(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """One vector: output and tangent in the same forward pass."""
-    with forward_mode.dual_level():
+    with forward_mode.dual_level(), torch.enable_grad(), exact_kernels():
         duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(params.items(), mats, strict=True)}
-        with torch.enable_grad(), exact_kernels():
-            z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
+        z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
     return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.context import disable
 from bpk.operators.curvature import AT_ONCE
-from bpk.operators.data import Problem
+from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, push
 from bpk.operators.linear import Adjoint, LinearOperator
 from bpk.recording.state import CTX
@@ -24,13 +24,14 @@ class Jacobian(LinearOperator):
 
     Args:
         model: As for `GGN`.
+        loss_fn: Not used; there so that all operators are made alike. May be `None`.
         loader: Batches `(inputs, anything)`, or one as a tuple.
         check_deterministic: Whether to compare two passes over the data first.
         chunk_size: How many vectors travel together.
 
     >>> import torch, bpk
     >>> model = torch.nn.Linear(2, 3)
-    >>> J = bpk.operators.Jacobian(model, [(torch.ones(4, 2), None), (torch.ones(1, 2), None)])
+    >>> J = bpk.operators.Jacobian(model, None, [(torch.ones(4, 2), None), (torch.ones(1, 2), None)])
     >>> J.shape, (J @ torch.ones(9)).shape, (J.T @ torch.ones(15, 2)).shape
     ((15, 9), torch.Size([15]), torch.Size([9, 2]))
     """
@@ -38,7 +39,8 @@ class Jacobian(LinearOperator):
     def __init__(
         self,
         model: nn.Module,
-        loader: Iterable[tuple[Any, Any]] | tuple[Any, Any],
+        loss_fn: nn.Module | None,
+        loader: Loader,
         check_deterministic: bool = True,
         chunk_size: int = AT_ONCE,
     ) -> None:
