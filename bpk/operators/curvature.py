@@ -13,7 +13,7 @@ from bpk.context import disable
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import explain
 from bpk.operators.data import Loader, Problem
-from bpk.operators.evaluate import evaluate, pull, push
+from bpk.operators.evaluate import evaluate, pull, with_tangents
 from bpk.operators.linear import SymmetricOperator
 from bpk.operators.loss_at import LossAt
 from bpk.recording.state import CTX
@@ -119,7 +119,7 @@ class Hessian(CurvatureOperator):
             value = self.problem.loss_fn(z, y)
             gradient = torch.autograd.grad(value, list(params.values()), create_graph=True, allow_unused=True)
         pairs = [(g, m) for g, m in zip(gradient, mats, strict=True) if g is not None]
-        found = pull([g for g, _ in pairs], params, [m for _, m in pairs])
+        found = pull([g for g, _ in pairs], params, [m for _, m in pairs], together=not self.problem.convolves)
         return found, LossAt(self.problem.loss_fn, z, y)
 
 
@@ -141,7 +141,7 @@ class GGN(CurvatureOperator):
 
     def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
         assert self.problem.loss_fn is not None
-        z, tangents = push(self.problem.model, x, params, mats)
+        z, tangents = with_tangents(self.problem.model, x, params, mats)
         loss = LossAt(self.problem.loss_fn, z, y)
         return pull([z], params, [self.curve(loss, tangents)]), loss
 

@@ -46,6 +46,7 @@ class Problem:
         if isinstance(self.loader, Iterator):
             why = "every product passes over the data once more"
             raise self.refused("an iterator, which can be used once", why, "pass a DataLoader or a list of batches")
+        self.convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
         first = next(iter(self.params.values()))
         self.dtype, self.device = first.dtype, first.device
         if check_deterministic:

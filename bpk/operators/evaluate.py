@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,38 +36,48 @@ def evaluate(model: nn.Module, x: Any) -> Tensor:
     return z
 
 
-def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The output with its graph, and `J m_k` `[K, *out]` for columns `[K, *p]` of these parameters.
+def with_tangents(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The output with its graph, and `J m_k`, see `push`; of one vector in the same forward pass."""
+    if len(mats[0]) == 1:
+        with suppress(NotImplementedError, RuntimeError):  # what else was wrong is raised again
+            return push_one(model, x, params, mats, graph=True)
+    z = evaluate(model, x)
+    return z, push(model, x, params, mats, z)
+
+
+def push(
+    model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], z: Tensor | None = None
+) -> Tensor:
+    """`J m_k` `[K, *out]` for columns `[K, *p]` of these parameters.
 
     Tangents go along with the forward pass (forward mode); where a function has no derivative in forward mode,
-    `J m_k` is the derivative of `u -> J^T u`.
+    `J m_k` is the derivative of `u -> J^T u`, with the output `z`.
     """
-    try:
-        return push_one(model, x, params, mats) if len(mats[0]) == 1 else push_several(model, x, params, mats)
-    except (NotImplementedError, RuntimeError):  # what else was wrong is raised again
-        z = evaluate(model, x)
-        return z, push_backwards(z, params, mats)
+    with suppress(NotImplementedError, RuntimeError):
+        one = len(mats[0]) == 1
+        return push_one(model, x, params, mats, graph=False)[1] if one else push_several(model, x, params, mats)
+    return push_backwards(evaluate(model, x) if z is None else z, params, mats)
 
 
-def push_one(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def push_one(
+    model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], graph: bool
+) -> tuple[Tensor, Tensor]:
     """One vector: output and tangent in the same forward pass."""
-    with forward_mode.dual_level(), torch.enable_grad(), exact_kernels():
+    with forward_mode.dual_level(), torch.set_grad_enabled(graph), exact_kernels():
         duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(params.items(), mats, strict=True)}
         z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
     return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
 
 
-def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
     """Several vectors: one forward pass carries all tangents."""
     at = tuple(p.detach() for p in params.values())
 
-    def output(*values: Tensor) -> Tensor:
-        out: Tensor = functional_call(model, dict(zip(params, values, strict=True)), (x,))
-        return out
+    def tangent(*columns: Tensor) -> Tensor:
+        return jvp(lambda *values: functional_call(model, dict(zip(params, values, strict=True)), (x,)), at, columns)[1]
 
     with torch.no_grad(), exact_kernels():
-        tangents = vmap(lambda *columns: jvp(output, at, columns)[1], randomness="error")(*mats)
-    return evaluate(model, x), tangents
+        return vmap(tangent, randomness="error")(*mats)
 
 
 def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
@@ -80,9 +90,16 @@ def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Ten
     return z.new_zeros(len(mats[0]), *z.shape) if found is None else found
 
 
-def pull(outputs: Sequence[Tensor], params: Parameters, columns: Sequence[Tensor]) -> list[Tensor]:
-    """`J^T c_k` `[K, *p]` for columns `[K, *out]`; zeros where nothing depends on a parameter."""
-    found = products(outputs, list(params.values()), columns)
+def pull(
+    outputs: Sequence[Tensor], params: Parameters, columns: Sequence[Tensor], together: bool = True
+) -> list[Tensor]:
+    """`J^T c_k` `[K, *p]` for columns `[K, *out]`; zeros where nothing depends on a parameter.
+
+    `together` says whether columns go back in one pass; which is slower where they meet convolutions twice.
+    """
+    several = [[*columns]] if together else [[c[k : k + 1] for c in columns] for k in range(len(columns[0]))]
+    found = [products(outputs, list(params.values()), part) for part in several]
     return [
-        p.new_zeros(len(columns[0]), *p.shape) if x is None else x for p, x in zip(params.values(), found, strict=True)
+        p.new_zeros(len(columns[0]), *p.shape) if parts[0] is None else torch.cat(parts)
+        for p, parts in zip(params.values(), zip(*found, strict=True), strict=True)
     ]

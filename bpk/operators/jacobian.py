@@ -55,7 +55,7 @@ class Jacobian(LinearOperator):
     def product(self, mats: list[Tensor]) -> list[Tensor]:
         with disable(), CTX.unseen():
             found = [
-                torch.cat([push(self.problem.model, x, self.problem.params, part)[1] for part in self.chunks(mats)])
+                torch.cat([push(self.problem.model, x, self.problem.params, part) for part in self.chunks(mats)])
                 for x, _ in self.problem.batches()
             ]
         return [torch.cat(found, 1)]
