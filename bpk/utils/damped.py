@@ -45,11 +45,23 @@ class DampedInverse:
         self.bases = [basis for _, basis in pairs]
         self.scale = 1 / (reduce(torch.kron, [values.clamp(min=0) for values, _ in pairs]) + damping)
 
+    @classmethod
+    def of_state(cls, state: dict[str, list[Tensor]], device: torch.device) -> DampedInverse:
+        """The inverse whose `state_dict()` was saved."""
+        made = cls.__new__(cls)
+        made.bases, (made.scale,) = [basis.to(device) for basis in state["bases"]], [x.to(device) for x in state["scale"]]
+        return made
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """Its tensors."""
+        return {"bases": list(self.bases), "scale": [self.scale]}
+
     def __call__(self, mat: Tensor) -> Tensor:
         """The inverse times a vector `[P]`, or columns `[P, V]`."""
         bases = [basis.to(mat.dtype) for basis in self.bases]
         turned = apply_kfac_mat_prod([basis.T for basis in bases], mat)
-        return apply_kfac_mat_prod(bases, (turned.T * self.scale.to(mat.dtype)).T)
+        scale = self.scale.to(mat.dtype).reshape(-1, *[1] * (mat.dim() - 1))
+        return apply_kfac_mat_prod(bases, turned * scale)
 
 
 def eigenvectors(factor: Tensor, where: str = "a Kronecker factor") -> tuple[Tensor, Tensor]:
