@@ -1,8 +1,8 @@
 """Products with operators of a data set, beside curvlinops' own: `python -m benchmarks.operators`.
 
-Each row is one operator of one network, with one batch, times one or ten vectors; KFAC's rows are making the factors and
-the exact inverse. In every round each alternative runs once, in an order that rotates; what is shown is the median of the
-process's own time, on one thread, and the median of the ratio within a round. Products are compared before.
+Each row is one operator of one network, with one batch, times one or ten vectors; KFAC's rows are making the factors,
+and one product. In every round each alternative runs once, in turns; what is shown is the median of the process's own
+time, on one thread, and the median of the ratio within a round. Products are compared before.
 """
 
 from __future__ import annotations

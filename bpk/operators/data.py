@@ -66,7 +66,9 @@ class Problem:
             yield tuple(tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, tuple(batch)))
         if number < 0:
             why = "a mean over no data is not defined"
-            raise self.refused("a loader without batches", why, "pass a DataLoader or a list, not an exhausted iterator")
+            raise self.refused(
+                "a loader without batches", why, "pass a DataLoader or a list, not an exhausted iterator"
+            )
 
     # ---- is it defined ------------------------------------------------------------------------------
     def check(self) -> None:
@@ -96,7 +98,9 @@ class Problem:
             z = self.model(x)
             if not isinstance(z, Tensor):
                 why = "operators are defined for one output"
-                raise self.refused(f"a model that returns {type(z).__name__}", why, "wrap it, so that it gives a tensor")
+                raise self.refused(
+                    f"a model that returns {type(z).__name__}", why, "wrap it, so that it gives a tensor"
+                )
             if twice and not close(z, self.model(x)):
                 why = "it draws random numbers (dropout), so that no two products belong to the same matrix"
                 raise self.refused("a model that gives two results for one input", why, "call model.eval()")

@@ -45,9 +45,7 @@ def with_tangents(model: nn.Module, x: Any, params: Parameters, mats: Sequence[T
     return z, push(model, x, params, mats, z)
 
 
-def push(
-    model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], z: Tensor | None = None
-) -> Tensor:
+def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], z: Tensor | None = None) -> Tensor:
     """`J m_k` `[K, *out]` for columns `[K, *p]` of these parameters.
 
     Tangents go along with the forward pass (forward mode); where a function has no derivative in forward mode,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from bpk.dataset import accumulate
@@ -82,9 +81,9 @@ class KFAC(BlockDiagonal):
 
         Args:
             damping: What is added to the diagonal, a positive number.
-            split: By default the inverse is exact, `(kron(G, A) + damping I)^-1`, by eigenvectors. With `split`, each factor
-                is damped and inverted by itself, `kron((G + g I)^-1, (A + a I)^-1)` with `g a = damping` (Martens and
-                Grosse, section 6.3): cheaper, and another matrix.
+            split: By default the inverse is exact, `(kron(G, A) + damping I)^-1`, by eigenvectors. With `split`, each
+                factor is damped and inverted by itself, `kron((G + g I)^-1, (A + a I)^-1)` with `g a = damping`
+                (Martens and Grosse, section 6.3): cheaper, and another matrix.
         """
         products: dict[str, Product] = {}
         for name, factors in self.factors.items():

@@ -63,7 +63,7 @@ class LinearOperator(ABC):
             return flat.T if several else flat[0]
         back = [x.movedim(0, -1) if several else x[0] for x in products]
         if isinstance(vectors, Mapping):
-            return dict(zip(self.out_shapes, back, strict=True))
+            return dict(zip(self.out_shapes, back, strict=True))  # type: ignore[return-value]
         return back
 
     def to_dense(self) -> Tensor:

@@ -32,8 +32,9 @@ class Preconditioner(ABC):
         preconditioner.step()
         optimizer.step()
 
-    With other extensions: `with bpk.backpack(*preconditioner.extensions, Variance()): ...`. The model is extended, if it
-    was not; the loss has to be (`bpk.extend`). Of several backward passes in one step the last one's curvature counts.
+    With other extensions: `with bpk.backpack(*preconditioner.extensions, Variance()): ...`. The model is extended, if
+    it was not; the loss has to be (`bpk.extend`). Of several backward passes in one step the last one's curvature
+    counts.
 
     Args:
         model: Its trainable parameters are preconditioned, those that get a gradient and curvature.
@@ -46,7 +47,8 @@ class Preconditioner(ABC):
             predictions that the step makes, measured in Kullback-Leibler divergence. `None`: no limit.
         lr: The optimizer's learning rate, for `kl_clip`.
 
-    Source: Martens, Grosse (2015), section 5, for the running means; Ba, Grosse, Martens (2017), section 5, for the limit.
+    Source: Martens, Grosse (2015), section 5, for the running means; Ba, Grosse, Martens (2017), section 5, for the
+    limit.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class Preconditioner(ABC):
                 explain(
                     f"{type(self).__name__}.step() found no curvature.",
                     "the backward pass of this step was run without its extension, or no parameter got a gradient.",
-                    "write `with preconditioner: loss.backward()`, with a loss that was extended (bpk.extend(loss_fn)).",
+                    "write `with preconditioner: loss.backward()`, with an extended loss (bpk.extend(loss_fn)).",
                 )
             )
         self.looks += 1
@@ -159,7 +161,8 @@ class Preconditioner(ABC):
         """The factor that keeps the step within its limit."""
         if self.kl_clip is None or self.lr is None:
             return 1.0
-        products = [torch.sum(v * self.params[name].grad, dtype=torch.float64) for name, v in solved.items()]
+        pairs = [(v, self.params[name].grad) for name, v in solved.items()]
+        products = [torch.sum(v * g, dtype=torch.float64) for v, g in pairs if g is not None]
         length = self.at(self.lr) ** 2 * float(sum(products))
         return min(1.0, (self.kl_clip / length) ** 0.5) if length > 0 else 1.0
 

@@ -60,7 +60,9 @@ class KFAC(Preconditioner):
         return value
 
     def renew(self) -> None:
-        late = list(self.means) if self.due(self.renewal) else [name for name in self.means if name not in self.inverses]
+        late = (
+            list(self.means) if self.due(self.renewal) else [name for name in self.means if name not in self.inverses]
+        )
         for name in late:
             where = f"a Kronecker factor of '{name}'"
             self.inverses[name] = DampedInverse(self.means[name], self.at(self.damping), where)

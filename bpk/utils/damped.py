@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 import torch
@@ -19,8 +19,9 @@ JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
 class DampedInverse:
     """The exact inverse `(kron(*factors) + damping I)^-1`, by the factors' eigenvectors.
 
-    With `F_i = Q_i diag(l_i) Q_i^T` it is `Q diag(1 / (l_1 l_2 ... + damping)) Q^T`, `Q = kron(Q_1, Q_2, ...)`. Negative
-    eigenvalues are rounding of positive semi-definite factors, and count as zero. A sparse factor must be diagonal.
+    With `F_i = Q_i diag(l_i) Q_i^T` it is `Q diag(1 / (l_1 l_2 ... + damping)) Q^T`, `Q = kron(Q_1, Q_2, ...)`.
+    Negative eigenvalues are rounding of positive semi-definite factors, and count as zero. A sparse factor must be
+    diagonal.
 
     Args:
         factors: Symmetric, positive semi-definite matrices.
@@ -49,7 +50,10 @@ class DampedInverse:
     def of_state(cls, state: dict[str, list[Tensor]], device: torch.device) -> DampedInverse:
         """The inverse whose `state_dict()` was saved."""
         made = cls.__new__(cls)
-        made.bases, (made.scale,) = [basis.to(device) for basis in state["bases"]], [x.to(device) for x in state["scale"]]
+        made.bases, (made.scale,) = (
+            [basis.to(device) for basis in state["bases"]],
+            [x.to(device) for x in state["scale"]],
+        )
         return made
 
     def state_dict(self) -> dict[str, list[Tensor]]:
@@ -90,11 +94,14 @@ def split_damping(factors: Sequence[Tensor], damping: float) -> list[float]:
     return [root * mean / middle for mean in means]
 
 
-def eigh(matrix: Tensor, where: str = "a matrix", solve: Callable[[Tensor], object] = torch.linalg.eigh) -> tuple:
+Solver = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def eigh(matrix: Tensor, where: str = "a matrix", solve: Solver = torch.linalg.eigh) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype, on its device.
 
-    Where the solver fails (it does, on graphics cards and with clustered eigenvalues), it is asked again: in float64,
-    on the processor, and there with a little added to the diagonal.
+    Where the solver fails (it may, with clustered eigenvalues), it is asked again: in float64, on the processor, and
+    there with a little added to the diagonal.
     """
     if not matrix.isfinite().all():
         raise ValueError(
@@ -104,15 +111,9 @@ def eigh(matrix: Tensor, where: str = "a matrix", solve: Callable[[Tensor], obje
                 "lower the learning rate, raise the damping, or look for the first batch whose loss is not finite.",
             )
         )
-    symmetric = (wide(matrix) + wide(matrix).T) / 2
-    double = symmetric.double()
-    size = float(double.diagonal().abs().mean()) or 1.0
-    eye = torch.eye(len(double), dtype=torch.float64)
-    attempts = [lambda: symmetric, lambda: double, lambda: double.cpu()]
-    attempts += [lambda jitter=jitter: double.cpu() + jitter * size * eye for jitter in JITTERS]  # type: ignore[misc]
-    for attempt in attempts:
+    for attempt in attempts(matrix):
         try:
-            values, vectors = solve(attempt())  # type: ignore[misc]
+            values, vectors = solve(attempt)
         except torch.linalg.LinAlgError:
             continue
         if values.isfinite().all() and vectors.isfinite().all():
@@ -124,3 +125,16 @@ def eigh(matrix: Tensor, where: str = "a matrix", solve: Callable[[Tensor], obje
             "look at its entries: they may span too many orders of magnitude.",
         )
     )
+
+
+def attempts(matrix: Tensor) -> Iterator[Tensor]:
+    """The matrix in ever more favourable forms."""
+    symmetric = (wide(matrix) + wide(matrix).T) / 2
+    yield symmetric
+    double = symmetric.double()
+    yield double
+    double = double.cpu()
+    yield double
+    size = float(double.diagonal().abs().mean()) or 1.0
+    for jitter in JITTERS:
+        yield double + jitter * size * torch.eye(len(double), dtype=torch.float64)
