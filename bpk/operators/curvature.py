@@ -63,7 +63,7 @@ class CurvatureOperator(SymmetricOperator):
 
     @abstractmethod
     def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
-        """The product with one block of parameters, of the loss of one batch."""
+        """The weighted product with one block of parameters, of the loss of one batch."""
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:
         total: dict[str, Tensor] = {}
@@ -73,15 +73,17 @@ class CurvatureOperator(SymmetricOperator):
         with disable(), CTX.unseen():
             for x, y in self.problem.batches():
                 found, loss = self.of_whole_batch(x, y, vectors)
-                if self.problem.single and self.power == 1:
+                if self.problem.single:
                     return [found[name] for name in self.in_shapes]
-                size = loss.size()
-                whole = size if whole is None else whole + size
-                for name, part in found.items():
-                    part = part * size.weight(self.power)
-                    total[name] = total[name].add_(part) if name in total else part
+                whole = loss.size if whole is None else whole + loss.size
+                total = {name: part + total[name] if name in total else part for name, part in found.items()}
         assert whole is not None
         return [total[name] / whole.weight(1) for name in self.in_shapes]
+
+    def weight(self, loss: LossAt) -> float:
+        """What a batch's product is multiplied with, before sums are divided by the divisor of the whole data."""
+        power = self.power - self.problem.single  # of a single batch, that is done here
+        return loss.size.weight(power) if power else 1.0
 
     def restart(self) -> None:
         """A product begins."""
@@ -116,11 +118,12 @@ class Hessian(CurvatureOperator):
         assert self.problem.loss_fn is not None
         z = evaluate(self.problem.model, x)
         with torch.enable_grad():
-            value = self.problem.loss_fn(z, y)
+            loss = LossAt(self.problem.loss_fn, z, y)
+            value = self.problem.loss_fn(z, y) * self.weight(loss)
             gradient = torch.autograd.grad(value, list(params.values()), create_graph=True, allow_unused=True)
         pairs = [(g, m) for g, m in zip(gradient, mats, strict=True) if g is not None]
         found = pull([g for g, _ in pairs], params, [m for _, m in pairs], together=not self.problem.convolves)
-        return found, LossAt(self.problem.loss_fn, z, y)
+        return found, loss
 
 
 class GGN(CurvatureOperator):
@@ -143,7 +146,7 @@ class GGN(CurvatureOperator):
         assert self.problem.loss_fn is not None
         z, tangents = with_tangents(self.problem.model, x, params, mats)
         loss = LossAt(self.problem.loss_fn, z, y)
-        return pull([z], params, [self.curve(loss, tangents)]), loss
+        return pull([z], params, [self.curve(loss, tangents) * self.weight(loss)]), loss
 
     def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:
         """The middle factor times tangents `[K, N, *out]`."""

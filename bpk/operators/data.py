@@ -108,7 +108,7 @@ class Problem:
             total[0] += z.double().square().sum().cpu()
             if self.loss_fn is not None:
                 loss = LossAt(self.loss_fn, z, y)
-                total[1] += loss.value.double().cpu() * (1 if self.single else loss.size().weight(1))
+                total[1] += loss.value.double().cpu() * (1 if self.single else loss.size.weight(1))
         return total
 
 

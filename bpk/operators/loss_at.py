@@ -34,6 +34,7 @@ class LossAt:
         binding = rule.bind(loss_fn, (point, targets), {})
         self.rule, self.call = rule, Call(binding.options, binding.inputs, {}, self.value).detached()
 
+    @cached_property
     def size(self) -> Size:
         """The divisor of a mean."""
         divisor = self.rule.divides_by(self.call)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.context import backpack
+from bpk.context import backpack, disable
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
+from bpk.recording.state import CTX
 
 Schedule = float | Callable[[int], float]
 """A number, or a function of the step (counted from 0)."""
@@ -76,7 +78,7 @@ class Preconditioner(ABC):
         self.kl_clip, self.lr = kl_clip, lr
         self.steps, self.looks = 0, 0
         self.means: dict[str, Means] = {}
-        self._context: backpack | None = None
+        self._inside = ExitStack()
 
     # ---- what a preconditioner says -------------------------------------------------------------------
     def measured(self, value: Any) -> Means:
@@ -111,17 +113,16 @@ class Preconditioner(ABC):
         return (self.extension,) if not self.means or self.due(self.interval) else ()
 
     def __enter__(self) -> Preconditioner:
-        self._context = backpack(*self.extensions) if self.extensions else None
-        if self._context is not None:
-            self._context.__enter__()
+        if self.extensions:
+            self._inside.enter_context(backpack(*self.extensions))
+        elif not CTX.entered:  # nobody else asks for anything: the forward pass need not be written down
+            self._inside.enter_context(disable())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        context, self._context = self._context, None
-        if context is not None:
-            context.__exit__(kind, error, trace)
+        self._inside.__exit__(kind, error, trace)
 
     @torch.no_grad()
     def step(self) -> None:
