@@ -3,8 +3,8 @@
 Two tasks: the digits that ship with scikit-learn (a convolutional network, the loss of all training data), and
 sequences of a random second-order Markov chain (a small Transformer, the loss of held-out sequences; new data in
 every step). Every method is tuned on one seed, over as many settings as the others: Adam over learning rates and
-`beta_2`, the others over learning rates, damping and `kl_clip`. The setting that reaches the target in the fewest steps is run
-with other seeds. Times are the process's own, on one thread, without those of evaluations.
+`beta_2`, the others over learning rates, damping and `kl_clip`. The setting that reaches the target in the fewest
+steps is run with other seeds. Times are the process's own, on one thread, without those of evaluations.
 """
 
 from __future__ import annotations

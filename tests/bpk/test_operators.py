@@ -15,8 +15,6 @@ import bpk
 from bpk import operators
 from bpk.utils.kroneckers import kfacs_to_mat
 
-curvlinops = pytest.importorskip("curvlinops")
-
 DOUBLE = torch.float64
 
 
@@ -308,7 +306,12 @@ def test_kfac_with_a_sparse_factor_has_an_inverse() -> None:
 # ---- other libraries ----------------------------------------------------------------------------
 
 
-def test_curvlinops_tools_take_operators() -> None:
+@pytest.fixture
+def curvlinops() -> Any:
+    return pytest.importorskip("curvlinops")
+
+
+def test_curvlinops_tools_take_operators(curvlinops: Any) -> None:
     torch.manual_seed(0)
     model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()
     want = matrices(model, nn.CrossEntropyLoss(), x, y)
@@ -326,7 +329,7 @@ def test_curvlinops_tools_take_operators() -> None:
     assert len(grid) == len(density) == 16
 
 
-def test_curvlinops_conjugate_gradients() -> None:
+def test_curvlinops_conjugate_gradients(curvlinops: Any) -> None:
     torch.manual_seed(0)
     model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), torch.randn(7, 3, dtype=DOUBLE)
     ggn = operators.GGN(model, nn.MSELoss(), (x, y))
@@ -353,7 +356,7 @@ def test_scipy() -> None:
     [("GGN", "GGNLinearOperator"), ("EmpiricalFisher", "EFLinearOperator"), ("Hessian", "HessianLinearOperator")],
 )
 @pytest.mark.parametrize("loss", ["mean", "sum", "mse", "mse sum"])
-def test_what_curvlinops_defines_alike(ours: str, theirs: str, loss: str) -> None:
+def test_what_curvlinops_defines_alike(ours: str, theirs: str, loss: str, curvlinops: Any) -> None:
     torch.manual_seed(0)
     model, x = conv().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE)
     loss_fn, y = LOSSES[loss][0](), LOSSES[loss][1]()
@@ -366,7 +369,7 @@ def test_what_curvlinops_defines_alike(ours: str, theirs: str, loss: str) -> Non
 @pytest.mark.parametrize("network", [mlp, conv])
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
 @pytest.mark.parametrize("loss", ["mean", "mse", "mse sum"])
-def test_kfac_of_curvlinops(network: Callable[[], nn.Module], approximation: str, loss: str) -> None:
+def test_kfac_of_curvlinops(network: Callable[[], nn.Module], approximation: str, loss: str, curvlinops: Any) -> None:
     """`expand` differs at biases of convolutions: `bpk` has the exact block, curvlinops takes positions apart."""
     torch.manual_seed(0)
     model, x = network().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE)
