@@ -14,7 +14,7 @@ roots, and products with curvature blocks.
 (torch.Size([3, 4]), torch.Size([3, 4]))
 """
 
-from bpk import context, extensions
+from bpk import context, extensions, operators, preconditioners
 from bpk.context import CTX, backpack, disable
 from bpk.dataset import Accumulated, accumulate
 from bpk.dropin import install_as_backpack
@@ -50,6 +50,8 @@ __all__ = [
     "install_as_backpack",
     "memory_cleanup",
     "ntk",
+    "operators",
+    "preconditioners",
     "predictive_covariance",
     "projected_gradients",
     "register",

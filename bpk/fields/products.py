@@ -112,7 +112,7 @@ class Products(Rows):
                 found.append(part.rotated(right[:, at[:, 0] % rest], left[:, at[0] // rest]).rows().mT)
         return add_up(found).transpose(0, 1)
 
-    def weighted(self, weights: Tensor) -> Tensor:
+    def sum_of_rows(self, weights: Tensor) -> Tensor:
         """`sum_vn w_kvn rows_vn` `[K, *p]`, for weights `[K, V, n]`."""
         sizes = {key: len(blocks[key]) for use in self.uses for blocks in self.blocks_of(use) for key in blocks}
         scales = dict(zip(self.keys, weights.split([sizes[key] for key in self.keys], 1), strict=True))

@@ -78,7 +78,7 @@ def eigenpairs(model: nn.Module, loss: Tensor, k: int = 10, of: str = "ggn", mc_
     found: dict[int, Tensor] = {}
 
     def keep(uses: Uses) -> Tensor:
-        found[id(uses.param)] = uses.weighted(vectors / values.sqrt()[:, None, None])
+        found[id(uses.param)] = uses.sum_of_rows(vectors / values.sqrt()[:, None, None])
         return values
 
     with state.again():  # the same draws

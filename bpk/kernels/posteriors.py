@@ -81,7 +81,8 @@ class Kronecker(Posterior):
         if len(factors) == 1 and factors[0].layout is not torch.strided:
             diagonal = sparse_diagonal_of(factors[0])
             return uses.sample_gram(1 / (self.scale * diagonal.view_as(uses.param) + self.prior_precision))
-        values, bases = zip(*(torch.linalg.eigh(dense(factor)) for factor in uses.in_order(list(factors))), strict=True)
+        in_order = factors[::-1] if uses.input_first else factors
+        values, bases = zip(*(torch.linalg.eigh(dense(factor)) for factor in in_order), strict=True)
         if len(factors) == 1:
             directions = bases[0].T / (self.scale * values[0].clamp(min=0) + self.prior_precision).sqrt()[:, None]
             rows = uses.along(directions.reshape(-1, *uses.param.shape)).transpose(0, 1)

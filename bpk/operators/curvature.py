@@ -1,0 +1,241 @@
+"""Curvature of a loss on a data set: Hessian, GGN, Fisher and empirical Fisher."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bpk.context import disable
+from bpk.extensions.over_batches import Size
+from bpk.jacobians.core.errors import explain
+from bpk.operators.data import Loader, Problem
+from bpk.operators.evaluate import evaluate, pull, with_tangents
+from bpk.operators.linear import SymmetricOperator
+from bpk.operators.loss_at import LossAt
+from bpk.recording.state import CTX
+
+Blocks = Literal["whole", "layer", "parameter"]
+AT_ONCE = 16
+"""How many vectors travel through a batch together, where nothing else is said: each needs the memory of a pass."""
+
+
+class CurvatureOperator(SymmetricOperator):
+    """A matrix `[P, P]` over all trainable parameters: that of the whole data as one large batch.
+
+    A batch counts by the divisor of its mean (targets that count for cross-entropy, entries for MSE), so that batches
+    may be of unequal size; losses that sum are added. Parameters are those of the time of the product.
+
+    Args:
+        model: Called as `model(inputs)`, gives one tensor; extended by `bpk` or not. In eval mode, if it has dropout
+            or BatchNorm.
+        loss_fn: A module, called as `loss_fn(output, targets)`.
+        loader: Batches `(inputs, targets)` that can be passed repeatedly, or one batch as a tuple.
+        blocks: `"whole"`, or block-diagonal by `"layer"` (the module that holds parameters) or by `"parameter"`.
+        check_deterministic: Whether to compare two passes over the data first (two forward passes).
+        chunk_size: How many vectors travel together.
+
+    Raises:
+        ValueError: For random models, BatchNorm in training mode, models that return more than a tensor, loaders that
+            give other data the second time, or can be used once only.
+    """
+
+    power = 1
+    """Of which power of the loss's divisor a product with one batch carries the inverse."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: nn.Module,
+        loader: Loader,
+        blocks: Blocks = "whole",
+        check_deterministic: bool = True,
+        chunk_size: int = AT_ONCE,
+    ) -> None:
+        self.problem = Problem(model, loss_fn, loader, type(self).__name__, check_deterministic)
+        self.in_shapes = self.out_shapes = {name: p.shape for name, p in self.problem.params.items()}
+        self.dtype, self.device = self.problem.dtype, self.problem.device
+        self.blocks = blocked(list(self.in_shapes), blocks)
+        self.chunk_size = chunk_size
+
+    @abstractmethod
+    def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
+        """The weighted product with one block of parameters, of the loss of one batch."""
+
+    def product(self, mats: list[Tensor]) -> list[Tensor]:
+        total: dict[str, Tensor] = {}
+        whole: Size | None = None
+        vectors = dict(zip(self.in_shapes, mats, strict=True))
+        self.restart()
+        with disable(), CTX.unseen():
+            for x, y in self.problem.batches():
+                found, loss = self.of_whole_batch(x, y, vectors)
+                if self.problem.single:
+                    return [found[name] for name in self.in_shapes]
+                whole = loss.size if whole is None else whole + loss.size
+                total = {name: part + total[name] if name in total else part for name, part in found.items()}
+        assert whole is not None
+        return [total[name] / whole.weight(1) for name in self.in_shapes]
+
+    def weight(self, loss: LossAt) -> float:
+        """What a batch's product is multiplied with, before sums are divided by the divisor of the whole data."""
+        power = self.power - self.problem.single  # of a single batch, that is done here
+        return loss.size.weight(power) if power else 1.0
+
+    def restart(self) -> None:
+        """A product begins."""
+
+    def of_whole_batch(self, x: Any, y: Any, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LossAt]:
+        """All blocks, a few vectors at a time."""
+        found: dict[str, list[Tensor]] = {name: [] for name in vectors}
+        count = len(next(iter(vectors.values())))
+        for begin in range(0, count, self.chunk_size):
+            for block in self.blocks:
+                params = {name: self.problem.params[name] for name in block}
+                mats = [vectors[name][begin : begin + self.chunk_size] for name in block]
+                parts, loss = self.of_batch(x, y, params, mats)
+                for name, part in zip(block, parts, strict=True):
+                    found[name].append(part)
+        return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}, loss
+
+
+class Hessian(CurvatureOperator):
+    """The Hessian of the loss, `H = d2 L / dp2`, by differentiating the gradient once more.
+
+    Source: Pearlmutter (1994), Fast exact multiplication by the Hessian.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = torch.nn.Linear(2, 1, bias=False), torch.nn.MSELoss()
+    >>> data = [(torch.ones(3, 2), torch.zeros(3, 1)), (torch.zeros(1, 2), torch.zeros(1, 1))]
+    >>> bpk.operators.Hessian(model, loss_fn, data) @ torch.tensor([1.0, 0.0])  # 2 X^T X v / 4
+    tensor([1.5000, 1.5000])
+    """
+
+    def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
+        assert self.problem.loss_fn is not None
+        z = evaluate(self.problem.model, x)
+        with torch.enable_grad():
+            loss = LossAt(self.problem.loss_fn, z, y)
+            value = self.problem.loss_fn(z, y) * self.weight(loss)
+            gradient = torch.autograd.grad(value, list(params.values()), create_graph=True, allow_unused=True)
+        pairs = [(g, m) for g, m in zip(gradient, mats, strict=True) if g is not None]
+        found = pull([g for g, _ in pairs], params, [m for _, m in pairs], together=not self.problem.convolves)
+        return found, loss
+
+
+class GGN(CurvatureOperator):
+    """The generalised Gauss-Newton matrix `G = sum_n J_n^T H_n J_n`: tangents forward, loss Hessian, adjoints back.
+
+    `J_n` is the Jacobian of the model's output, `H_n` the Hessian of the loss with respect to it.
+
+    Source: Schraudolph (2002), Fast curvature matrix-vector products.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = torch.nn.Linear(2, 3), torch.nn.CrossEntropyLoss()
+    >>> G = bpk.operators.GGN(model, loss_fn, (torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
+    >>> G.shape, (G @ torch.ones(9, 5)).shape
+    ((9, 9), torch.Size([9, 5]))
+    >>> {name: v.shape for name, v in (G @ dict(model.named_parameters())).items()}
+    {'weight': torch.Size([3, 2]), 'bias': torch.Size([3])}
+    """
+
+    def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
+        assert self.problem.loss_fn is not None
+        z, tangents = with_tangents(self.problem.model, x, params, mats)
+        loss = LossAt(self.problem.loss_fn, z, y)
+        return pull([z], params, [self.curve(loss, tangents) * self.weight(loss)]), loss
+
+    def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:
+        """The middle factor times tangents `[K, N, *out]`."""
+        return loss.hessian(tangents)
+
+
+class Fisher(GGN):
+    """The Fisher information, estimated: the GGN with `M` sampled gradients per sample in place of `H_n`.
+
+    `H_n` becomes `S_n S_n^T / M`, with `S_n` gradients at targets drawn from the model's own prediction; the
+    expectation is the Fisher, which is the GGN for the losses of `torch.nn` that are log-likelihoods. Every product
+    uses the same draws, if the loader gives the same batches in the same order.
+
+    Args:
+        mc_samples: Draws `M` per sample.
+        seed: Of the draws.
+        others: See `GGN`.
+
+    Source: Kunstner, Balles, Hennig (2019), Limitations of the empirical Fisher approximation, section 2.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = torch.nn.Linear(2, 3), torch.nn.CrossEntropyLoss()
+    >>> data = (torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))
+    >>> F, G = bpk.operators.Fisher(model, loss_fn, data, mc_samples=20000), bpk.operators.GGN(model, loss_fn, data)
+    >>> torch.allclose(F.to_dense(), G.to_dense(), atol=0.01)
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: nn.Module,
+        loader: Loader,
+        mc_samples: int = 1,
+        seed: int = 0,
+        blocks: Blocks = "whole",
+        check_deterministic: bool = True,
+        chunk_size: int = AT_ONCE,
+    ) -> None:
+        super().__init__(model, loss_fn, loader, blocks, check_deterministic, chunk_size)
+        self.mc_samples, self.seed = mc_samples, seed
+
+    def restart(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def of_whole_batch(self, x: Any, y: Any, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LossAt]:
+        self.draws = int(torch.randint(2**62, (), generator=self.generator))  # the same for all blocks and chunks
+        return super().of_whole_batch(x, y, vectors)
+
+    def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:
+        return loss.sampled(tangents, self.mc_samples, self.draws)
+
+
+class EmpiricalFisher(GGN):
+    """The sum over samples of outer products of gradients, `sum_n g_n g_n^T / D`.
+
+    `g_n` is the gradient of the terms of the loss that belong to row `n` of the model's output, without the divisor
+    `D` of the loss (1 for a loss that sums). Curvlinops' `EFLinearOperator` is the same.
+
+    Source: Kunstner, Balles, Hennig (2019), Limitations of the empirical Fisher approximation.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = torch.nn.Linear(1, 1, bias=False), torch.nn.MSELoss(reduction="sum")
+    >>> x, y = torch.tensor([[1.0], [2.0]]), model(torch.tensor([[1.0], [2.0]])).detach() + 1
+    >>> bpk.operators.EmpiricalFisher(model, loss_fn, (x, y)).to_dense()  # (2 * 1)^2 + (2 * 2)^2
+    tensor([[20.]])
+    """
+
+    power = 2
+
+    def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:
+        return loss.empirical(tangents)
+
+
+def blocked(names: list[str], blocks: str) -> list[list[str]]:
+    """The names of the parameters, by block."""
+    if blocks == "whole":
+        return [names]
+    if blocks == "parameter":
+        return [[name] for name in names]
+    if blocks != "layer":
+        raise ValueError(
+            explain(
+                f"blocks={blocks!r} is not known.",
+                "it says which entries of the matrix are kept.",
+                'pass "whole", "layer" or "parameter".',
+            )
+        )
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(layers.values())

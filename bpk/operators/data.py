@@ -1,0 +1,123 @@
+"""A model, a loss and data: the batches, how they are weighted, and whether products with them are defined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from bpk.context import disable
+from bpk.jacobians.core.errors import explain
+from bpk.operators.evaluate import exact_kernels
+from bpk.operators.loss_at import LossAt
+
+Loader = Iterable[tuple[Any, Any]] | tuple[Any, Any]
+"""Batches of inputs and targets, in an order that may change from pass to pass; or one batch `(inputs, targets)`."""
+
+
+class Problem:
+    """What operators are made of.
+
+    Args:
+        model: Called as `model(inputs)`; gives one tensor.
+        loss_fn: Called as `loss_fn(output, targets)`, or `None`.
+        loader: The batches; or one, as a tuple.
+        name: Of the operator, for messages.
+        check_deterministic: Whether to see that model and loader give the same twice.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: nn.Module | None, loader: Loader, name: str, check_deterministic: bool
+    ) -> None:
+        self.model, self.loss_fn, self.name = model, loss_fn, name
+        self.loader: Iterable[tuple[Any, Any]] = [loader] if is_batch(loader) else loader  # type: ignore[list-item]
+        self.single = isinstance(self.loader, Sequence) and len(self.loader) == 1
+        self.params = {key: p for key, p in model.named_parameters() if p.requires_grad}
+        if loss_fn is not None and not isinstance(loss_fn, nn.Module):
+            raise self.refused("a loss that is no module", "its divisor is read from it", "pass nn.CrossEntropyLoss()")
+        if not self.params:
+            raise self.refused("a model without trainable parameters", "it has no columns", "unfreeze some")
+        if len({(p.dtype, p.device) for p in self.params.values()}) > 1:
+            why = "vectors are of one dtype, on one device"
+            raise self.refused("parameters of several dtypes or devices", why, "convert the model, or freeze some")
+        if isinstance(self.loader, Iterator):
+            why = "every product passes over the data once more"
+            raise self.refused("an iterator, which can be used once", why, "pass a DataLoader or a list of batches")
+        self.convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+        first = next(iter(self.params.values()))
+        self.dtype, self.device = first.dtype, first.device
+        if check_deterministic:
+            self.check()
+
+    def refused(self, what: str, why: str, do: str) -> ValueError:
+        """The error for what no operator can be made of."""
+        return ValueError(explain(f"{self.name}(...) got {what}.", f"{why}.", f"{do}."))
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """Inputs and targets on the model's device."""
+        number = -1
+        for number, batch in enumerate(self.loader):
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                what = f"{type(batch).__name__} as batch {number}"
+                raise self.refused(what, "a batch is a pair (inputs, targets)", "wrap the loader")
+            yield tuple(tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, tuple(batch)))
+        if number < 0:
+            why = "a mean over no data is not defined"
+            raise self.refused(
+                "a loader without batches", why, "pass a DataLoader or a list, not an exhausted iterator"
+            )
+
+    # ---- is it defined ------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Refuse what gives another result the second time, and layers that see the batch as a whole."""
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+                what = f"layer '{path}' ({type(module).__name__}) with the statistics of the batch"
+                why = "its outputs depend on how the data is cut into batches, and it changes its buffers"
+                raise self.refused(what, why, "call model.eval()")
+        before = {key: b.clone() for key, b in self.model.named_buffers()}
+        with disable(), torch.no_grad(), exact_kernels():
+            first, second = self.seen(twice=True), self.seen(twice=False)
+        for key, b in self.model.named_buffers():
+            if not torch.equal(b, before[key]):
+                b.copy_(before[key])
+                why = "products would depend on how often they are computed"
+                raise self.refused(f"a model whose forward pass changes the buffer '{key}'", why, "call model.eval()")
+        if not close(first, second):
+            why = f"the sums of outputs and losses over two passes differ ({first.tolist()}, {second.tolist()})"
+            do = "turn off random augmentation and drop_last; shuffling alone is fine"
+            raise self.refused("a loader that gives other data in its second pass", why, do)
+
+    def seen(self, twice: bool) -> Tensor:
+        """Sums over all batches, of squared outputs and of losses; or a refusal of a model that is random."""
+        total = torch.zeros(2, dtype=torch.float64)
+        for x, y in self.batches():
+            z = self.model(x)
+            if not isinstance(z, Tensor):
+                why = "operators are defined for one output"
+                raise self.refused(
+                    f"a model that returns {type(z).__name__}", why, "wrap it, so that it gives a tensor"
+                )
+            if twice and not close(z, self.model(x)):
+                why = "it draws random numbers (dropout), so that no two products belong to the same matrix"
+                raise self.refused("a model that gives two results for one input", why, "call model.eval()")
+            twice = False
+            total[0] += z.double().square().sum().cpu()
+            if self.loss_fn is not None:
+                loss = LossAt(self.loss_fn, z, y)
+                total[1] += loss.value.double().cpu() * (1 if self.single else loss.size.weight(1))
+        return total
+
+
+def is_batch(loader: Any) -> bool:
+    """Whether this is one batch, not several."""
+    return isinstance(loader, tuple) and len(loader) == 2 and not isinstance(loader[0], tuple)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are the same up to the order of additions."""
+    tolerance = 100 * torch.finfo(torch.float32 if a.dtype is torch.float64 and a.numel() == 2 else a.dtype).eps
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(a.abs().max()), equal_nan=True)

@@ -1,0 +1,103 @@
+"""A model at one batch: tangents forward, adjoints back, for several vectors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_mode
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bpk.jacobians.second_order.graph import products
+
+Parameters = Mapping[str, Tensor]
+
+
+@contextmanager
+def exact_kernels() -> Iterator[None]:
+    """Attention by kernels that can be differentiated twice, and forward: fused ones cannot."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def evaluate(model: nn.Module, x: Any) -> Tensor:
+    """The output, with its graph."""
+    with torch.enable_grad(), exact_kernels():
+        z: Tensor = model(x)
+    return z
+
+
+def with_tangents(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The output with its graph, and `J m_k`, see `push`; of one vector in the same forward pass."""
+    if len(mats[0]) == 1:
+        with suppress(NotImplementedError, RuntimeError):  # what else was wrong is raised again
+            return push_one(model, x, params, mats, graph=True)
+    z = evaluate(model, x)
+    return z, push(model, x, params, mats, z)
+
+
+def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], z: Tensor | None = None) -> Tensor:
+    """`J m_k` `[K, *out]` for columns `[K, *p]` of these parameters.
+
+    Tangents go along with the forward pass (forward mode); where a function has no derivative in forward mode,
+    `J m_k` is the derivative of `u -> J^T u`, with the output `z`.
+    """
+    with suppress(NotImplementedError, RuntimeError):
+        one = len(mats[0]) == 1
+        return push_one(model, x, params, mats, graph=False)[1] if one else push_several(model, x, params, mats)
+    return push_backwards(evaluate(model, x) if z is None else z, params, mats)
+
+
+def push_one(
+    model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], graph: bool
+) -> tuple[Tensor, Tensor]:
+    """One vector: output and tangent in the same forward pass."""
+    with forward_mode.dual_level(), torch.set_grad_enabled(graph), exact_kernels():
+        duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(params.items(), mats, strict=True)}
+        z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
+    return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
+
+
+def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
+    """Several vectors: one forward pass carries all tangents."""
+    at = tuple(p.detach() for p in params.values())
+
+    def tangent(*columns: Tensor) -> Tensor:
+        return jvp(lambda *values: functional_call(model, dict(zip(params, values, strict=True)), (x,)), at, columns)[1]
+
+    with torch.no_grad(), exact_kernels():
+        return vmap(tangent, randomness="error")(*mats)
+
+
+def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
+    """The derivative of `u -> J^T u`, by two backward passes."""
+    leaf = torch.zeros_like(z, requires_grad=True)
+    with torch.enable_grad():
+        pulled = torch.autograd.grad(z, list(params.values()), leaf, create_graph=True, allow_unused=True)
+    pairs = [(p, m) for p, m in zip(pulled, mats, strict=True) if p is not None]
+    found = products([p for p, _ in pairs], [leaf], [m for _, m in pairs])[0] if pairs else None
+    return z.new_zeros(len(mats[0]), *z.shape) if found is None else found
+
+
+def pull(
+    outputs: Sequence[Tensor], params: Parameters, columns: Sequence[Tensor], together: bool = True
+) -> list[Tensor]:
+    """`J^T c_k` `[K, *p]` for columns `[K, *out]`; zeros where nothing depends on a parameter.
+
+    `together` says whether columns go back in one pass; which is slower where they meet convolutions twice.
+    """
+    several = [[*columns]] if together else [[c[k : k + 1] for c in columns] for k in range(len(columns[0]))]
+    found = [products(outputs, list(params.values()), part) for part in several]
+    return [
+        p.new_zeros(len(columns[0]), *p.shape) if parts[0] is None else torch.cat(parts)
+        for p, parts in zip(params.values(), zip(*found, strict=True), strict=True)
+    ]

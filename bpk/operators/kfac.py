@@ -1,0 +1,94 @@
+"""Kronecker-factored curvature of a data set as an operator, and its damped inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from bpk.dataset import accumulate
+from bpk.extensions import KFAC as KFACExtension
+from bpk.extensions import KFLR
+from bpk.operators.data import Loader, Problem
+from bpk.operators.linear import SymmetricOperator
+from bpk.utils.damped import DampedInverse, split_damping
+from bpk.utils.kroneckers import inv_kfac_mat_prod, kfac_mat_prod
+
+Product = Callable[[Tensor], Tensor]
+
+
+class BlockDiagonal(SymmetricOperator):
+    """A product for each parameter: functions of `[P, V]`."""
+
+    def __init__(self, like: dict[str, Tensor], products: dict[str, Product]) -> None:
+        self.in_shapes = self.out_shapes = {name: p.shape for name, p in like.items()}
+        first = next(iter(like.values()))
+        self.dtype, self.device = first.dtype, first.device
+        self.products = products
+
+    def product(self, mats: list[Tensor]) -> list[Tensor]:
+        named = zip(self.in_shapes, mats, strict=True)
+        return [self.products[name](mat.flatten(1).T).T.reshape(mat.shape) for name, mat in named]
+
+
+class KFAC(BlockDiagonal):
+    """Kronecker factors of the GGN's diagonal blocks, over the whole data: `kron(G, A)` for a weight, `G` for a bias.
+
+    The factors are added up once, when the operator is made (`bpk.accumulate`): `A` counts by samples, `G` by the
+    divisor of the loss. What they are is said at the extensions `KFAC` and `KFLR`.
+
+    Args:
+        model: As for `GGN`.
+        loss_fn: As for `GGN`.
+        loader: As for `GGN`.
+        mc_samples: Draws per sample (`KFAC`); by default the loss Hessian is exact (`KFLR`).
+        approximation: `"default"`, `"expand"` or `"reduce"`, see `bpk.extensions.KFAC`.
+        check_deterministic: As for `GGN`.
+
+    Attributes:
+        factors: `[G, A]` or `[G]` by parameter.
+
+    Source: Martens, Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = torch.nn.Linear(2, 3), torch.nn.CrossEntropyLoss()
+    >>> K = bpk.operators.KFAC(model, loss_fn, (torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
+    >>> v = torch.ones(9)
+    >>> torch.allclose(K @ (K.inverse(0.1) @ v) + 0.1 * (K.inverse(0.1) @ v), v, atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: nn.Module,
+        loader: Loader,
+        mc_samples: int | None = None,
+        approximation: str = "default",
+        check_deterministic: bool = True,
+    ) -> None:
+        problem = Problem(model, loss_fn, loader, "KFAC", check_deterministic)
+        exact = mc_samples is None
+        extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
+        batches = list(problem.batches()) if problem.single else problem.loader
+        found = accumulate(model, loss_fn, batches, extension, device=problem.device)
+        self.params = {name: p.detach() for name, p in problem.params.items()}
+        self.factors: dict[str, list[Tensor]] = found.field("kflr" if exact else "kfac")
+        super().__init__(self.params, {name: kfac_mat_prod(factors) for name, factors in self.factors.items()})
+
+    def inverse(self, damping: float, split: bool = False) -> BlockDiagonal:
+        """The damped inverse, an operator of the same shape.
+
+        Args:
+            damping: What is added to the diagonal, a positive number.
+            split: By default the inverse is exact, `(kron(G, A) + damping I)^-1`, by eigenvectors. With `split`, each
+                factor is damped and inverted by itself, `kron((G + g I)^-1, (A + a I)^-1)` with `g a = damping`
+                (Martens and Grosse, section 6.3): cheaper, and another matrix.
+        """
+        products: dict[str, Product] = {}
+        for name, factors in self.factors.items():
+            if split:
+                products[name] = inv_kfac_mat_prod(factors, split_damping(factors, damping))
+            else:
+                products[name] = DampedInverse(factors, damping, f"a Kronecker factor of '{name}'")
+        return BlockDiagonal(self.params, products)

@@ -1,0 +1,63 @@
+"""A loss at one batch of predictions: its value, its derivatives, and its weight among batches."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.extensions.over_batches import Size
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
+from bpk.rules import REGISTRY
+
+
+class LossAt:
+    """`loss_fn(prediction, targets)` by its rule, or by autograd where it has none."""
+
+    def __init__(self, loss_fn: nn.Module, prediction: Tensor, targets: Any) -> None:
+        point = prediction.detach().requires_grad_()
+        with torch.enable_grad():
+            self.value = loss_fn(point, targets).detach()
+        rule = REGISTRY.find(loss_fn) or GENERIC_LOSS
+        if self.value.dim() or not isinstance(rule, Loss):
+            raise ValueError(
+                explain(
+                    f"{type(loss_fn).__name__} is no loss: its output has shape {list(self.value.shape)}.",
+                    "curvature is that of one number.",
+                    "use a loss that returns a scalar (reduction 'mean' or 'sum').",
+                )
+            )
+        binding = rule.bind(loss_fn, (point, targets), {})
+        self.rule, self.call = rule, Call(binding.options, binding.inputs, {}, self.value).detached()
+
+    @cached_property
+    def size(self) -> Size:
+        """The divisor of a mean."""
+        divisor = self.rule.divides_by(self.call)
+        return Size(self.call.batch_size, None if divisor is None else float(divisor))
+
+    def hessian(self, mats: Tensor) -> Tensor:
+        """`H m_k` for columns `[K, N, *prediction]`."""
+        return self.rule.hessian_mat_prod(self.call, mats)
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """With respect to the prediction."""
+        return self.rule.jac_t_mat_prod(self.call, self.call.inputs[0].new_ones(1))[0]
+
+    def sampled(self, mats: Tensor, mc_samples: int, seed: int) -> Tensor:
+        """`S S^T m_k` with random columns `S` `[M, N, *prediction]`, and `E[S S^T] = H`."""
+        devices = [mats.device] if mats.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            root = self.rule.sqrt_hessian_sampled(self.call, mc_samples).flatten(2)
+        return torch.einsum("mnd,mne,kne->knd", root, root, mats.flatten(2)).reshape(mats.shape)
+
+    def empirical(self, mats: Tensor) -> Tensor:
+        """`g_n g_n^T m_nk`, with the gradient `g_n` of every row of the prediction."""
+        gradient, flat = self.gradient.flatten(1), mats.flatten(2)
+        return (torch.einsum("nd,knd->kn", gradient, flat)[..., None] * gradient).reshape(mats.shape)

@@ -1,0 +1,7 @@
+"""Gradients multiplied with damped inverse curvature, between `loss.backward()` and `optimizer.step()`."""
+
+from bpk.preconditioners.base import Preconditioner, Schedule
+from bpk.preconditioners.diagonal import DiagonalGGN
+from bpk.preconditioners.kfac import KFAC
+
+__all__ = ["KFAC", "DiagonalGGN", "Preconditioner", "Schedule"]

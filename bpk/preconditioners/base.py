@@ -1,0 +1,188 @@
+"""What all preconditioners have in common: when they look at curvature, running means, and the length of a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.context import backpack, disable
+from bpk.extending import extend
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.core.errors import explain
+from bpk.recording.state import CTX
+
+Schedule = float | Callable[[int], float]
+"""A number, or a function of the step (counted from 0)."""
+
+Means = list[Tensor]
+"""Running means of what an extension saves on a parameter."""
+
+
+class Preconditioner(ABC):
+    """Multiplies gradients in place with an approximate inverse of the GGN, plus damping.
+
+    Backward passes are run inside of it, so that curvature comes with them in those steps that look at it:
+
+        with preconditioner:
+            loss_fn(model(x), y).backward()
+        preconditioner.step()
+        optimizer.step()
+
+    With other extensions: `with bpk.backpack(*preconditioner.extensions, Variance()): ...`. The model is extended, if
+    it was not; the loss has to be (`bpk.extend`). Of several backward passes in one step the last one's curvature
+    counts.
+
+    Args:
+        model: Its trainable parameters are preconditioned, those that get a gradient and curvature.
+        extension: Gives the curvature.
+        damping: What is added to the GGN's eigenvalues.
+        decay: The weight of the past in running means: `min(decay, 1 - 1/k)` at the `k`-th look, a plain mean at first.
+        interval: Curvature is looked at in every so manieth step.
+        kl_clip: A limit for `lr^2 v^T g`, with gradient `g` and the preconditioned one `v`: steps that are longer
+            are shortened by `sqrt(kl_clip / (lr^2 v^T g))`. It is about twice the change of the model's
+            predictions that the step makes, measured in Kullback-Leibler divergence. `None`: no limit.
+        lr: The optimizer's learning rate, for `kl_clip`.
+
+    Source: Martens, Grosse (2015), section 5, for the running means; Ba, Grosse, Martens (2017), section 5, for the
+    limit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        extension: BackpropExtension,
+        damping: Schedule,
+        decay: Schedule,
+        interval: Schedule,
+        kl_clip: float | None,
+        lr: Schedule | None,
+    ) -> None:
+        if kl_clip is not None and lr is None:
+            raise ValueError(
+                explain(
+                    "kl_clip= needs lr=.",
+                    "it limits the step that the optimizer makes, which the learning rate scales.",
+                    "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
+                )
+            )
+        self.params = {name: p for name, p in extend(model).named_parameters() if p.requires_grad}
+        self.extension = extension
+        self.extension.savefield = f"preconditioner_{extension.savefield}"  # users may ask for the same field
+        self.damping, self.decay, self.interval = damping, decay, interval
+        self.kl_clip, self.lr = kl_clip, lr
+        self.steps, self.looks = 0, 0
+        self.means: dict[str, Means] = {}
+        self._inside = ExitStack()
+
+    # ---- what a preconditioner says -------------------------------------------------------------------
+    def measured(self, value: Any) -> Means:
+        """What an extension saved, as tensors with running means."""
+        return [value]
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Prepare the inverses, if it is time to."""
+
+    @abstractmethod
+    def solve(self, name: str, gradient: Tensor) -> Tensor:
+        """The inverse times the gradient of a parameter."""
+
+    # ---- a step -----------------------------------------------------------------------------------------
+    def at(self, schedule: Schedule) -> float:
+        """The value of a schedule in this step."""
+        return schedule(self.steps) if callable(schedule) else schedule
+
+    def due(self, interval: Schedule) -> bool:
+        """Whether something that happens in every so manieth step happens in this one."""
+        every = int(self.at(interval))
+        if every < 1:
+            raise ValueError(
+                explain(f"An interval of {every} steps is not possible.", "it is at least 1.", "see `intervals`.")
+            )
+        return self.steps % every == 0
+
+    @property
+    def extensions(self) -> tuple[BackpropExtension, ...]:
+        """What this step's backward pass has to be run with; nothing in steps that do not look at curvature."""
+        return (self.extension,) if not self.means or self.due(self.interval) else ()
+
+    def __enter__(self) -> Preconditioner:
+        if self.extensions:
+            self._inside.enter_context(backpack(*self.extensions))
+        elif not CTX.entered:  # nobody else asks for anything: the forward pass need not be written down
+            self._inside.enter_context(disable())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside.__exit__(kind, error, trace)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Multiply all gradients with the inverse, in place."""
+        if self.extensions:
+            self.look()
+        self.renew()
+        known = {name: p for name, p in self.params.items() if p.grad is not None and name in self.means}
+        solved = {name: self.solve(name, p.grad) for name, p in known.items() if p.grad is not None}
+        scale = self.shortened(solved)
+        for name, p in known.items():
+            assert p.grad is not None
+            p.grad.copy_(solved[name]).mul_(scale)
+        self.steps += 1
+
+    def look(self) -> None:
+        """Take the curvature of the last backward pass into the running means."""
+        field = self.extension.savefield
+        found = {name: self.measured(vars(p).pop(field)) for name, p in self.params.items() if field in vars(p)}
+        if not found:
+            raise RuntimeError(
+                explain(
+                    f"{type(self).__name__}.step() found no curvature.",
+                    "the backward pass of this step was run without its extension, or no parameter got a gradient.",
+                    "write `with preconditioner: loss.backward()`, with an extended loss (bpk.extend(loss_fn)).",
+                )
+            )
+        self.looks += 1
+        decay = min(self.at(self.decay), 1 - 1 / self.looks)
+        for name, values in found.items():
+            if name in self.means:
+                self.means[name] = [m * decay + x * (1 - decay) for m, x in zip(self.means[name], values, strict=True)]
+            else:
+                self.means[name] = [x.clone() for x in values]
+
+    def shortened(self, solved: dict[str, Tensor]) -> float:
+        """The factor that keeps the step within its limit."""
+        if self.kl_clip is None or self.lr is None:
+            return 1.0
+        pairs = [(v, self.params[name].grad) for name, v in solved.items()]
+        products = [torch.sum(v * g, dtype=torch.float64) for v, g in pairs if g is not None]
+        length = self.at(self.lr) ** 2 * float(sum(products))
+        return min(1.0, (self.kl_clip / length) ** 0.5) if length > 0 else 1.0
+
+    # ---- saving -------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on, but the arguments of the constructor (`torch.save`, `torch.load`)."""
+        return {"steps": self.steps, "looks": self.looks, "means": {name: list(m) for name, m in self.means.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state of the same model."""
+        shapes = {name: [m.shape for m in means] for name, means in state["means"].items()}
+        strange = sorted(set(shapes) - set(self.params))
+        if strange:
+            raise ValueError(
+                explain(
+                    f"The state has curvature of parameters that this model lacks: {', '.join(strange)}.",
+                    "running means belong to parameters by name.",
+                    "build the same model, with the same parameters frozen.",
+                )
+            )
+        self.steps, self.looks = state["steps"], state["looks"]
+        self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}

@@ -1,0 +1,50 @@
+"""Gradients divided by the GGN's diagonal."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bpk.extensions import DiagGGNExact, DiagGGNMC
+from bpk.preconditioners.base import Preconditioner, Schedule
+
+
+class DiagonalGGN(Preconditioner):
+    """`grad / (mean diagonal of the GGN + damping)`, with a running mean.
+
+    Args:
+        model: See `Preconditioner`, also for what is not explained here.
+        damping: Added to the diagonal.
+        decay: The weight of the past.
+        interval: The diagonal is looked at in every so manieth step.
+        mc_samples: Draws per sample; `None` for the exact diagonal.
+        kl_clip: A limit for the length of steps.
+        lr: The optimizer's learning rate, for `kl_clip`.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = torch.nn.Linear(4, 3), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> preconditioner = bpk.preconditioners.DiagonalGGN(model, damping=1e-2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with preconditioner:
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> preconditioner.step()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        damping: Schedule = 1e-2,
+        decay: Schedule = 0.95,
+        interval: Schedule = 1,
+        mc_samples: int | None = 1,
+        kl_clip: float | None = None,
+        lr: Schedule | None = None,
+    ) -> None:
+        extension = DiagGGNExact() if mc_samples is None else DiagGGNMC(mc_samples)
+        super().__init__(model, extension, damping, decay, interval, kl_clip, lr)
+
+    def renew(self) -> None:
+        self.current = self.at(self.damping)
+
+    def solve(self, name: str, gradient: Tensor) -> Tensor:
+        return gradient / (self.means[name][0] + self.current)

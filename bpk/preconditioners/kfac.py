@@ -1,0 +1,80 @@
+"""Gradients times the damped inverse of Kronecker-factored curvature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from bpk.extensions import KFAC as KFACExtension
+from bpk.extensions import KFLR
+from bpk.preconditioners.base import Preconditioner, Schedule
+from bpk.utils.damped import DampedInverse
+
+
+class KFAC(Preconditioner):
+    """`(kron(G, A) + damping I)^-1 grad` for every weight, `(G + damping I)^-1 grad` for every bias.
+
+    The factors have running means, and their eigenvectors are renewed at longer intervals. An eigendecomposition that
+    fails is tried again in float64, on the processor, and with more damping.
+
+    Args:
+        model: See `Preconditioner`, also for what is not explained here.
+        damping: Added to the eigenvalues of every block; taken over when inverses are renewed.
+        decay: The weight of the past.
+        intervals: Factors are looked at, and inverses renewed, in every so manieth step.
+        mc_samples: Draws per sample; `None` for the exact loss Hessian (KFLR).
+        approximation: Of layers with shared weights, see `bpk.extensions.KFAC`.
+        kl_clip: A limit for the length of steps.
+        lr: The optimizer's learning rate, for `kl_clip`.
+
+    Source: Martens, Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = torch.nn.Linear(4, 3), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> preconditioner = bpk.preconditioners.KFAC(model, damping=lambda step: 1e-1 * 0.99**step, intervals=(1, 5))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with preconditioner:
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> preconditioner.step()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        damping: Schedule = 1e-2,
+        decay: Schedule = 0.95,
+        intervals: tuple[Schedule, Schedule] = (5, 10),
+        mc_samples: int | None = 1,
+        approximation: str = "default",
+        kl_clip: float | None = None,
+        lr: Schedule | None = None,
+    ) -> None:
+        extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
+        super().__init__(model, extension, damping, decay, intervals[0], kl_clip, lr)
+        self.renewal = intervals[1]
+        self.inverses: dict[str, DampedInverse] = {}
+
+    def measured(self, value: list[Tensor]) -> list[Tensor]:
+        return value
+
+    def renew(self) -> None:
+        late = (
+            list(self.means) if self.due(self.renewal) else [name for name in self.means if name not in self.inverses]
+        )
+        for name in late:
+            where = f"a Kronecker factor of '{name}'"
+            self.inverses[name] = DampedInverse(self.means[name], self.at(self.damping), where)
+
+    def solve(self, name: str, gradient: Tensor) -> Tensor:
+        return self.inverses[name](gradient.flatten()).reshape(gradient.shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"inverses": {name: x.state_dict() for name, x in self.inverses.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.inverses = {
+            name: DampedInverse.of_state(x, self.params[name].device) for name, x in state["inverses"].items()
+        }

@@ -1,0 +1,140 @@
+"""Inverses of Kronecker products plus a multiple of the identity, and eigendecompositions that do not give up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.numeric import wide
+from bpk.utils.kroneckers import apply_kfac_mat_prod, checked, diagonal
+
+JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
+"""What the last attempts add to the diagonal, in units of the mean eigenvalue's size."""
+
+
+class DampedInverse:
+    """The exact inverse `(kron(*factors) + damping I)^-1`, by the factors' eigenvectors.
+
+    With `F_i = Q_i diag(l_i) Q_i^T` it is `Q diag(1 / (l_1 l_2 ... + damping)) Q^T`, `Q = kron(Q_1, Q_2, ...)`.
+    Negative eigenvalues are rounding of positive semi-definite factors, and count as zero. A sparse factor must be
+    diagonal.
+
+    Args:
+        factors: Symmetric, positive semi-definite matrices.
+        damping: A positive number.
+        where: What messages call the factors.
+
+    >>> import torch
+    >>> DampedInverse([torch.diag(torch.tensor([1.0, 3.0])), 2 * torch.eye(1)], damping=2.0)(torch.ones(2))
+    tensor([0.2500, 0.1250])
+    """
+
+    def __init__(self, factors: Sequence[Tensor], damping: float, where: str = "a Kronecker factor") -> None:
+        if not damping > 0:
+            raise ValueError(
+                explain(
+                    f"damping must be positive, got {damping}.",
+                    "Kronecker factors are singular where there are fewer samples than rows.",
+                    "pass a positive number, such as damping=1e-3.",
+                )
+            )
+        pairs = [eigenvectors(factor, where) for factor in checked(factors)]
+        self.bases = [basis for _, basis in pairs]
+        self.scale = 1 / (reduce(torch.kron, [values.clamp(min=0) for values, _ in pairs]) + damping)
+
+    @classmethod
+    def of_state(cls, state: dict[str, list[Tensor]], device: torch.device) -> DampedInverse:
+        """The inverse whose `state_dict()` was saved."""
+        made = cls.__new__(cls)
+        made.bases, (made.scale,) = (
+            [basis.to(device) for basis in state["bases"]],
+            [x.to(device) for x in state["scale"]],
+        )
+        return made
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """Its tensors."""
+        return {"bases": list(self.bases), "scale": [self.scale]}
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        """The inverse times a vector `[P]`, or columns `[P, V]`."""
+        bases = [basis.to(mat.dtype) for basis in self.bases]
+        turned = apply_kfac_mat_prod([basis.T for basis in bases], mat)
+        scale = self.scale.to(mat.dtype).reshape(-1, *[1] * (mat.dim() - 1))
+        return apply_kfac_mat_prod(bases, turned * scale)
+
+
+def eigenvectors(factor: Tensor, where: str = "a Kronecker factor") -> tuple[Tensor, Tensor]:
+    """Eigenvalues, and eigenvectors as columns; of a sparse diagonal matrix the sparse identity."""
+    if factor.layout is torch.strided:
+        return eigh(factor, where)
+    index = torch.arange(len(factor), device=factor.device).expand(2, -1)
+    ones = torch.ones(len(factor), dtype=factor.dtype, device=factor.device)
+    return diagonal(factor), torch.sparse_coo_tensor(index, ones, factor.shape, is_coalesced=True)
+
+
+def split_damping(factors: Sequence[Tensor], damping: float) -> list[float]:
+    """A shift for each factor, in proportion to its mean eigenvalue, whose product is the damping.
+
+    Source: Martens, Grosse (2015), section 6.3 (with the trace norm).
+
+    >>> import torch
+    >>> split_damping([4 * torch.eye(2), torch.eye(3)], 0.01)
+    [0.2, 0.05]
+    """
+    means = [float((f.diagonal() if f.layout is torch.strided else diagonal(f)).mean()) for f in checked(factors)]
+    root = damping ** (1 / len(means))
+    if min(means) <= 0:
+        return [root] * len(means)
+    middle = torch.tensor(means, dtype=torch.float64).log().mean().exp().item()
+    return [root * mean / middle for mean in means]
+
+
+Solver = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def eigh(matrix: Tensor, where: str = "a matrix", solve: Solver = torch.linalg.eigh) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype, on its device.
+
+    Where the solver fails (it may, with clustered eigenvalues), it is asked again: in float64, on the processor, and
+    there with a little added to the diagonal.
+    """
+    if not matrix.isfinite().all():
+        raise ValueError(
+            explain(
+                f"{where} of shape {list(matrix.shape)} has entries that are not finite.",
+                "a loss or a gradient before it was NaN or infinite.",
+                "lower the learning rate, raise the damping, or look for the first batch whose loss is not finite.",
+            )
+        )
+    for attempt in attempts(matrix):
+        try:
+            values, vectors = solve(attempt)
+        except torch.linalg.LinAlgError:
+            continue
+        if values.isfinite().all() and vectors.isfinite().all():
+            return values.to(matrix), vectors.to(matrix)
+    raise ValueError(
+        explain(
+            f"No eigendecomposition of {where} of shape {list(matrix.shape)} was found.",
+            f"float64 on the processor, with up to {JITTERS[-1]} of its mean size added to the diagonal, failed too.",
+            "look at its entries: they may span too many orders of magnitude.",
+        )
+    )
+
+
+def attempts(matrix: Tensor) -> Iterator[Tensor]:
+    """The matrix in ever more favourable forms."""
+    symmetric = (wide(matrix) + wide(matrix).T) / 2
+    yield symmetric
+    double = symmetric.double()
+    yield double
+    double = double.cpu()
+    yield double
+    size = float(double.diagonal().abs().mean()) or 1.0
+    for jitter in JITTERS:
+        yield double + jitter * size * torch.eye(len(double), dtype=torch.float64)

@@ -1,0 +1,445 @@
+"""Linear operators of a data set against matrices by plain autograd, in all forms of vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import bpk
+from bpk import operators
+from bpk.utils.kroneckers import kfacs_to_mat
+
+DOUBLE = torch.float64
+
+
+class Attention(nn.Module):
+    """A Transformer that predicts a class at every position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(x))).flatten(0, 1)
+
+
+class Tied(nn.Module):
+    """A weight that is used twice, by a function too, and a parameter that the output does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.randn(4, 4) / 2), nn.Parameter(torch.ones(2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(torch.tanh(x @ self.weight) @ self.weight))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(18, 3)
+    )
+
+
+def lstm() -> nn.Module:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x.reshape(-1, 2, 2))[0][:, -1])
+
+    return Last()
+
+
+def classes(n: int = 7) -> Tensor:
+    return torch.arange(n) % 3
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mean": (nn.CrossEntropyLoss, classes),
+    "ignored": (lambda: nn.CrossEntropyLoss(ignore_index=1), classes),
+    "weighted": (lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=DOUBLE)), classes),
+    "sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), classes),
+    "mse": (nn.MSELoss, lambda: torch.randn(7, 3, dtype=DOUBLE)),
+    "mse sum": (lambda: nn.MSELoss(reduction="sum"), lambda: torch.randn(7, 3, dtype=DOUBLE)),
+}
+
+
+def matrices(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The matrices themselves, by torch's own Jacobians and Hessians."""
+    names, params = zip(*model.named_parameters(), strict=True)
+    sizes = [p.numel() for p in params]
+
+    def output(flat: Tensor) -> Tensor:
+        parts = [v.view_as(p) for v, p in zip(flat.split(sizes), params, strict=True)]
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(model, dict(zip(names, parts, strict=True)), (x,))
+
+    at = torch.cat([p.detach().flatten() for p in params])
+    z = output(at)
+    jacobian = torch.autograd.functional.jacobian(output, at)
+    of_loss = torch.autograd.functional.hessian(lambda out: loss_fn(out, y), z)
+    flat = jacobian.flatten(0, -2)
+    return {
+        "Jacobian": flat,
+        "GGN": flat.T @ of_loss.reshape(z.numel(), z.numel()) @ flat,
+        "Hessian": torch.autograd.functional.hessian(lambda flat: loss_fn(output(flat), y), at),
+    }
+
+
+def batches(x: Tensor, y: Tensor, per_row: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Unequal ones."""
+    return [(x[a:b], y[a * per_row : b * per_row]) for a, b in ((0, 1), (1, 3), (3, len(x)))]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("network", [mlp, conv, Tied, lstm])
+def test_matrices_of_batches_are_those_of_one_large_batch(network: Callable[[], nn.Module], loss: str) -> None:
+    torch.manual_seed(0)
+    model, x = network().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE)
+    loss_fn, y = LOSSES[loss][0](), LOSSES[loss][1]()
+    for name, want in matrices(model, loss_fn, x, y).items():
+        for data in (batches(x, y), (x, y)):
+            operator = getattr(operators, name)(model, loss_fn, data)
+            torch.testing.assert_close(operator.to_dense(), want)
+            v = torch.randn(want.shape[1], dtype=DOUBLE)
+            torch.testing.assert_close(operator @ v, want @ v)
+            torch.testing.assert_close(operator.T.to_dense(), want.T)
+            assert operator.shape == want.shape
+
+
+@pytest.mark.parametrize("name", ["GGN", "Hessian", "Jacobian"])
+def test_attention(name: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Attention().to(DOUBLE), torch.randint(5, (4, 3)), torch.arange(12) % 3
+    want = matrices(model, nn.CrossEntropyLoss(), x, y)[name]
+    for training in (True, False):  # torch has a fused path in eval mode
+        operator = getattr(operators, name)(model.train(training), nn.CrossEntropyLoss(), batches(x, y, 3))
+        torch.testing.assert_close(operator.to_dense(), want)
+        torch.testing.assert_close(operator @ want[0], want @ want[0])
+
+
+@pytest.mark.parametrize("blocks", ["layer", "parameter"])
+@pytest.mark.parametrize("name", ["GGN", "Hessian"])
+def test_blocks(name: str, blocks: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()
+    want = matrices(model, nn.CrossEntropyLoss(), x, y)[name]
+    sizes = {"layer": [15, 12], "parameter": [12, 3, 9, 3]}[blocks]
+    mask = torch.block_diag(*[torch.ones(s, s, dtype=DOUBLE) for s in sizes])
+    found = getattr(operators, name)(model, nn.CrossEntropyLoss(), batches(x, y), blocks=blocks).to_dense()
+    torch.testing.assert_close(found, want * mask)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_empirical_fisher(loss: str) -> None:
+    torch.manual_seed(0)
+    model, x = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE)
+    loss_fn, y = LOSSES[loss][0](), LOSSES[loss][1]()
+    summed = LOSSES[loss][0]()
+    summed.reduction = "sum"
+    z = model(x).detach()
+    divisor = float(summed(z, y) / loss_fn(z, y))
+    rows = []
+    for n in range(7):
+        grads = torch.autograd.grad(summed(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
+        rows.append(torch.cat([g.flatten() for g in grads]))
+    want = torch.stack(rows).T @ torch.stack(rows) / divisor
+    for data in (batches(x, y), (x, y)):
+        torch.testing.assert_close(operators.EmpiricalFisher(model, loss_fn, data).to_dense(), want)
+
+
+def test_fisher_is_the_ggn_in_the_mean_and_the_same_in_every_product() -> None:
+    torch.manual_seed(0)
+    model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()
+    want = matrices(model, nn.CrossEntropyLoss(), x, y)["GGN"]
+    fisher = operators.Fisher(model, nn.CrossEntropyLoss(), batches(x, y), mc_samples=20000)
+    state = torch.get_rng_state()
+    found = fisher.to_dense()
+    assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are as they were"
+    assert (found - want).norm() < 0.02 * want.norm()
+    few = operators.Fisher(model, nn.CrossEntropyLoss(), batches(x, y), chunk_size=4)
+    matrix = few.to_dense()
+    torch.testing.assert_close(few.to_dense(), matrix)
+    torch.testing.assert_close(matrix, matrix.T)
+    assert torch.linalg.matrix_rank(matrix) <= 7
+    other = operators.Fisher(model, nn.CrossEntropyLoss(), batches(x, y), seed=1)
+    assert not torch.allclose(other.to_dense(), matrix)
+
+
+def test_forms_of_vectors() -> None:
+    torch.manual_seed(0)
+    model, x, y = mlp(), torch.randn(7, 4), classes()
+    operator = operators.GGN(model, nn.CrossEntropyLoss(), (x, y))
+    several = torch.randn(operator.shape[1], 3)
+    want = operator @ several
+    sizes = [p.numel() for p in model.parameters()]
+    parts = [v.reshape(*p.shape, 3) for v, p in zip(several.split(sizes), model.parameters(), strict=True)]
+    names = [name for name, _ in model.named_parameters()]
+    as_list = operator @ parts
+    torch.testing.assert_close(torch.cat([v.flatten(0, -2) for v in as_list]), want)
+    as_dict = operator @ dict(reversed(list(zip(names, parts, strict=True))))
+    assert list(as_dict) == names
+    torch.testing.assert_close(list(as_dict.values()), as_list)
+    torch.testing.assert_close(torch.cat([v.flatten() for v in operator @ [v[..., 0] for v in parts]]), want[:, 0])
+    torch.testing.assert_close(operator @ several[:, :1], want[:, :1])
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [torch.ones(26), torch.ones(2, 27), [torch.ones(27)], {"0.weight": torch.ones(3, 4)}, torch.ones(27, dtype=DOUBLE)],
+)
+def test_vectors_that_do_not_fit_are_refused(vectors: Any) -> None:
+    operator = operators.GGN(mlp(), nn.CrossEntropyLoss(), (torch.randn(7, 4), classes()))
+    with pytest.raises(ValueError, match="Do: "):
+        operator @ vectors
+
+
+def test_products_are_those_at_the_parameters_of_their_time() -> None:
+    torch.manual_seed(0)
+    model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()
+    operator = operators.GGN(model, nn.CrossEntropyLoss(), (x, y))
+    operator.to_dense()
+    for p in model.parameters():
+        p.data.mul_(2)
+    torch.testing.assert_close(operator.to_dense(), matrices(model, nn.CrossEntropyLoss(), x, y)["GGN"])
+
+
+def test_extended_models_and_contexts_around_a_product() -> None:
+    torch.manual_seed(0)
+    model, x, y = bpk.extend(mlp().to(DOUBLE)), torch.randn(7, 4, dtype=DOUBLE), classes()
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    want = matrices(model, loss_fn, x, y)
+    with bpk.backpack(bpk.extensions.BatchGrad()):
+        torch.testing.assert_close(operators.GGN(model, loss_fn, (x, y)).to_dense(), want["GGN"])
+        torch.testing.assert_close(
+            operators.Hessian(model, loss_fn, (x, y)) @ want["GGN"][0], want["Hessian"] @ want["GGN"][0]
+        )
+        loss_fn(model(x), y).backward()
+    assert all(p.grad_batch.shape == (7, *p.shape) for p in model.parameters())
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    model, x, y = mlp(), torch.randn(7, 4), classes()
+    for name in ("GGN", "Hessian", "EmpiricalFisher", "KFAC", "Jacobian"):
+        operator = getattr(operators, name)(model, nn.CrossEntropyLoss(), (x, y))
+        operator @ torch.ones(operator.shape[1])
+    assert all(p.grad is None and not vars(p) for p in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# ---- Kronecker factors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mc_samples", [None, 3])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_kfac_is_that_of_one_large_batch(loss: str, mc_samples: int | None) -> None:
+    torch.manual_seed(0)
+    model, x = conv().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE)
+    loss_fn, y = LOSSES[loss][0](), LOSSES[loss][1]()
+    operator = operators.KFAC(model, loss_fn, batches(x, y), mc_samples=mc_samples)
+    blocks = [kfacs_to_mat(factors) for factors in operator.factors.values()]
+    torch.testing.assert_close(operator.to_dense(), torch.block_diag(*blocks))
+    if mc_samples is None:
+        model, loss_fn = bpk.extend(model), bpk.extend(loss_fn)
+        with bpk.backpack(bpk.extensions.KFLR()):
+            loss_fn(model(x), y).backward()
+        torch.testing.assert_close(blocks, [kfacs_to_mat(p.kflr) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_inverse_of_kfac(split: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()
+    operator = operators.KFAC(model, nn.CrossEntropyLoss(), (x, y))
+    found = operator.inverse(0.1, split=split).to_dense()
+    if not split:
+        torch.testing.assert_close(found, torch.linalg.inv(operator.to_dense() + 0.1 * torch.eye(27, dtype=DOUBLE)))
+        return
+    wanted = []
+    for factors in operator.factors.values():
+        if len(factors) == 1:
+            wanted.append(factors[0] + 0.1 * torch.eye(len(factors[0]), dtype=DOUBLE))
+            continue
+        ratio = (factors[0].diagonal().mean() / factors[1].diagonal().mean()).sqrt()
+        shifts = [0.1**0.5 * ratio, 0.1**0.5 / ratio]
+        wanted.append(
+            kfacs_to_mat([f + s * torch.eye(len(f), dtype=DOUBLE) for f, s in zip(factors, shifts, strict=True)])
+        )
+    torch.testing.assert_close(found, torch.linalg.inv(torch.block_diag(*wanted)))
+
+
+class Shifted(nn.Module):
+    """A parameter of its own, whose block is kept as a sparse diagonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.head = nn.Parameter(torch.randn(70, 64)), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x[:, None, None] * self.shift).tanh().sum(1))
+
+
+def test_kfac_with_a_sparse_factor_has_an_inverse() -> None:
+    torch.manual_seed(0)
+    operator = operators.KFAC(Shifted(), nn.CrossEntropyLoss(), (torch.randn(7), classes()))
+    assert operator.factors["shift"][0].is_sparse
+    v = torch.randn(operator.shape[1], 2)
+    solved = operator.inverse(0.1) @ v
+    torch.testing.assert_close(operator @ solved + 0.1 * solved, v, rtol=1e-3, atol=1e-3)
+
+
+# ---- other libraries ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def curvlinops() -> Any:
+    return pytest.importorskip("curvlinops")
+
+
+def test_curvlinops_tools_take_operators(curvlinops: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()
+    want = matrices(model, nn.CrossEntropyLoss(), x, y)
+    ggn = operators.GGN(model, nn.CrossEntropyLoss(), batches(x, y)).to_curvlinops()
+    eye = torch.eye(27, dtype=DOUBLE)
+    damped = ggn + 0.1 * curvlinops.GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(x, y)])
+    torch.testing.assert_close(damped @ eye, 1.1 * want["GGN"])
+    assert abs(curvlinops.hutchinson_trace(ggn, 26) - want["GGN"].trace()) < want["GGN"].trace()
+    torch.testing.assert_close(curvlinops.xtrace(ggn, 26), want["GGN"].trace(), rtol=0.5, atol=0)
+    assert curvlinops.hutchinson_diag(ggn, 26).shape == (27,)
+    jacobian = operators.Jacobian(model, None, batches(x, y)).to_curvlinops()
+    torch.testing.assert_close(jacobian @ eye, want["Jacobian"])
+    torch.testing.assert_close(jacobian.adjoint() @ torch.eye(21, dtype=DOUBLE), want["Jacobian"].T)
+    grid, density = curvlinops.lanczos_approximate_spectrum(ggn, 5, num_points=16)
+    assert len(grid) == len(density) == 16
+
+
+def test_curvlinops_conjugate_gradients(curvlinops: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), torch.randn(7, 3, dtype=DOUBLE)
+    ggn = operators.GGN(model, nn.MSELoss(), (x, y))
+    want = matrices(model, nn.MSELoss(), x, y)["GGN"]
+    v = want @ torch.randn(27, dtype=DOUBLE)
+    solve = curvlinops.CGInverseLinearOperator(ggn.to_curvlinops(), max_iter=200, tolerance=1e-12)
+    torch.testing.assert_close(want @ (solve @ v), v, rtol=1e-3, atol=1e-4)
+
+
+def test_scipy() -> None:
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    torch.manual_seed(0)
+    model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()
+    want = matrices(model, nn.CrossEntropyLoss(), x, y)
+    top = linalg.eigsh(operators.Hessian(model, nn.CrossEntropyLoss(), (x, y)).to_scipy(), k=1)[0]
+    values = torch.linalg.eigvalsh(want["Hessian"])
+    assert abs(float(top[0]) - float(values[values.abs().argmax()])) < 1e-9
+    jacobian = operators.Jacobian(model, None, (x, y)).to_scipy()
+    torch.testing.assert_close(torch.from_numpy(jacobian.T @ torch.eye(21).numpy()), want["Jacobian"].T)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("GGN", "GGNLinearOperator"), ("EmpiricalFisher", "EFLinearOperator"), ("Hessian", "HessianLinearOperator")],
+)
+@pytest.mark.parametrize("loss", ["mean", "sum", "mse", "mse sum"])
+def test_what_curvlinops_defines_alike(ours: str, theirs: str, loss: str, curvlinops: Any) -> None:
+    torch.manual_seed(0)
+    model, x = conv().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE)
+    loss_fn, y = LOSSES[loss][0](), LOSSES[loss][1]()
+    data = batches(x, y)
+    operator = getattr(operators, ours)(model, loss_fn, data)
+    other = getattr(curvlinops, theirs)(model, loss_fn, list(model.parameters()), data)
+    torch.testing.assert_close(operator.to_dense(), other @ torch.eye(operator.shape[0], dtype=DOUBLE))
+
+
+@pytest.mark.parametrize("network", [mlp, conv])
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("loss", ["mean", "mse", "mse sum"])
+def test_kfac_of_curvlinops(network: Callable[[], nn.Module], approximation: str, loss: str, curvlinops: Any) -> None:
+    """`expand` differs at biases of convolutions: `bpk` has the exact block, curvlinops takes positions apart."""
+    torch.manual_seed(0)
+    model, x = network().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE)
+    loss_fn, y = LOSSES[loss][0](), LOSSES[loss][1]()
+    data = batches(x, y)
+    other = curvlinops.KFACLinearOperator(
+        model, loss_fn, list(model.parameters()), data, fisher_type="type-2", kfac_approx=approximation
+    )
+    operator = operators.KFAC(model, loss_fn, data, approximation=approximation)
+    units = {name: torch.eye(p.numel(), dtype=DOUBLE) for name, p in model.named_parameters()}
+    for name in units:
+        columns = [
+            (unit if key == name else torch.zeros(len(unit), len(units[name]), dtype=DOUBLE)).reshape(*p.shape, -1)
+            for (key, unit), p in zip(units.items(), model.parameters(), strict=True)
+        ]
+        index = list(units).index(name)
+        found, want = (operator @ columns)[index], (other @ columns)[index]
+        if network is conv and approximation == "expand" and name == "1.bias":
+            assert not torch.allclose(found, want)
+        else:
+            torch.testing.assert_close(found, want)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.counts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        return self.linear(x)
+
+
+class Changing(list):
+    """Other data in every pass."""
+
+    def __iter__(self) -> Any:
+        yield torch.randn(7, 4), classes()
+
+
+def test_refusals() -> None:
+    x, y = torch.randn(7, 4), classes()
+    counting, loss_fn = Noisy(), nn.CrossEntropyLoss()
+    counting.counts = True
+    tail = nn.Linear(4, 3)
+    cases = [
+        (nn.Sequential(nn.Dropout(0.5), tail), (x, y), "dropout"),
+        (nn.Sequential(nn.BatchNorm1d(4), tail), (x, y), "statistics of the batch"),
+        (nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), tail).eval(), (x, y), "statistics of the batch"),
+        (counting, (x, y), "changes the buffer"),
+        (tail, Changing(), "second pass"),
+        (tail, iter([(x, y)]), "used once"),
+        (tail, [], "without batches"),
+        (tail, [x], "as batch 0"),
+        (nn.Linear(4, 3).requires_grad_(False), (x, y), "without trainable"),
+    ]
+    for model, data, message in cases:
+        with pytest.raises(ValueError, match=message):
+            operators.GGN(model, loss_fn, data)
+    assert counting.calls == 0, "the buffer is as it was"
+    with pytest.raises(ValueError, match="blocks="):
+        operators.GGN(tail, loss_fn, (x, y), blocks="block")
+    with pytest.raises(ValueError, match="no loss"):
+        operators.GGN(tail, nn.CrossEntropyLoss(reduction="none"), (x, y))
+    with pytest.raises(ValueError, match="damping must be positive"):
+        operators.KFAC(tail, loss_fn, (x, y)).inverse(0.0)
+    operators.GGN(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4), tail).eval(), loss_fn, (x, y)) @ torch.ones(23)

@@ -1,0 +1,260 @@
+"""Preconditioned gradients against dense solves, over several steps; saving and going on; failing decompositions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import preconditioners
+from bpk.preconditioners import Preconditioner
+from bpk.utils.damped import DampedInverse, eigh, split_damping
+from bpk.utils.kroneckers import kfacs_to_mat
+from tests.helpers import data, mlp
+
+Make = Callable[..., Preconditioner]
+LOSS = bpk.extend(nn.CrossEntropyLoss())
+
+
+def kfac(model: nn.Module, **options: Any) -> Preconditioner:
+    return preconditioners.KFAC(model, **{"damping": 0.1, "intervals": (1, 1), "mc_samples": None} | options)
+
+
+def diagonal(model: nn.Module, **options: Any) -> Preconditioner:
+    return preconditioners.DiagonalGGN(model, **{"damping": 0.1, "mc_samples": None} | options)
+
+
+def fields(model: nn.Module, x: Tensor, y: Tensor) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    """What the extensions give, and gradients."""
+    other = bpk.extend(copy.deepcopy(model))
+    other.zero_grad()
+    with bpk.backpack(bpk.extensions.KFLR(), bpk.extensions.DiagGGNExact()):
+        LOSS(other(x), y).backward()
+    named = dict(other.named_parameters())
+    return {n: [*p.kflr, p.diag_ggn_exact] for n, p in named.items()}, {n: p.grad for n, p in named.items()}
+
+
+def dense_solve(make: Make, curvature: list[Tensor], gradient: Tensor, damping: float = 0.1) -> Tensor:
+    """What a step must make of a gradient."""
+    if make is diagonal:
+        return gradient / (curvature[-1] + damping)
+    matrix = kfacs_to_mat(curvature[:-1])
+    eye = torch.eye(len(matrix), dtype=matrix.dtype)
+    return torch.linalg.solve(matrix + damping * eye, gradient.flatten()).reshape(gradient.shape)
+
+
+def take_step(model: nn.Module, preconditioner: Preconditioner, x: Tensor, y: Tensor) -> None:
+    model.zero_grad()
+    with preconditioner:
+        LOSS(model(x), y).backward()
+    preconditioner.step()
+
+
+@pytest.mark.parametrize("make", [kfac, diagonal])
+def test_steps_are_dense_solves_with_running_means(make: Make) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    preconditioner = make(model, decay=0.6, damping=lambda step: 0.1 * (step + 1))
+    means: dict[str, list[Tensor]] = {}
+    for step in range(4):
+        x, y = data()
+        found, gradients = fields(model, x, y)
+        decay = min(0.6, 1 - 1 / (step + 1))
+        for name, values in found.items():
+            old = means.get(name, values)
+            means[name] = [decay * m + (1 - decay) * v for m, v in zip(old, values, strict=True)]
+        take_step(model, preconditioner, x, y)
+        for name, p in model.named_parameters():
+            want = dense_solve(make, means[name], gradients[name], 0.1 * (step + 1))
+            torch.testing.assert_close(p.grad, want)
+            assert not [key for key in vars(p) if "precond" in key]
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+
+
+def test_intervals() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    preconditioner = kfac(model, intervals=(2, lambda step: 4), decay=0.0)
+    seen = []
+    for step in range(6):
+        x, y = data()
+        found, gradients = fields(model, x, y)
+        seen.append(found)
+        assert bool(preconditioner.extensions) == (step % 2 == 0)
+        take_step(model, preconditioner, x, y)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, dense_solve(kfac, seen[step // 4 * 4][name], gradients[name]))
+
+
+def test_in_a_context_of_the_users() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), data()
+    one = kfac(model)
+    found, gradients = fields(model, x, y)
+    with bpk.backpack(*one.extensions, bpk.extensions.KFLR(), bpk.extensions.BatchGrad()):
+        LOSS(model(x), y).backward()
+    one.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, dense_solve(kfac, found[name], gradients[name]))
+        torch.testing.assert_close(p.kflr, found[name][:-1])
+        assert p.grad_batch.shape == (5, *p.shape)
+
+
+@pytest.mark.parametrize("make", [kfac, diagonal])
+def test_kl_clip_limits_the_step(make: Make) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), data()
+    _, gradients = fields(model, x, y)
+
+    def length(preconditioner: Preconditioner) -> tuple[float, list[Tensor]]:
+        take_step(model, preconditioner, x, y)
+        found = {name: p.grad.clone() for name, p in model.named_parameters()}
+        return sum(float((0.5 * g * 0.5 * gradients[name]).sum()) for name, g in found.items()), list(found.values())
+
+    free, long = length(make(model))
+    limited, short = length(make(model, kl_clip=free / 9, lr=lambda step: 0.5))
+    torch.testing.assert_close(short, [g / 3 for g in long])
+    assert abs(limited - free / 3) < 1e-9
+    torch.testing.assert_close(length(make(model, kl_clip=free * 2, lr=0.5))[1], long)
+
+
+@pytest.mark.parametrize("make", [kfac, diagonal])
+def test_a_saved_state_goes_on_bit_for_bit(make: Make, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [data() for _ in range(7)]
+    options = {"intervals": (1, 3)} if make is kfac else {}
+
+    def go(model: nn.Module, preconditioner: Preconditioner, chosen: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        for x, y in chosen:
+            take_step(model, preconditioner, x, y)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+        return [p.detach().clone() for p in model.parameters()]
+
+    first = mlp()
+    second = copy.deepcopy(first)
+    want = go(first, make(first, **options), batches)
+    saved = make(second, **options)
+    go(second, saved, batches[:4])
+    torch.save(saved.state_dict(), tmp_path / "state.pt")
+    again = make(second, **options)
+    again.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert all(torch.equal(a, b) for a, b in zip(go(second, again, batches[4:]), want, strict=True))
+    with pytest.raises(ValueError, match="lacks"):
+        make(nn.Sequential(nn.Linear(4, 3)).double(), **options).load_state_dict(saved.state_dict())
+
+
+def test_parameters_without_gradient_or_curvature_are_left_alone() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    model.register_parameter("other", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    model[0].bias.requires_grad_(False)
+    x, y = data()
+    preconditioner = kfac(model)
+    model.other.grad = torch.ones(2, dtype=torch.float64)
+    with preconditioner:
+        LOSS(model(x), y).backward()
+    preconditioner.step()
+    assert torch.equal(model.other.grad, torch.ones(2, dtype=torch.float64))
+    assert model[0].bias.grad is None
+
+
+@pytest.mark.parametrize("make", [kfac, diagonal])
+def test_training_goes_down_faster_than_by_gradients(make: Make) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 4, dtype=torch.float64) * torch.tensor([10.0, 1.0, 0.1, 0.1], dtype=torch.float64), None
+    y = (x[:, 2:].sum(1) > 0).long()
+    losses = {}
+    for rate in (0.03, 0.1, 0.3, 1.0, 3.0):
+        for preconditioned in (False, True):
+            torch.manual_seed(1)
+            model = bpk.extend(mlp())
+            preconditioner = make(model, damping=1e-3) if preconditioned else None
+            for _ in range(30):
+                model.zero_grad()
+                if preconditioner is None:
+                    LOSS(model(x), y).backward()
+                else:
+                    take_step(model, preconditioner, x, y)
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= rate * p.grad
+            losses[preconditioned, rate] = LOSS(model(x), y).item()
+    assert min(v for k, v in losses.items() if k[0]) < 0.7 * min(v for k, v in losses.items() if not k[0])
+
+
+def test_refusals() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), data()
+    preconditioner = kfac(model)
+    LOSS(bpk.extend(model)(x), y).backward()
+    with pytest.raises(RuntimeError, match="found no curvature"):
+        preconditioner.step()
+    with pytest.raises(ValueError, match="kl_clip= needs lr="):
+        kfac(model, kl_clip=1e-3)
+    with pytest.raises(ValueError, match="interval of 0"):
+        kfac(model, intervals=(0, 1)).extensions, take_step(model, kfac(model, intervals=(1, 0)), x, y)
+    with pytest.raises(ValueError, match=r"Kronecker factor of '0.weight'.* not finite"):
+        take_step(model, kfac(model), x * float("inf"), y)
+
+
+# ---- inverses -----------------------------------------------------------------------------------
+
+
+def test_damped_inverse_is_that_of_the_dense_matrix() -> None:
+    torch.manual_seed(0)
+    for sizes in ((4,), (3, 2), (2, 3, 2)):
+        factors = [(r := torch.randn(s, s - 1, dtype=torch.float64)) @ r.T for s in sizes]  # singular
+        dense = kfacs_to_mat(factors)
+        mat = torch.randn(len(dense), 3, dtype=torch.float64)
+        inverse = DampedInverse(factors, 1e-3)
+        want = torch.linalg.solve(dense + 1e-3 * torch.eye(len(dense), dtype=torch.float64), mat)
+        torch.testing.assert_close(inverse(mat), want)
+        torch.testing.assert_close(inverse(mat[:, 0]), want[:, 0])
+        shifts = torch.tensor(split_damping(factors, 1e-3))
+        assert abs(shifts.log().sum().exp() - 1e-3) < 1e-9
+        means = [f.diagonal().mean() for f in factors]
+        for (a, b), (m, n) in zip(pairwise(shifts), pairwise(means), strict=True):
+            assert abs(a / b - m / n) < 1e-5
+    zero = torch.zeros(2, 2)
+    assert split_damping([zero, torch.eye(2)], 0.01) == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("failures", range(7))
+def test_eigh_is_tried_again(failures: int) -> None:
+    """In float64, on the processor, and with growing multiples of the identity."""
+    torch.manual_seed(0)
+    matrix = torch.randn(4, 4)
+    matrix = matrix @ matrix.T
+    asked: list[Tensor] = []
+
+    def solve(given: Tensor) -> Any:
+        asked.append(given)
+        if len(asked) <= failures:
+            raise torch.linalg.LinAlgError
+        return torch.linalg.eigh(given)
+
+    values, vectors = eigh(matrix, solve=solve)
+    assert [x.dtype for x in asked] == [torch.float32, *[torch.float64] * failures]
+    tolerance = 1e-3 if failures > 5 else 1e-4
+    torch.testing.assert_close(vectors @ values.diag() @ vectors.T, matrix, rtol=tolerance, atol=tolerance)
+    assert vectors.dtype == torch.float32
+
+
+def test_eigh_gives_up() -> None:
+    def solve(given: Tensor) -> Any:
+        raise torch.linalg.LinAlgError
+
+    with pytest.raises(ValueError, match="No eigendecomposition of a factor"):
+        eigh(torch.eye(2), "a factor", solve)
+    with pytest.raises(ValueError, match="not finite"):
+        eigh(torch.full((2, 2), float("nan")))
