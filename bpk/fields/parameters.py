@@ -31,7 +31,7 @@ class ParameterState:
         self.values: dict[int, Any] = {}
         self.pending: dict[Hashable, tuple[list[Use], int]] = {}
         self.gradients: list[Tensor] = []
-        self.awaited_gradients = 0
+        self.awaited_gradients = self.awaited_uses = 0
         self.done: set[int] = set()
 
 
@@ -126,7 +126,9 @@ class Parameters:
         self.calls = calls_by_parameter()
 
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
-        """Whether calls other than `record` are still to come that use a parameter, or functions use it."""
+        """Whether uses of a parameter other than by `record` are still to come, or functions use it."""
+        if id(param) in self.states and self.states[id(param)].awaited_uses:
+            return True
         for ref in self.calls.get(id(param), ()):
             call = ref()
             if call is not None and call.open and call is not record:
@@ -139,8 +141,7 @@ class Parameters:
             raise UnsupportedLayer(
                 explain(
                     f"A parameter {list(state.param.shape)} was final when another use of it was reached.",
-                    "layers behind one loss use it, and functions behind another one, which only the graph of that "
-                    "loss shows.",
+                    "layers behind one loss use it, and functions behind another one.",
                     "use one extended loss, or use the parameter in layers only.",
                 )
             )
@@ -206,7 +207,7 @@ class Parameters:
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
-        return any(state.uses for state in self.by_module.get(id(module), ()))
+        return any(state.uses or state.awaited_uses for state in self.by_module.get(id(module), ()))
 
     # ---- fields ------------------------------------------------------------------------------------
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
@@ -246,5 +247,4 @@ class Parameters:
         """Let go of everything."""
         for handle in self.handles:
             handle.remove()
-        self.handles.clear()
-        self.states, self.saved, self.calls, self.by_module = {}, [], {}, {}
+        self.handles, self.states, self.saved, self.calls, self.by_module = [], {}, [], {}, {}

@@ -43,6 +43,8 @@ SIDE_BY_SIDE = {
     "token": (lambda x, p: torch.cat([p.expand(len(x), -1, -1), x], 1), (1, 1, D)),
     "time first": (lambda x, p: (x.transpose(0, 1) + p).transpose(0, 1), (T, 1, D)),
 }
+BY_AUTOGRAD = ("positions", "bias", "difference", "token")
+"""Where autograd brings them itself: rows stay along axis 0 all the way."""
 ROW_BY_ROW = {
     "twice": (lambda x, p: (x + p) * p, (D,)),
     "scalar": (lambda x, p: p * x, ()),
@@ -55,6 +57,9 @@ ROW_BY_ROW = {
     "both": (lambda x, p: (x + p) * p.exp(), (D,)),
     "its own batch axis": (lambda x, p: x + p, (N, 1, D)),
 }
+
+
+EXPECT = functions.SideBySide.expect
 
 
 def rows(model: nn.Module, x: Tensor) -> Tensor:
@@ -76,9 +81,18 @@ def test_rows_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch
         taken.append(len(found := spread.spread_rows(*given)))
         return found
 
+    brought: list[bool] = []
+
+    def expect(*given: Any) -> bool:
+        brought.append(EXPECT(*given))
+        return brought[-1]
+
     monkeypatch.setattr(functions, "spread_rows", spy)
+    monkeypatch.setattr(functions.SideBySide, "expect", expect)
     found = rows(model, x)
-    assert taken == [int(name in SIDE_BY_SIDE)]
+    assert brought == [name in BY_AUTOGRAD]
+    assert taken == ([] if name in BY_AUTOGRAD else [int(name in SIDE_BY_SIDE)])
+    monkeypatch.setattr(functions, "side_by_side", lambda *given: {})
     monkeypatch.setattr(functions, "spread_rows", lambda *given: {})
     torch.testing.assert_close(found, rows(model, x))
     if name in SIDE_BY_SIDE:
