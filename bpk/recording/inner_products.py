@@ -6,7 +6,6 @@ are recognised exactly, with the order of their rows; what is not is left to the
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from torch.autograd.graph import Node
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.core.call import Call
 from bpk.recording import engine
-from bpk.recording.graph_nodes import Edge, between, leaf_of
-from bpk.recording.identity import IDENTITIES
+from bpk.recording.graph_nodes import Edge, leaf_of
+from bpk.recording.identity import IDENTITIES, function_name
 from bpk.recording.parameter_products import FUNCTIONS, SAME_ORDER, axes_of
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
@@ -24,8 +23,8 @@ from bpk.rules import REGISTRY
 LINEAR = REGISTRY.find(nn.Linear)
 """The rule that serves them."""
 
-OPERANDS = {"MmBackward0": ("self", 0, 1), "AddmmBackward0": ("mat1", 1, 2)}
-"""By node: under which name it keeps the left operand, and which of its edges lead to this and to the right one."""
+OPERANDS = {"Mm": ("self", 0, 1), "Addmm": ("mat1", 1, 2)}
+"""By function: under which name it keeps the left operand, and which of its edges lead to this and to the right one."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,25 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
     rule, found = record.rule, list[InnerProduct]()
     if not isinstance(rule, LinearInside) or not rule.inside or record.recomputed is not None or record.used != [0]:
         return found
-    start, nodes = record.edges[0], list(between(here, {edge[0] for edge in record.edges}.__contains__))
-    read = Counter(above for node in nodes for above, _ in node.next_functions)
-    sums = {follow(node.next_functions[0])[0][0]: node for node in nodes if node.name() == "AddBackward0"}
+    start, read, products, sums = record.edges[0], {here: 0}, list[Node](), dict[Node | None, Node]()
+    ends, waiting = {edge[0] for edge in record.edges}, [here]
+    while waiting:
+        node = waiting.pop()
+        edges, name = node.next_functions, function_name(node)
+        if name in OPERANDS:
+            products.append(node)
+        elif name == "Add":
+            sums[follow(edges[0])[0][0]] = node
+        for above, _ in edges:
+            if above in read:
+                read[above] += 1
+            elif above is not None:
+                read[above] = 1
+                if above not in ends:
+                    waiting.append(above)
     last, moved = follow((here, 0), tuple(call.output.shape[:2])[:: -1 if record.out_axis(0) else 1])
-    for node in nodes:
-        if (operands := OPERANDS.get(node.name())) is None:
-            continue
+    for node in products:
+        operands = OPERANDS[function_name(node)]
         names = names_of(record, rule.inside, node, sums.get(node), operands[2], read)
         if "weight" not in names:
             continue
@@ -82,23 +93,25 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
 
 
 def names_of(
-    record: Record, inside: dict[str, str], node: Node, added: Node | None, right: int, read: Counter[Node | None]
+    record: Record, inside: dict[str, str], node: Node, added: Node | None, right: int, read: dict[Node, int]
 ) -> dict[str, str]:
     """What the layer calls the weight and the bias of a product, where these are used there and nowhere else."""
 
     def name_of(edge: Edge) -> str:
-        leaf = leaf_of(edge[0]) if read[edge[0]] == 1 else None
+        leaf = leaf_of(edge[0]) if edge[0] is not None and read[edge[0]] == 1 else None
         return next((name for name, p in record.params.items() if p is leaf), "")
 
     turn = node.next_functions[right][0]
-    weight = name_of(turn.next_functions[0]) if turn is not None and turn.name() == "TBackward0" else ""
-    if weight not in inside or read[turn] != 1:
+    turned = turn is not None and read[turn] == 1 and turn.name() == "TBackward0"
+    weight = name_of(turn.next_functions[0]) if turn is not None and turned else ""
+    if weight not in inside:
         return {}
     if right == 2:  # torch.addmm
         scaled = engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1
         bias, needed = "" if scaled else name_of(node.next_functions[0]), True
     else:
-        alone = added is not None and read[node] == read[added.next_functions[0][0]] == 1
+        above = None if added is None else added.next_functions[0][0]
+        alone = above is not None and read[node] == read[above] == 1
         unscaled = added is not None and alone and engine.saved(added, "alpha") == 1
         bias, needed = name_of(added.next_functions[1]) if added is not None and unscaled else "", False
     if bias == inside[weight]:
