@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from bpk.fields.awaited import expect_use
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
 from bpk.fields.values import require_own
+from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.rule import Rule
 from bpk.plan.inspection import Inspection
 from bpk.plan.step import Step, matched
 from bpk.recording import engine
+from bpk.recording.inner_products import LINEAR, InnerProduct, inner_products
 from bpk.recording.record import Record, is_trained
-from bpk.sweeps.functions import reach_functions
+from bpk.sweeps.functions import SideBySide, reach_functions
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import Gradient, Observer, not_by_hand
 
@@ -29,6 +35,7 @@ class Observing:
         self.inspection = inspection
         self.parameters = parameters
         self.hands = sweeps.hands(parameters.save)
+        self.spread = SideBySide(inspection, parameters)
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> None:
         """Autograd is at a call; in second order, it is `planned`."""
@@ -42,11 +49,10 @@ class Observing:
             return
         first: dict[Hashable, Gradient] = {k: sweep for k, sweep in observers.items() if isinstance(sweep, Gradient)}
         if first and any(source.trained for source in self.inspection.sources[record].values()):
-            reach_functions(record, grad, self.inspection, first, self.parameters)
+            reach_functions(record, grad, first, self.spread)
         if record.rule is None or not (trained or len(observers) > len(first)):
             return
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
-        later = {name: self.parameters.is_shared(p, record) for name, p in trained.items()}
         if first and not isinstance(record.rule, Loss):
             self.reach_in_first_order(record, grad, trained, first, states)
         for key, sweep in observers.items():
@@ -54,8 +60,8 @@ class Observing:
                 self.reach_in_plan(key, sweep, planned, states)
         if states:
             self.parameters.expect_gradients(record, states)
-        for name, state in states.items():
-            if not (later[name] or function):
+        for state in states.values():
+            if not (function or self.parameters.is_shared(state.param, record)):
                 self.parameters.finish(state)
 
     def reach_in_first_order(
@@ -69,10 +75,26 @@ class Observing:
         """Show a call to sweeps that need its gradient alone."""
         grad, call = matched(grad, record.call())
         rows, n = self.inspection.attribution.rows(record), self.inspection.attribution.batch_size(record)
-        node = engine.current_node() if call.drawn is not None else None
-        step = Step(record, record.rule, call, node, trained, rows, n, gradient=grad)
-        for key, sweep in sweeps.items():
-            self.collect(key, sweep, step, states)
+        here = engine.current_node()
+
+        def show(call: Call, rule: Rule | None, states: dict[str, ParameterState], grad: Tensor) -> None:
+            node = here if call.drawn is not None else None
+            step = Step(record, rule, call, node, trained, rows, n, gradient=grad)
+            for key, sweep in sweeps.items():
+                self.collect(key, sweep, step, states)
+
+        def show_inside(inner: InnerProduct, own: dict[str, ParameterState], grad: Tensor) -> None:
+            show(inner.call, LINEAR, own, inner.rows(grad))
+
+        for inner in [] if torch.is_grad_enabled() else inner_products(record, call, here):
+            own = {name: states[whole] for name, whole in inner.names.items()}
+            states = {name: state for name, state in states.items() if state not in own.values()}
+            if inner.is_output:
+                show(inner.call, LINEAR, own, grad)
+            else:
+                expect_use(self.parameters, inner.node, own.values(), partial(show_inside, inner, own))
+        if states:
+            show(call, record.rule, states, grad)
 
     def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
@@ -20,20 +21,6 @@ from bpk.recording.graph_nodes import parameter_edges
 from bpk.recording.record import Record, calls_by_parameter
 from bpk.recording.state import CTX
 from bpk.recording.surroundings import may_shard, require_whole, without_autocast
-
-
-class ParameterState:
-    """A parameter during one backward pass: its uses by observer, known values, and what is to come."""
-
-    def __init__(self, param: Tensor) -> None:
-        self.param = param
-        self.modules: list[nn.Module] = []
-        self.uses: dict[Hashable, Uses] = {}
-        self.values: dict[int, Any] = {}
-        self.pending: dict[Hashable, tuple[list[Use], int]] = {}
-        self.gradients: list[Tensor] = []
-        self.awaited_gradients = 0
-        self.done: set[int] = set()
 
 
 class Parameters:
@@ -132,7 +119,9 @@ class Parameters:
         self.calls = calls_by_parameter()
 
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
-        """Whether calls other than `record` are still to come that use a parameter, or functions use it."""
+        """Whether uses of a parameter other than by `record` are still to come, or functions use it."""
+        if id(param) in self.states and self.states[id(param)].awaited_uses:
+            return True
         calls = (ref() for ref in self.calls.get(id(param), ()))
         to_come = any(call is not None and call.open and call is not record for call in calls)
         return to_come or id(param) in self.by_functions
@@ -143,8 +132,7 @@ class Parameters:
             raise UnsupportedLayer(
                 explain(
                     f"A parameter {list(state.param.shape)} was final when another use of it was reached.",
-                    "layers behind one loss use it, and functions behind another one, which only the graph of that "
-                    "loss shows.",
+                    "layers behind one loss use it, and functions behind another one.",
                     "use one extended loss, or use the parameter in layers only.",
                 )
             )
@@ -220,7 +208,8 @@ class Parameters:
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
-        return any(state.uses or self.totals.has(state.param) for state in self.by_module.get(id(module), ()))
+        states = self.by_module.get(id(module), ())
+        return any(state.uses or state.awaited_uses or self.totals.has(state.param) for state in states)
 
     # ---- fields ------------------------------------------------------------------------------------
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:

@@ -141,7 +141,9 @@ def write_down(
 
 def connect(inputs: tuple[Tensor, ...], before: Before | None) -> tuple[tuple[Tensor, ...], tuple[Edge, ...]]:
     """Aliases of the inputs of a call, and the graph edges that lead to them."""
-    kept = [keep(x) for x in (inputs if before is None or before.kept is None else inputs[1:])]
+    given = inputs if before is None or before.kept is None else inputs[1:]
+    once = {id(x): keep(x) for x in given}  # query, key and value may be the same tensor
+    kept = [once[id(x)] for x in given]
     if before is not None and before.kept is not None:
         kept.insert(0, (before.kept, before.edge))
     return tuple([x for x, _ in kept]), tuple([edge for _, edge in kept])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from bpk.fields.arrived import Columns
-from bpk.fields.parameters import Parameters
+from bpk.fields.awaited import expect_use
+from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
@@ -19,25 +23,94 @@ from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
-from bpk.sweeps.spread import spread_rows
+from bpk.sweeps.spread import side_by_side, spread_rows
 from bpk.sweeps.sweep import Gradient
 
 
-def reach_functions(
-    record: Record, grad: Tensor, inspection: Inspection, sweeps: Mapping[Hashable, Gradient], parameters: Parameters
-) -> None:
+class SideBySide:
+    """Parameters that all functions behind the losses only spread, where rows stay side by side (`side_by_side`).
+
+    Autograd itself comes to these functions with the gradients of all rows, once for all calls behind them.
+    """
+
+    def __init__(self, inspection: Inspection, parameters: Parameters) -> None:
+        self.inspection = inspection
+        self.parameters = parameters
+        self.known = 0
+        self.expected: set[int] = set()
+        self.spreads: dict[int, dict[Node, float]] = {}
+
+    def find(self) -> None:
+        """Look at all stretches that were found until now."""
+        sources, attribution = self.inspection.sources, self.inspection.attribution
+        if self.known == len(sources):
+            return
+        self.known, refused = len(sources), set[int]()
+        for record, source in [(reader, source) for reader in sources for source in sources[reader].values()]:
+            usual = not (attribution.mixed or self.inspection.hands) and attribution.rows(record) is None
+            found = side_by_side(source, attribution.batch_size(record)) if usual and source.trained else {}
+            for k, p in enumerate(source.trained):
+                if k not in found or not all(engine.will_run(node) for node, _ in found[k]):
+                    refused.add(id(p))
+                for node, factor in found.get(k, ()):
+                    self.spreads.setdefault(id(p), {})[node] = factor
+        if refused & self.expected:
+            what = "A parameter that functions spread over samples is used otherwise behind another loss."
+            reason = "autograd adds up both, and was already expected to bring individual gradients."
+            raise UnsupportedLayer(explain(what, reason, "extend all losses (bpk.extend(loss_fn))."))
+        self.spreads = {key: nodes for key, nodes in self.spreads.items() if key not in refused}
+
+    def expect(self, source: Source, sweeps: Mapping[Hashable, Gradient], n: int) -> bool:
+        """Wait for autograd at the functions of a stretch; whether that does for all of its parameters."""
+        self.find()
+        if torch.is_grad_enabled() or any(id(p) not in self.spreads for p in source.trained):
+            return False
+        for p in source.trained:
+            uses = {} if id(p) in self.expected else self.spreads[id(p)]
+            self.expected.add(id(p))
+            for node, factor in uses.items():
+                state = self.parameters.state_of(p)
+                reached = partial(self.collect, state, source, sweeps, n, factor)
+                expect_use(self.parameters, node, [state], reached)
+        return True
+
+    def collect(
+        self,
+        state: ParameterState,
+        source: Source,
+        sweeps: Mapping[Hashable, Gradient],
+        n: int,
+        factor: float,
+        grad: Tensor,
+    ) -> None:
+        """Autograd is at a function that spreads a parameter."""
+        shape = state.param.shape
+        goal = (n, *(1,) * (grad.dim() - 1 - len(shape)), *shape[max(0, len(shape) - grad.dim() + 1) :])
+        rows = (grad * factor).sum_to_size(goal).reshape(n, *shape).to(state.param.dtype)
+        for key, sweep in sweeps.items():
+            columns = Columns()
+            columns.add_to_parameter("0", "gradient", sweep.rows(rows)[None])
+            self.parameters.collect(state, key, Use(StretchCall(source, rows, (), None, n), STRETCH, "0", columns), n)
+
+
+def reach_functions(record: Record, grad: Tensor, sweeps: Mapping[Hashable, Gradient], spread: SideBySide) -> None:
     """Show first-order sweeps what reaches parameters of the stretches in front of a call.
 
-    All of it is computed now: autograd frees the stretch when it has passed.
+    What autograd does not bring itself is computed now: it frees the stretch when it has passed.
     """
-    sources = {k: source for k, source in inspection.sources[record].items() if source.trained}
+    inspection, parameters = spread.inspection, spread.parameters
+    n = inspection.attribution.batch_size(record)
+    trained = {k: source for k, source in inspection.sources[record].items() if source.trained}
+    sources = {k: source for k, source in trained.items() if not spread.expect(source, sweeps, n)}
+    if not sources:
+        return
     several = sum(edge[0] is not None for edge in record.edges) > 1
     by_rule = several and record.rule is not None and not isinstance(record.rule, Loss)
     found = at_inputs_by_rule(record, grad, sources) if by_rule else at_inputs(record, grad, sources)
-    rows, n = inspection.attribution.rows(record), inspection.attribution.batch_size(record)
+    rows = inspection.attribution.rows(record)
     for source, at_end in found:
         whole = StretchCall(source, at_end, (), rows, n)
-        spread = {} if whole.merged else spread_rows(source, at_end)
+        side = {} if whole.merged else spread_rows(source, at_end)
         for key, sweep in sweeps.items():
             call = whole if sweep.samples is None else whole.subset(sweep.samples)
             column, columns = sweep.rows(at_end)[None], Columns()
@@ -45,7 +118,7 @@ def reach_functions(
                 if whole.merged:
                     found_rows = STRETCH.jac_t_mat_prod(call, column, name)[:, None]
                 else:
-                    known = sweep.rows(spread[name])[None] if name in spread else None
+                    known = sweep.rows(side[name])[None] if name in side else None
                     found_rows = STRETCH.jac_t_mat_prod(call, column, name, sum_batch=False) if known is None else known
                     found_rows = found_rows if rows is None else to_samples(found_rows, rows, n)
                 columns.add_to_parameter(name, "gradient", found_rows)

@@ -17,9 +17,13 @@ from bpk.plan.graph import Source, gradient_edge, pull_columns
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.graph_nodes import leaf_of
+from bpk.recording.identity import function_name, words
 
 BASE = 16
 """How many powers of two tell rows from each other in one test."""
+
+ROW_BY_ROW = words("Add Div Expand Gelu Identity Mul NativeDropout Neg Relu Silu Sub Tanh")
+"""Functions that take entries one by one, where arguments are broadcast."""
 
 Spread = tuple[Node, float]
 """A function's node, and what the gradient of its result is multiplied with, for the parameter."""
@@ -66,6 +70,43 @@ def spread_parameters(source: Source) -> dict[int, list[Spread]]:
             else:
                 found.setdefault(k, []).append((node, factor))
     return {k: uses for k, uses in found.items() if k not in other}
+
+
+def side_by_side(source: Source, n: int) -> dict[int, list[Spread]]:
+    """By number: parameters that are spread where axis 0 of a result holds the `n` rows at the end, by its functions.
+
+    On all ways from the end to there, functions keep axis 0 as it is; no other function uses the parameter.
+    """
+    if source.stretch is None or not source.entrance.plain:
+        return {}
+    inside, waiting = set(source.nodes), [source.stretch[0]]
+    kept, mixed = set(waiting), set[Node | None]()
+    while waiting:
+        here = waiting.pop()
+        assert here is not None
+        keeps = here not in mixed and keeps_rows(here, n)
+        for above, number in here.next_functions:
+            if above not in inside or above in mixed or (keeps and above in kept):
+                continue
+            same = keeps and number == 0 and tuple(engine.output_shapes(above)[0][:1]) == (n,)
+            same = same and len(engine.output_shapes(above)[0]) == len(engine.output_shapes(here)[0])
+            (kept if same else mixed).add(above)
+            waiting.append(above)
+    found: dict[int, list[Spread]] = {}
+    for k, uses in spread_parameters(source).items():
+        p = source.trained[k]
+        dims = [len(engine.output_shapes(node)[0]) if node in kept - mixed else 0 for node, _ in uses]
+        if all(p.dim() < dim or (p.dim() == dim and p.shape[0] == 1) for dim in dims):
+            found[k] = uses
+    return found
+
+
+def keeps_rows(node: Node, n: int) -> bool:
+    """Whether row by row along axis 0, a function's result depends on the same row of its arguments that have it."""
+    shapes, name = engine.output_shapes(node), function_name(node)
+    if len(shapes) != 1 or tuple(shapes[0][:1]) != (n,):
+        return False
+    return name in ROW_BY_ROW or (name == "Cat" and engine.saved(node, "dim") not in (0, 2**64 - len(shapes[0])))
 
 
 def factor_of(node: Node, place: int) -> float | None:

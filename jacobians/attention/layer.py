@@ -59,6 +59,8 @@ class AttentionLayer(LinearInside):
     GGN block.
     """
 
+    inside = {"in_proj_weight": "in_proj_bias", "out_proj.weight": "out_proj.bias"}
+
     def results(self, options: Settings, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[Tensor]:
         if options.dropout:
             raise unknown(self.name)

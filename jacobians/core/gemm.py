@@ -18,15 +18,18 @@ Patches = Callable[[slice], Tensor]
 Empty = Callable[[Sequence[int], Tensor], Tensor]
 
 
-def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty) -> Tensor:
-    """`sum_t m a^T` for every sample: `[V, N, G, O, I]`, in memory that `empty` hands out."""
+def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty, views: bool = False) -> Tensor:
+    """`sum_t m a^T` for every sample: `[V, N, G, O, I]`, in memory that `empty` hands out.
+
+    Patches that are `views` take no memory, however many samples they are of.
+    """
     v, n, g, o, t = m.shape
     if torch.is_grad_enabled():
         return torch.matmul(m, patches(slice(0, n)).transpose(-1, -2))
     out = empty((v, n, g, o, width), m)
     if t == 1:
         return torch.mul(m, patches(slice(0, n)).transpose(-1, -2), out=out)
-    for part in chunks(n, g * (width * t + v * o * width), m.device):
+    for part in chunks(n, 0 if views else g * (width * t + v * o * width), m.device):
         a = patches(part).flatten(0, 1)
         for column, goal in zip(m[:, part], out[:, part], strict=True):
             products(column.flatten(0, 1), a, out=goal.flatten(0, 1))

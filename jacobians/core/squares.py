@@ -188,14 +188,16 @@ def squared_length(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(wide(x), dim=(2, 3)).square()
 
 
-def norm_squared(patches: Patches, m: Tensor, width: int) -> Tensor:
+def norm_squared(patches: Patches, m: Tensor, width: int, views: bool = False) -> Tensor:
     """`|sum_t m a^T|^2` for every sample of `m` `[N, G, O, T]`: `[N]`, by Gram matrices or directly."""
     n, g, o, t = m.shape
     if t == 1:
         return (squared_length(m) * squared_length(patches(slice(0, n)))).sum(1).to(m.dtype)
     size = cost.Size(1, n, g, o, width, t)
-    way = norm_by_grams if cost.by_grams(size) < cost.by_rows(size) else norm_by_rows
-    found = [way(wide(patches(part)), wide(m[part])) for part in chunks(n, g * (width * t + o * width), m.device)]
+    by_grams = cost.by_grams(size) < cost.by_rows(size)
+    way, held = (norm_by_grams, 2 * t * t) if by_grams else (norm_by_rows, o * width)
+    some = chunks(n, g * (held if views else width * t + held), m.device)
+    found = [way(wide(patches(part)), wide(m[part])) for part in some]
     return torch.cat(found).to(m.dtype) if found else m.new_zeros(0)
 
 

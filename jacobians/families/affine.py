@@ -85,7 +85,7 @@ class Affine(LinearInEach):
         if wrt == "weight":
             width = self._matrix_shape(call)[2]
             columns = self.as_columns(call, mat)
-            rows = gemm.per_sample(partial(self.patches, call), columns, width, call.empty)
+            rows = gemm.per_sample(partial(self.patches, call), columns, width, call.empty, self.views(call))
             return self.as_weight(call, rows)
         rows = self._over_positions(call, mat)
         return rows.sum(1) if sum_batch else rows
@@ -134,7 +134,7 @@ class Affine(LinearInEach):
         if param != "weight":
             return wide(self._over_positions(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        return squares.norm_squared(partial(self.patches, call), columns, width)
+        return squares.norm_squared(partial(self.patches, call), columns, width, self.views(call))
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.
@@ -195,6 +195,10 @@ class Affine(LinearInEach):
         one = call.subset([0])
         half = self._over_positions(one, matrix.reshape(size, 1, *out))[:, 0]  # [D, G O]
         return self._over_positions(one, half.T.reshape(-1, 1, *out))[:, 0]
+
+    def views(self, call: Call) -> bool:
+        """Whether patches are views of the input."""
+        return False
 
     def positions(self, call: Call) -> int:
         """`T`."""

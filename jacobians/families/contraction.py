@@ -95,6 +95,9 @@ class Contraction(Affine):
         x = call.inputs[0][samples] if self.is_plain else self.features([x[samples] for x in call.inputs])
         return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1]).transpose(1, 2)[:, None]
 
+    def views(self, call: Call) -> bool:
+        return len(call.inputs) == 1
+
     def as_columns(self, call: Call, mat: Tensor) -> Tensor:
         if call.output.dim() < 2:
             what = f"{self.name} has no individual gradients."

@@ -21,7 +21,7 @@ def summed(m: Tensor, x: Tensor) -> Tensor:
 
 def per_sample(m: Tensor, x: Tensor, empty: gemm.Empty) -> Tensor:
     """`sum_t m x^T` for every sample: `[V, N, O, I]`, in memory that `empty` hands out."""
-    return gemm.per_sample(patches(x), as_columns(m), x.shape[2], empty).squeeze(2)
+    return gemm.per_sample(patches(x), as_columns(m), x.shape[2], empty, views=True).squeeze(2)
 
 
 def squared_sum(m: Tensor, x: Tensor, weights: Tensor | None, keep: bool, empty: gemm.Empty) -> Tensor:
@@ -31,7 +31,7 @@ def squared_sum(m: Tensor, x: Tensor, weights: Tensor | None, keep: bool, empty:
 
 def norm_squared(m: Tensor, x: Tensor) -> Tensor:
     """`|sum_t m x^T|^2` for every sample of one column `m` `[N, T, O]`: `[N]`."""
-    return squares.norm_squared(patches(x), as_columns(m[None])[0], x.shape[2])
+    return squares.norm_squared(patches(x), as_columns(m[None])[0], x.shape[2], views=True)
 
 
 def outer(m: Tensor, x: Tensor, rows: slice = slice(None)) -> Outer:

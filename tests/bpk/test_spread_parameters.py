@@ -43,6 +43,8 @@ SIDE_BY_SIDE = {
     "token": (lambda x, p: torch.cat([p.expand(len(x), -1, -1), x], 1), (1, 1, D)),
     "time first": (lambda x, p: (x.transpose(0, 1) + p).transpose(0, 1), (T, 1, D)),
 }
+BY_AUTOGRAD = ("positions", "bias", "difference", "token")
+"""Where autograd brings them itself: rows stay along axis 0 all the way."""
 ROW_BY_ROW = {
     "twice": (lambda x, p: (x + p) * p, (D,)),
     "scalar": (lambda x, p: p * x, ()),
@@ -54,7 +56,11 @@ ROW_BY_ROW = {
     "square": (lambda x, p: x + p.square(), (D,)),
     "both": (lambda x, p: (x + p) * p.exp(), (D,)),
     "its own batch axis": (lambda x, p: x + p, (N, 1, D)),
+    "half of the rows": (lambda x, p: torch.cat([x[: N // 2] + p, x[N // 2 :]]), (D,)),
 }
+
+
+EXPECT = functions.SideBySide.expect
 
 
 def rows(model: nn.Module, x: Tensor) -> Tensor:
@@ -76,12 +82,52 @@ def test_rows_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch
         taken.append(len(found := spread.spread_rows(*given)))
         return found
 
+    brought: list[bool] = []
+
+    def expect(*given: Any) -> bool:
+        brought.append(EXPECT(*given))
+        return brought[-1]
+
     monkeypatch.setattr(functions, "spread_rows", spy)
+    monkeypatch.setattr(functions.SideBySide, "expect", expect)
     found = rows(model, x)
-    assert taken == [int(name in SIDE_BY_SIDE)]
+    assert brought == [name in BY_AUTOGRAD]
+    assert taken == ([] if name in BY_AUTOGRAD else [int(name in SIDE_BY_SIDE)])
+    monkeypatch.setattr(functions, "side_by_side", lambda *given: {})
     monkeypatch.setattr(functions, "spread_rows", lambda *given: {})
     torch.testing.assert_close(found, rows(model, x))
     if name in SIDE_BY_SIDE:
         for n in range(N):
             loss = nn.functional.cross_entropy(model(x[n : n + 1]), torch.tensor([n % 3])) / N
             torch.testing.assert_close(found[n], torch.autograd.grad(loss, model.spread)[0])
+
+
+class Residual(nn.Module):
+    """Positions are added once; two branches and what follows read the sum."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 3)
+        self.branches = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
+        self.spread = nn.Parameter(torch.randn(1, T, D))
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.spread
+        for branch in self.branches:
+            x = x + branch(self.mix(x)).relu()
+        return self.last(x).sum(1)
+
+
+@pytest.mark.parametrize("mix", [torch.Tensor.tanh, lambda x: x.flip(1)], ids=["as they are", "one reader moves them"])
+@pytest.mark.parametrize("subsampling", [None, [4, 0]])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_several_readers_of_one_sum(mix: Callable[[Tensor], Tensor], subsampling: list[int] | None) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Residual(mix).double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, T, D, dtype=torch.float64), torch.arange(5) % 3
+    with bpk.backpack(BatchGrad(subsampling)):
+        loss_fn(model(x), y).backward()
+    for row, n in zip(model.spread.grad_batch, subsampling or range(5), strict=True):
+        loss = nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / 5
+        torch.testing.assert_close(row, torch.autograd.grad(loss, model.spread)[0])

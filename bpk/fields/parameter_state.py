@@ -1,0 +1,24 @@
+"""A parameter during one backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from bpk.fields.statistics import Use, Uses
+
+
+class ParameterState:
+    """A parameter during one backward pass: its uses by observer, known values, and what is to come."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = param
+        self.modules: list[nn.Module] = []
+        self.uses: dict[Hashable, Uses] = {}
+        self.values: dict[int, Any] = {}
+        self.pending: dict[Hashable, tuple[list[Use], int]] = {}
+        self.gradients: list[Tensor] = []
+        self.awaited_gradients = self.awaited_uses = 0
+        self.done: set[int] = set()
