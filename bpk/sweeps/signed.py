@@ -23,6 +23,7 @@ class SignedHessian(ColumnSweep):
     """
 
     needs_gradients = True
+    merges = True
 
     @property
     def key(self) -> Hashable:
