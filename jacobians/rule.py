@@ -175,6 +175,11 @@ class Rule(ABC):
             return Bordered(self, call, grad_out, wrts, part).signed_columns()
         return self.residual_columns(call, grad_out, wrts)
 
+    def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        """The diagonal `[N, *p]` of every sample's residual with respect to one parameter alone."""
+        columns, signs = self.signed_columns(call, grad_out, (param,))
+        return torch.einsum("kn,kn...->n...", signs, columns[param].square())
+
     def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
         """The rows of every sample's residual that belong to the `D` entries of `wrt`: `{b: [D, N, *b]}` for `wrts`."""
         return rows_by_sample(self, call, grad_out, (wrt,), wrts)

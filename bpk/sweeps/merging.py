@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import Columns
-from bpk.jacobians.second_order.bordered import polarised
+from bpk.jacobians.second_order.bordered import nonzero, polarised
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
 
@@ -66,7 +66,9 @@ def multiplications(step: Step) -> float:
 def merged(waiting: Mapping[Step, Columns]) -> tuple[list[Tensor], Tensor]:
     """The same sum of squares as fewer columns: `[K, N, *out]` at each call, and signs `[K, N]`."""
     shapes = [first(columns).shape[2:] for columns in waiting.values()]
-    columns, signs = polarised(dense(list(waiting.values()), [prod(shape) for shape in shapes]).div_(2))
+    rows = dense(list(waiting.values()), [prod(shape) for shape in shapes]).div_(2)
+    alive = nonzero(rows)
+    columns, signs = polarised(rows if len(alive) == len(rows) else rows[alive], alive)
     parts = columns.split([prod(shape) for shape in shapes], 2)
     return [part.reshape(*signs.shape, *shape) for part, shape in zip(parts, shapes, strict=True)], signs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
@@ -11,6 +12,7 @@ from bpk.jacobians.core.products import Residual
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns import ColumnSweep
+from bpk.sweeps.enumerated import Enumerated
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, diagonal, known, split_rows
 from bpk.sweeps.stretch_residual import StretchResidual
 
@@ -58,8 +60,12 @@ class SignedHessian(ColumnSweep):
             if kind is Residual.ZERO:
                 continue
             grad = self.rows(step.grad) if grad is None else grad
-            if kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
+            if isinstance(wrts[0], str) and wrts != joint:
+                found.append(of_squares(rule.residual_squares(view, grad, wrts[0]), wrts[0]))
+            elif kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
                 found.append(diagonal(rule.residual_diag(view, grad)))
+            elif not step.reused and wrts == joint and (rows := Enumerated(step, self.samples, grad)).saves:
+                found.append(rows.columns())
             else:
                 found.append(known(*rule.signed_columns(view, grad, wrts), ("residual", *wrts)))
         return found
@@ -86,3 +92,10 @@ class SignedHessian(ColumnSweep):
         if step.samples_of_rows is None:
             return lazy
         return split_rows(lazy, step.samples_of_rows, step.batch_size)
+
+
+def of_squares(diag: Tensor, name: str) -> LazyColumns:
+    """Two columns whose squares, with their signs, add up to `diag` `[N, *p]`: nothing else is made of these."""
+    columns = torch.stack([diag.clamp(min=0), (-diag).clamp(min=0)]).sqrt()
+    signs = diag.new_tensor([[1.0], [-1.0]]).expand(2, len(diag))
+    return known({name: columns}, signs, ("residual", name))

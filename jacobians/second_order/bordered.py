@@ -83,7 +83,8 @@ class Bordered:
     def signed_columns(self) -> tuple[dict[Wrt, Tensor], Tensor]:
         """Columns `[K, N, *wrt]` and signs `[K, N]` without an eigendecomposition, `w_j = (A_j / 2, B_j)` at `e_j`."""
         halves = beside([x / 2 if w in self.part else x for w, x in self.rows.items()], 2)
-        columns, signs = polarised(halves)
+        alive = nonzero(halves)
+        columns, signs = polarised(halves[alive], alive)
         found = taken_apart(columns, self.shapes, 2)
         return {w: found[w] for w in self.wrts}, signs
 
@@ -112,33 +113,34 @@ class Bordered:
         return {w: found[w] for w in self.wrts}
 
 
-def polarised(rows: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+def nonzero(rows: Tensor) -> Tensor:
+    """The numbers of those rows `[K, N, L]` that are not zero (at least one, so that something travels)."""
+    alive = (rows.detach() != 0).flatten(1).any(1)
+    alive[:1] = True
+    return (torch.ones_like(alive) if is_differentiated() else alive).nonzero()[:, 0]
+
+
+def polarised(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """`sum_j e_j w_j^T + w_j e_j^T` as columns `[2 K, N, L]` with signs `[2 K, N]`, for rows `w_j` `[K, N, L]`.
 
-    Row `j` belongs to the unit vector `e_(first + j)`, and
+    `at` `[K]` says which unit vector `e_j` a row belongs to, and
 
         e w^T + w e^T = 1/2 (c e + w/c) (c e + w/c)^T - 1/2 (c e - w/c) (c e - w/c)^T
 
-    for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long. Rows of zeros are left out.
+    for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long.
     """
     size = norms(rows.detach())  # |w_j|: [K, N]
-    alive = (size != 0).any(1)
-    alive[:1] = True  # at least one, so that something travels
-    if is_differentiated() or bool(alive.all()):
-        alive = torch.ones_like(alive)
-    else:
-        size, rows = size[alive], rows[alive]
     scale = torch.where(size == 0, 1.0, size).sqrt() * 2**-0.5  # c / sqrt(2)
     turns = torch.stack([scale, -scale], 1).reciprocal().to(rows.dtype) / 2  # 1 / (sqrt(2) c) and its negative
     columns = rows[:, None] * turns[..., None]  # [K, 2, N, L]: side by side, so that sums of squares cancel at once
-    each, at = torch.arange(len(rows), device=rows.device), first + alive.nonzero()[:, 0]
-    units = scale[:, None].to(rows.dtype)
-    if is_differentiated():
-        columns = columns + torch.nn.functional.one_hot(at, rows.shape[2])[:, None, None] * units[..., None]
-    else:
-        columns[each, :, :, at] += units
+    columns = columns.scatter_add(3, at[:, None, None, None].expand(*columns.shape[:3], 1), units(scale, columns))
     ones = torch.ones_like(size, dtype=rows.dtype)
     return columns.flatten(0, 1), torch.stack([ones, -ones], 1).flatten(0, 1)
+
+
+def units(scale: Tensor, columns: Tensor) -> Tensor:
+    """What columns `[K, 2, N, L]` have at the entry of their unit vector: `[K, 2, N, 1]`."""
+    return scale[:, None, :, None].expand(*columns.shape[:3], 1).to(columns.dtype)
 
 
 def norms(x: Tensor) -> Tensor:
