@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known
-from bpk.sweeps.merging import Merging, merged
+from bpk.sweeps.merging import Merging
 from bpk.sweeps.sweep import Collector, Player
 
 
@@ -113,18 +114,25 @@ class Run:
         self.count += len(next(iter(mats.values())))
 
     def merge(self, step: Step) -> None:
-        """Make fewer columns of those under way, before `step`; not where a parameter waits for others of theirs."""
-        merging = self.sweep.merging
-        if merging is None or self.uses or not merging.pays(self.waiting, step):
+        """Make fewer columns of those under way, before `step`, where that pays."""
+        found = self.sweep.merging.merge(self.waiting, self.uses, step) if self.sweep.merging is not None else None
+        if found is None:
             return
-        mats, signs = merged(self.waiting)
-        alone, self.count = len(mats) == 1, len(signs)
-        for columns, mat in zip(self.waiting.values(), mats, strict=True):
-            columns.blocks.clear()
-            for number, part in enumerate(mat.split(self.sweep.chunk)):
+        mats, signs = found
+        self.count, size = len(signs), self.sweep.chunk
+        for (at, columns), mat in zip(self.waiting.items(), mats, strict=False):
+            shape = next(iter(columns.blocks.values())).shape[2:]
+            self.waiting[at] = Columns()
+            for number, part in enumerate(mat.split(size)):
                 key = ("merged", self.sweep.plan.name, step.number, number)
-                columns.add(key, part, signs[number * self.sweep.chunk :][: len(part)])
-                columns.unshared.update([key] if alone else [])
+                self.waiting[at].add(key, part.reshape(*part.shape[:2], *shape), signs[number * size :][: len(part)])
+        for mine, mat in zip(self.uses.values(), mats[len(self.waiting) :], strict=True):
+            use, param = mine[0], Columns()
+            for number, part in enumerate(mat.split(size)):
+                key = ("merged", self.sweep.plan.name, step.number, number)
+                rows = part.reshape(*part.shape[:2], *use.call.params[use.name].shape)
+                param.add_to_parameter(use.name, key, rows, signs[number * size :][: len(part)])
+            mine[:] = [replace(use, arrived=param)]
 
     def visit(self, step: Step) -> None:
         """Let what waits at a call pass it."""

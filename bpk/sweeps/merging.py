@@ -1,24 +1,33 @@
 """Signed columns that began at several places, as no more than twice what a sample has numbers where they wait.
 
 All that is left to do with columns `u_k` under way is linear in `H_n = sum_k s_kn u_kn u_kn^T`, over the entries of all
-tensors where they wait, side by side. `H_n` of `D` entries is the sum of `2 D` signed columns (see `polarised`).
+tensors where they wait, side by side: outputs of calls, and parameters that calls further up use as well. Entries that
+are the same in all columns, as on the ways around the layers of a residual network, count once. `H_n` of `D` entries is
+the sum of `2 D` signed columns (see `polarised`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 
 from bpk.fields.arrived import Columns
+from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.second_order.bordered import nonzero, polarised
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
 
-TOUCHED = 16
-"""Multiplications that take as long as sending a number through a layer that does nothing but look at it."""
+MULTIPLIED, TOUCHED = 4, 64
+"""How many multiplications of a merge take as long as one by a weight of a layer, and as one number that a layer reads.
+
+A merge is one large matrix product; columns that pass a layer are read and written several times, and squared.
+"""
+
+
+Merged = tuple[list[Tensor], Tensor]
+"""Columns `[K, N, D]` for each place, and signs `[K, N]`."""
 
 
 class Merging:
@@ -29,65 +38,92 @@ class Merging:
         work = torch.tensor([multiplications(step) if step.runs else 0.0 for step in plan.steps], dtype=torch.float64)
         self.to_come = work.flip(0).cumsum(0).flip(0).tolist()
 
-    def pays(self, waiting: Mapping[Step, Columns], step: Step) -> bool:
-        """Whether sending fewer columns through all calls from `step` on saves more than it costs to merge them."""
-        counts = {key: len(mat) for columns in waiting.values() for key, mat in columns.blocks.items()}
-        count, size = sum(counts.values()), entries(waiting)
-        if not size or count <= 2 * size:
-            return False
-        rows = {mat.shape[1] for columns in waiting.values() for mat in columns.blocks.values()}
-        kinds = {mat.dtype for columns in waiting.values() for mat in columns.blocks.values()}
-        if len(rows) > 1 or len(kinds) > 1 or not kinds <= {torch.float32, torch.float64}:
-            return False
-        if any(at.samples_of_rows is not None for at in waiting):
-            return False
-        if self.room is not None and size * size * rows.pop() > self.room:
-            return False
-        return (count - 2 * size) * self.to_come[step.number] > count * size * size
+    def pays(self, count: int, size: int, n: int, step: Step) -> bool:
+        """Whether sending `2 size` columns through all calls from `step` on, not `count`, saves more than it costs.
 
+        Where it saves less than a third, a place with fewer entries often comes next.
+        """
+        if self.room is not None and size * size * n > self.room:
+            return False
+        saved = count - 2 * size
+        return 3 * saved >= count and saved * self.to_come[step.number] > count * size * (size + TOUCHED)
 
-def entries(waiting: Mapping[Step, Columns]) -> int:
-    """How many numbers a sample has where columns wait."""
-    return sum(prod(first(columns).shape[2:]) for columns in waiting.values())
-
-
-def first(columns: Columns) -> Tensor:
-    """One of the blocks."""
-    return next(iter(columns.blocks.values()))
+    def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Merged | None:
+        """Fewer columns before `step`, where that pays: first asked with the least that may be left of the entries."""
+        blocks = {key: mat for columns in waiting.values() for key, mat in columns.blocks.items()}
+        count, like = sum(map(len, blocks.values())), next(iter(blocks.values()), None)
+        if like is None or like.dtype not in (torch.float32, torch.float64) or any(not c.blocks for c in waiting.values()):
+            return None
+        n, largest = like.shape[1], max(width(columns) for columns in waiting.values())
+        shared = sum(mine[0].call.params[mine[0].name].numel() for mine in uses.values())
+        alike = all(at.samples_of_rows is None for at in waiting)
+        if not alike or shared > count or not self.pays(count, largest, n, step):
+            return None
+        places = [*waiting.values(), *(pulled(mine, n) for mine in uses.values())]
+        mats = [mat for columns in places for mat in columns.blocks.values()]
+        if any(mat.shape[1] != n or mat.dtype is not like.dtype for mat in mats):
+            return None
+        joint, signs = side_by_side(places)
+        first, same_as = distinct(joint)
+        return merged(joint, signs, first, same_as, places) if self.pays(count, len(first), n, step) else None
 
 
 def multiplications(step: Step) -> float:
-    """About how many a column takes at a call, for a sample: matrices are multiplied once for each position."""
-    size = step.call.output.numel() // max(1, step.batch_size)
-    matrices = [p for p in step.call.params.values() if p.dim() > 1]
-    return TOUCHED * size + sum(p.numel() * max(1, size // p.shape[0]) for p in matrices)
+    """What it takes to send a column of one sample through a call: its matrices are used once for each position."""
+    call, n = step.call, max(1, step.batch_size)
+    size, read = call.output.numel() // n, sum(x.numel() for x in call.inputs) // n
+    matrices = [p for p in call.params.values() if p.dim() > 1]
+    used = sum(p.numel() * max(1, size // p.shape[0], read // p[0].numel()) for p in matrices)
+    return TOUCHED * (size + read) + MULTIPLIED * used
 
 
-def merged(waiting: Mapping[Step, Columns]) -> tuple[list[Tensor], Tensor]:
-    """The same sum of squares as fewer columns: `[K, N, *out]` at each call, and signs `[K, N]`."""
-    shapes = [first(columns).shape[2:] for columns in waiting.values()]
-    rows = dense(list(waiting.values()), [prod(shape) for shape in shapes]).div_(2)
+def pulled(uses: list[Use], n: int) -> Columns:
+    """The columns `[V, N, *p]` of a parameter that waits for other uses."""
+    found, rows = Columns(), Uses(uses[0].call.params[uses[0].name], n, False, False)
+    rows.uses = uses
+    for key in rows.keys:
+        found.add(key, rows.rows(key), rows.signs(key))
+    return found
+
+
+def width(columns: Columns) -> int:
+    """How many numbers a sample has where columns wait."""
+    return next(iter(columns.blocks.values()))[0, 0].numel()
+
+
+def side_by_side(places: Sequence[Columns]) -> tuple[Tensor, Tensor]:
+    """All columns over the entries of all places, `[K, N, D]`, zero where they do not go, and their signs `[K, N]`."""
+    known = {key: (mat, columns.signs[key]) for columns in places for key, mat in columns.blocks.items()}
+    sizes = [len(mat) for mat, _ in known.values()]
+    like = next(iter(known.values()))[0]
+    joint = like.new_zeros(sum(sizes), like.shape[1], sum(map(width, places)))
+    signs = torch.cat([like.new_ones(mat.shape[:2]) if some is None else some for mat, some in known.values()])
+    for key, rows in zip(known, joint.split(sizes), strict=True):
+        for columns, part in zip(places, rows.split([width(columns) for columns in places], 2), strict=True):
+            if key in columns.blocks:
+                part.copy_(columns.blocks[key].flatten(2))
+    return joint, signs
+
+
+def distinct(joint: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries of columns `[K, N, D]` that are the same in all of them: one of each `[E]`, and which `[D]` of these."""
+    flat, every = joint.flatten(0, 1), torch.arange(joint.shape[2], device=joint.device)
+    weights = torch.linspace(1, 2, len(flat), dtype=joint.dtype, device=joint.device).sin()
+    marks, same_as = (weights @ flat).unique(return_inverse=True)
+    first = torch.empty(len(marks), dtype=torch.long, device=joint.device).scatter_(0, same_as.flip(0), every.flip(0))
+    if len(first) == len(every) or not torch.equal(joint[..., first[same_as]], joint):
+        return every, every
+    return first, same_as
+
+
+def merged(joint: Tensor, signs: Tensor, first: Tensor, same_as: Tensor, places: Sequence[Columns]) -> Merged:
+    """The same sum of squares from fewer columns."""
+    if first is not same_as:
+        joint = joint[..., first]
+    right = joint.transpose(0, 1)  # [N, K, D]
+    rows = torch.bmm((joint * signs[..., None]).permute(1, 2, 0), right).transpose(0, 1).div_(2)
     alive = nonzero(rows)
     columns, signs = polarised(rows if len(alive) == len(rows) else rows[alive], alive)
-    parts = columns.split([prod(shape) for shape in shapes], 2)
-    return [part.reshape(*signs.shape, *shape) for part, shape in zip(parts, shapes, strict=True)], signs
-
-
-def dense(waiting: Sequence[Columns], sizes: Sequence[int]) -> Tensor:
-    """`sum_k s_kn u_kn u_kn^T`, as rows `[D, N, D]`."""
-    like = first(waiting[0])
-    total = like.new_zeros(like.shape[1], sum(sizes), sum(sizes))
-    corners = [sum(sizes[:k]) for k in range(len(sizes))]
-    places = list(zip(waiting, corners, sizes, strict=True))
-    for a, (left, row, height) in enumerate(places):
-        for right, column, width in places[: a + 1]:
-            block = total[:, row : row + height, column : column + width]
-            for key, mat in left.blocks.items():
-                if key not in right.blocks:
-                    continue
-                signs, other = left.signs[key], right.blocks[key].flatten(2).transpose(0, 1)
-                weighted = mat.flatten(2) if signs is None else mat.flatten(2) * signs[..., None]
-                block += torch.bmm(weighted.permute(1, 2, 0), other)
-            if left is not right:
-                total[:, column : column + width, row : row + height] = block.mT
-    return total.transpose(0, 1)
+    if first is not same_as:
+        columns = columns[..., same_as]
+    return list(columns.split([width(place) for place in places], 2)), signs
