@@ -39,6 +39,9 @@ class Rule(ABC):
     from_output: bool = False
     """Whether the products are right when `call.inputs[0]` holds the output (layers that work in place)."""
 
+    knows_diagonals: bool = False
+    """Whether there are `squares_of_diagonal`."""
+
     reads_values: bool = True
     """Whether the products depend on the values of the inputs, and not on their shapes alone."""
 
@@ -207,6 +210,10 @@ class Rule(ABC):
     ) -> Tensor | None:
         """`squared_sum` of columns that come in several blocks, or `None` to be given them one after the other."""
         return None
+
+    def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
+        """`sum_d h_nd (J_n^T e_d)^2` for `h` `[N, *out]`, where that `knows_diagonals`: no columns are needed."""
+        raise TypeError(f"{self.name} needs columns")
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""

@@ -81,6 +81,16 @@ class StretchResidual(StretchProducts):
             found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
             return [self.without_axis(lazy) for lazy in found]
 
+    def diagonal(self) -> Tensor | None:
+        """The diagonal `[N, *x]` of a residual that is one, in the only target."""
+        if self.rows is not None or self.merged or self.source.trained or len(self.shapes) != 1:
+            return None
+        with differentiable_twice(self.source, self.grad):
+            if self.is_zero or self.shapes[0][0] != len(self.grad) or self.blocks.sizes != [1]:
+                return None
+            self.require_values_only()
+            return self.product([self.grad.new_ones(1, *self.shapes[0])])[0][0]
+
     def without_axis(self, lazy: LazyColumns) -> LazyColumns:
         """Columns at targets as `[K, N, *x]`, where inside the only sample has an axis of its own."""
         if not self.merged:
