@@ -40,8 +40,6 @@ class Rule(ABC):
     """Whether the products are right when `call.inputs[0]` holds the output (layers that work in place)."""
 
     knows_diagonals: bool = False
-    """Whether there are `squares_of_diagonal`."""
-
     reads_values: bool = True
     """Whether the products depend on the values of the inputs, and not on their shapes alone."""
 
@@ -94,10 +92,7 @@ class Rule(ABC):
         return False
 
     def acts_on(self, call: Call) -> int | None:
-        """How many trailing axes of its input the layer looks at, so that the batch axis may be any before them.
-
-        `None` (the default): the batch axis must be the first one.
-        """
+        """How many trailing axes the layer looks at; the batch axis may be any before (`None`: must be the first)."""
         return None
 
     def mixing(self, call: Call) -> str | None:
@@ -168,13 +163,8 @@ class Rule(ABC):
     def signed_columns(
         self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
     ) -> tuple[dict[Wrt, Tensor], Tensor]:
-        """The same with any `u_k`: for sums over all columns, such as the Hessian's diagonal.
-
-        Default: `residual_columns`; jointly over inputs and parameters in closed form where the layer is linear in
-        either of them.
-        """
-        part = corner(self, call, wrts) if any(isinstance(wrt, str) for wrt in wrts) else ()
-        if part:
+        """The same with any `u_k`, for sums over all columns (default: in closed form, where that is linear in some)."""
+        if any(isinstance(wrt, str) for wrt in wrts) and (part := corner(self, call, wrts)):
             return Bordered(self, call, grad_out, wrts, part).signed_columns()
         return self.residual_columns(call, grad_out, wrts)
 
@@ -197,8 +187,7 @@ class Rule(ABC):
     ) -> Tensor:
         """`sum_v w_vn (J_n^T m_vn)^2`, elementwise: `[*p]`, or `[N, *p]` where `per_sample`.
 
-        `mat` is `[V, N, *out]`, `weights` `[V, N]`. With `V = 1` this is the squared individual
-        gradient, with a square root of the GGN its diagonal.
+        `mat` is `[V, N, *out]`, `weights` `[V, N]`: of a gradient its square, of a root of the GGN the diagonal.
         """
         rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).square()
         if weights is not None:
@@ -212,7 +201,7 @@ class Rule(ABC):
         return None
 
     def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
-        """`sum_d h_nd (J_n^T e_d)^2` for `h` `[N, *out]`, where that `knows_diagonals`: no columns are needed."""
+        """`sum_d h_nd (J_n^T e_d)^2` for `h` `[N, *out]`, without columns, by rules with `knows_diagonals`."""
         raise TypeError(f"{self.name} needs columns")
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
@@ -245,8 +234,7 @@ class Rule(ABC):
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).
 
-        For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, so
-        that memory stays at `D` times the size of one sample.
+        For a parameter the factor `G` that goes with `kron_input`. By sample: memory stays at `D` times that of one.
         """
         each = (self._congruence_of_sample(call.subset([n]), matrix, wrt) for n in range(call.batch_size))
         return add_up(each) / call.batch_size

@@ -50,7 +50,7 @@ class Columns:
 
 @dataclass
 class Squares:
-    """What some columns add to the squares of a parameter, known without them: `of(per_sample)` is `[*p]`, `[N, *p]`."""
+    """What some columns add to the squares of a parameter, without them: `of(per_sample)`, `[*p]` or `[N, *p]`."""
 
     of: Callable[[bool], Tensor]
 

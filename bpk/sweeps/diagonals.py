@@ -11,16 +11,22 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.second_order.bordered import polarised
 from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order.bordered import polarised
 from bpk.plan.step import Step
 from bpk.sweeps.lazy import Chunk, LazyColumns, diagonal
+
+EXACT = {torch.float32, torch.float64}
+"""Formats whose rounding sums of squares with both signs survive."""
 
 
 def takes(step: Step) -> bool:
     """Whether a diagonal may pass a call this way: one input, and parameters that no call further up uses."""
-    simple = step.rule is not None and step.rule.knows_diagonals and len(step.call.inputs) == 1 and step.runs
-    return simple and bool(step.params) and not step.reused and step.samples_of_rows is None
+    call, rows = step.call, step.samples_of_rows
+    if step.rule is None or not step.rule.knows_diagonals or not step.params or step.reused or rows is not None:
+        return False
+    kinds = {x.dtype for x in (*call.inputs, *call.params.values(), call.output)}
+    return step.runs and len(call.inputs) == 1 and len(kinds) == 1 and kinds <= EXACT
 
 
 def behind(rule: Rule, view: Call, diag: Tensor) -> LazyColumns:
@@ -42,7 +48,7 @@ def by_position(rule: Rule, view: Call, diag: Tensor, axes: int) -> LazyColumns:
     """The same for a call that treats positions one by one: columns of each position, in turn."""
     n, shape = len(diag), view.inputs[0].shape
     mats, signs = diagonal(diag.flatten(0, axes)).all()
-    sent = rule.jac_t_mat_prod(view.by_position(axes), mats[0], 0).flatten(2)  # [V, N T, I]
+    sent = rule.jac_t_mat_prod(view.by_position(axes), mats[0], 0)  # [V, N T, I]
     if len(sent) > 2 * sent.shape[2]:
         rows = torch.bmm((sent * signs[..., None]).permute(1, 2, 0), sent.transpose(0, 1)).transpose(0, 1) / 2
         sent, signs = polarised(rows, torch.arange(sent.shape[2], device=sent.device))

@@ -51,7 +51,9 @@ class Enumerated:
             both, signs = polarised(self.rows(at) / 2, at)
             here = slice(start % 2, start % 2 + stop - start)
             parts = taken_apart(both[here], self.shapes, 2)
-            mats = {self.first[p]: self.step.links[self.first[p]].forth(part) for p, part in parts.items()}
+            mats: dict[Wrt, Tensor] = {
+                self.first[p]: self.step.links[self.first[p]].forth(part) for p, part in parts.items()
+            }
             return mats, signs[here]
 
         return LazyColumns(2 * self.count, make, ("residual", *self.step.links))

@@ -8,7 +8,7 @@ the sum of `2 D` signed columns (see `polarised`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.second_order.bordered import nonzero, polarised
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
+from bpk.sweeps.diagonals import EXACT
 
 MULTIPLIED, TOUCHED = 4, 64
 """How many multiplications of a merge take as long as one by a weight of a layer, and as one number that a layer reads.
@@ -52,7 +53,7 @@ class Merging:
         """Fewer columns before `step`, where that pays: first asked with the least that may be left of the entries."""
         blocks = {key: mat for columns in waiting.values() for key, mat in columns.blocks.items()}
         count, like = sum(map(len, blocks.values())), next(iter(blocks.values()), None)
-        if like is None or like.dtype not in (torch.float32, torch.float64) or any(not c.blocks for c in waiting.values()):
+        if like is None or like.dtype not in EXACT or any(not c.blocks for c in waiting.values()):
             return None
         n, largest = like.shape[1], max(width(columns) for columns in waiting.values())
         shared = sum(mine[0].call.params[mine[0].name].numel() for mine in uses.values())
@@ -63,9 +64,8 @@ class Merging:
         mats = [mat for columns in places for mat in columns.blocks.values()]
         if any(mat.shape[1] != n or mat.dtype is not like.dtype for mat in mats):
             return None
-        joint, signs = side_by_side(places)
-        first, same_as = distinct(joint)
-        return merged(joint, signs, first, same_as, places) if self.pays(count, len(first), n, step) else None
+        first, same_as = distinct(places)
+        return merged(places, first, same_as) if self.pays(count, len(first), n, step) else None
 
 
 def multiplications(step: Step) -> float:
@@ -91,39 +91,70 @@ def width(columns: Columns) -> int:
     return next(iter(columns.blocks.values()))[0, 0].numel()
 
 
-def side_by_side(places: Sequence[Columns]) -> tuple[Tensor, Tensor]:
-    """All columns over the entries of all places, `[K, N, D]`, zero where they do not go, and their signs `[K, N]`."""
-    known = {key: (mat, columns.signs[key]) for columns in places for key, mat in columns.blocks.items()}
-    sizes = [len(mat) for mat, _ in known.values()]
-    like = next(iter(known.values()))[0]
-    joint = like.new_zeros(sum(sizes), like.shape[1], sum(map(width, places)))
-    signs = torch.cat([like.new_ones(mat.shape[:2]) if some is None else some for mat, some in known.values()])
-    for key, rows in zip(known, joint.split(sizes), strict=True):
-        for columns, part in zip(places, rows.split([width(columns) for columns in places], 2), strict=True):
+def flat(mat: Tensor) -> Tensor:
+    """`[K, N, *out]` as `[K, N, D]`, also where a sample is one number."""
+    return mat.reshape(*mat.shape[:2], mat.shape[2:].numel())
+
+
+def blocks_of(places: Sequence[Columns]) -> dict[Hashable, tuple[Tensor, Tensor | None]]:
+    """By where columns began: one of their blocks, and their signs."""
+    return {key: (mat, columns.signs[key]) for columns in places for key, mat in columns.blocks.items()}
+
+
+def distinct(places: Sequence[Columns]) -> tuple[Tensor, Tensor]:
+    """Entries side by side that seem to be the same in all columns: one of each `[E]`, and which `[D]` of these."""
+    marks = []
+    for columns in places:
+        mark = next(iter(columns.blocks.values())).new_zeros(width(columns))
+        for number, key in enumerate(blocks_of(places)):
             if key in columns.blocks:
-                part.copy_(columns.blocks[key].flatten(2))
-    return joint, signs
-
-
-def distinct(joint: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries of columns `[K, N, D]` that are the same in all of them: one of each `[E]`, and which `[D]` of these."""
-    flat, every = joint.flatten(0, 1), torch.arange(joint.shape[2], device=joint.device)
-    weights = torch.linspace(1, 2, len(flat), dtype=joint.dtype, device=joint.device).sin()
-    marks, same_as = (weights @ flat).unique(return_inverse=True)
-    first = torch.empty(len(marks), dtype=torch.long, device=joint.device).scatter_(0, same_as.flip(0), every.flip(0))
-    if len(first) == len(every) or not torch.equal(joint[..., first[same_as]], joint):
-        return every, every
+                rows = flat(columns.blocks[key]).flatten(0, 1)
+                weights = torch.arange(len(rows), dtype=torch.float64, device=mark.device)
+                mark += (weights + 1 + 0.1 * number).sin().to(mark.dtype) @ rows
+        marks.append(mark)
+    found, same_as = torch.cat(marks).unique(return_inverse=True)
+    every = torch.arange(len(same_as), device=found.device)
+    first = torch.full_like(found, len(every), dtype=torch.long).scatter_reduce_(0, same_as, every, "amin")
     return first, same_as
 
 
-def merged(joint: Tensor, signs: Tensor, first: Tensor, same_as: Tensor, places: Sequence[Columns]) -> Merged:
+def side_by_side(places: Sequence[Columns], entries: Tensor) -> tuple[Tensor, Tensor]:
+    """All columns over some entries of all places, `[K, N, E]`, zero where they do not go, and their signs `[K, N]`."""
+    known = blocks_of(places)
+    sizes, like = [len(mat) for mat, _ in known.values()], next(iter(known.values()))[0]
+    joint = like.new_zeros(sum(sizes), like.shape[1], len(entries))
+    signs = torch.cat([like.new_ones(mat.shape[:2]) if some is None else some for mat, some in known.values()])
+    start = 0
+    for columns in places:
+        here = ((entries >= start) & (entries < start + width(columns))).nonzero()[:, 0]
+        for key, rows in zip(known, joint.split(sizes), strict=True):
+            if key in columns.blocks and len(here):
+                rows[..., here] = flat(columns.blocks[key])[..., entries[here] - start]
+        start += width(columns)
+    return joint, signs
+
+
+def are_same(places: Sequence[Columns], joint: Tensor, same_as: Tensor) -> bool:
+    """Whether all columns are what their `distinct` entries say."""
+    parts = same_as.split([width(columns) for columns in places])
+    start = 0
+    for key, (mat, _) in blocks_of(places).items():
+        rows = joint[start : start + len(mat)]
+        for columns, part in zip(places, parts, strict=True):
+            seen = rows[..., part]
+            if not (torch.equal(flat(columns.blocks[key]), seen) if key in columns.blocks else not seen.any()):
+                return False
+        start += len(mat)
+    return True
+
+
+def merged(places: Sequence[Columns], first: Tensor, same_as: Tensor) -> Merged | None:
     """The same sum of squares from fewer columns."""
-    if first is not same_as:
-        joint = joint[..., first]
-    right = joint.transpose(0, 1)  # [N, K, D]
-    rows = torch.bmm((joint * signs[..., None]).permute(1, 2, 0), right).transpose(0, 1).div_(2)
+    joint, signs = side_by_side(places, first)
+    if len(first) < len(same_as) and not are_same(places, joint, same_as):
+        return None
+    rows = torch.bmm((joint * signs[..., None]).permute(1, 2, 0), joint.transpose(0, 1)).transpose(0, 1).div_(2)
     alive = nonzero(rows)
     columns, signs = polarised(rows if len(alive) == len(rows) else rows[alive], alive)
-    if first is not same_as:
-        columns = columns[..., same_as]
-    return list(columns.split([width(place) for place in places], 2)), signs
+    parts = same_as.split([width(place) for place in places])
+    return [columns[..., part] for part in parts], signs

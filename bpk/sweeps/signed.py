@@ -68,7 +68,12 @@ class SignedHessian(ColumnSweep):
         """Leave the diagonal residual of a call to the call before, where that has a shorter way."""
         link = step.links[0]
         at = link.producer
-        if self.merging is None or step.samples_of_rows is not None or not takes(at):
+        if (
+            self.merging is None
+            or step.samples_of_rows is not None
+            or diag.dtype is not at.call.output.dtype
+            or not takes(at)
+        ):
             return False
         back = link.back(diag[None])[0]
         self.diagonals[at] = self.diagonals[at] + back if at in self.diagonals else back
