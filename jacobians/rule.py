@@ -163,7 +163,7 @@ class Rule(ABC):
     def signed_columns(
         self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
     ) -> tuple[dict[Wrt, Tensor], Tensor]:
-        """The same with any `u_k`, for sums over all columns (default: in closed form, where that is linear in some)."""
+        """The same with any `u_k`, for sums over all columns; in closed form where the layer is linear in some."""
         if any(isinstance(wrt, str) for wrt in wrts) and (part := corner(self, call, wrts)):
             return Bordered(self, call, grad_out, wrts, part).signed_columns()
         return self.residual_columns(call, grad_out, wrts)

@@ -12,6 +12,7 @@ from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
 from bpk.plan.plan import Plan
+from bpk.plan.samples import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns import ColumnSweep
@@ -103,6 +104,8 @@ class SignedHessian(ColumnSweep):
             grad = self.rows(step.grad) if grad is None else grad
             if isinstance(wrts[0], str) and wrts != joint:
                 squares = rule.residual_squares(view, grad, wrts[0])
+                if step.samples_of_rows is not None:
+                    squares = to_samples(squares[None], step.samples_of_rows, step.batch_size)[0]
                 self.settle_squares(step, wrts[0], partial(by_sample_or_not, squares))
             elif kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
                 diag = rule.residual_diag(view, grad)
