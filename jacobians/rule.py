@@ -41,6 +41,7 @@ class Rule(Kronecker):
     from_output: bool = False
     """Whether the products are right when `call.inputs[0]` holds the output (layers that work in place)."""
 
+    knows_diagonals: bool = False
     reads_values: bool = True
     """Whether the products depend on the values of the inputs, and not on their shapes alone."""
 
@@ -93,10 +94,7 @@ class Rule(Kronecker):
         return False
 
     def acts_on(self, call: Call) -> int | None:
-        """How many trailing axes of its input the layer looks at, so that the batch axis may be any before them.
-
-        `None` (the default): the batch axis must be the first one.
-        """
+        """How many trailing axes the layer looks at; the batch axis may be any before (`None`: must be the first)."""
         return None
 
     def mixing(self, call: Call) -> str | None:
@@ -167,15 +165,15 @@ class Rule(Kronecker):
     def signed_columns(
         self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
     ) -> tuple[dict[Wrt, Tensor], Tensor]:
-        """The same with any `u_k`: for sums over all columns, such as the Hessian's diagonal.
-
-        Default: `residual_columns`; jointly over inputs and parameters in closed form where the layer is linear in
-        either of them.
-        """
-        part = corner(self, call, wrts) if any(isinstance(wrt, str) for wrt in wrts) else ()
-        if part:
+        """The same with any `u_k`, for sums over all columns; in closed form where the layer is linear in some."""
+        if any(isinstance(wrt, str) for wrt in wrts) and (part := corner(self, call, wrts)):
             return Bordered(self, call, grad_out, wrts, part).signed_columns()
         return self.residual_columns(call, grad_out, wrts)
+
+    def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        """The diagonal `[N, *p]` of every sample's residual with respect to one parameter alone."""
+        columns, signs = self.signed_columns(call, grad_out, (param,))
+        return torch.einsum("kn,kn...->n...", signs, columns[param].square())
 
     def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
         """The rows of every sample's residual that belong to the `D` entries of `wrt`: `{b: [D, N, *b]}` for `wrts`."""
@@ -204,6 +202,10 @@ class Rule(Kronecker):
     def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
         """The rows `[V, N, *p]` of a parameter as sums of outer products, for each part of it; `()`: none are known."""
         return ()
+
+    def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
+        """`sum_d h_nd (J_n^T e_d)^2` for `h` `[N, *out]`, without columns, by rules with `knows_diagonals`."""
+        raise TypeError(f"{self.name} needs columns")
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""

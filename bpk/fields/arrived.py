@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -46,6 +46,17 @@ class Columns:
         of_param = self.of_params.setdefault(name, {})
         of_param[key] = of_param[key] + rows if key in of_param else rows
         self.signs[key] = signs
+
+
+@dataclass
+class Squares:
+    """What some columns add to the squares of a parameter, without them: `of(per_sample)`, `[*p]` or `[N, *p]`."""
+
+    of: Callable[[bool], Tensor]
+
+    def merged(self, other: Squares) -> Squares:
+        """The sum with those of another loss."""
+        return Squares(lambda per_sample: self.of(per_sample) + other.of(per_sample))
 
 
 @dataclass

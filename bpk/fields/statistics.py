@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE
+from bpk.fields.arrived import PIECE, Squares
 from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
 from bpk.fields.rows import Use as Use
@@ -31,6 +31,8 @@ class Uses(Products):
         return self.memo(("squares", per_sample), lambda: self._squared_sum(per_sample))
 
     def _squared_sum(self, per_sample: bool) -> Tensor:
+        if isinstance(known := self.uses[0].arrived, Squares):
+            return known.of(per_sample)
         if not per_sample and self.keeps_samples and not self.shortcut:
             return self.squared_sum(per_sample=True).sum(0)
         if not self.simple:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known
+from bpk.sweeps.merging import Merging
 from bpk.sweeps.sweep import Collector, Player
 
 
@@ -22,8 +24,10 @@ class ColumnSweep(Player):
     """Columns that begin at some calls, pass all calls behind these, and are summed up at parameters.
 
     Where columns begin is up to those that inherit. Before they become too many, those under way go all the way to the
-    end, and others start then.
+    end, and others start then. Signed ones that are more than they need to be are merged on the way, if they `merge`.
     """
+
+    merges = False
 
     @abstractmethod
     def starting(self, step: Step) -> list[Starting]:
@@ -32,6 +36,8 @@ class ColumnSweep(Player):
     def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
         super().begin(plan, collector, at_most, hand)
         self.run = Run(self)
+        plain = hand is None and not torch.is_grad_enabled()
+        self.merging = Merging(plan, at_most) if self.merges and plain else None
 
     def end(self) -> None:
         self.__dict__.pop("run", None)
@@ -41,6 +47,7 @@ class ColumnSweep(Player):
         starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
         if step.is_loss:
             step.reached = True
+        self.run.merge(step)
         if starting:
             self.make_room(step.number, sum(lazy.count for lazy in starting))
         self.run.visit(step)
@@ -65,6 +72,7 @@ class ColumnSweep(Player):
         if self.run.count and self.is_too_much(self.run.count + count):
             for step in self.plan.steps[number:]:
                 if step.runs:
+                    self.run.merge(step)
                     self.run.visit(step)
                     self.run.settle(step)
             self.run = Run(self)
@@ -104,6 +112,27 @@ class Run:
         if of_params.of_params:
             self.collect(step, of_params, of_params.of_params)
         self.count += len(next(iter(mats.values())))
+
+    def merge(self, step: Step) -> None:
+        """Make fewer columns of those under way, before `step`, where that pays."""
+        found = self.sweep.merging.merge(self.waiting, self.uses, step) if self.sweep.merging is not None else None
+        if found is None:
+            return
+        mats, signs = found
+        self.count, size = len(signs), self.sweep.chunk
+        for (at, columns), mat in zip(self.waiting.items(), mats, strict=False):
+            shape = next(iter(columns.blocks.values())).shape[2:]
+            self.waiting[at] = Columns()
+            for number, part in enumerate(mat.split(size)):
+                key = ("merged", self.sweep.plan.name, step.number, number)
+                self.waiting[at].add(key, part.reshape(*part.shape[:2], *shape), signs[number * size :][: len(part)])
+        for mine, mat in zip(self.uses.values(), mats[len(self.waiting) :], strict=True):
+            use, param = mine[0], Columns()
+            for number, part in enumerate(mat.split(size)):
+                key = ("merged", self.sweep.plan.name, step.number, number)
+                rows = part.reshape(*part.shape[:2], *use.call.params[use.name].shape)
+                param.add_to_parameter(use.name, key, rows, signs[number * size :][: len(part)])
+            mine[:] = [replace(use, arrived=param)]
 
     def visit(self, step: Step) -> None:
         """Let what waits at a call pass it."""

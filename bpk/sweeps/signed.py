@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 
 from torch import Tensor
 
+from bpk.fields.arrived import Squares
+from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
+from bpk.plan.plan import Plan
+from bpk.plan.samples import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns import ColumnSweep
+from bpk.sweeps.diagonals import behind, takes
+from bpk.sweeps.enumerated import Enumerated
+from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, diagonal, known, split_rows
 from bpk.sweeps.stretch_residual import StretchResidual
+from bpk.sweeps.sweep import Collector
 
 
 class SignedHessian(ColumnSweep):
@@ -23,17 +32,53 @@ class SignedHessian(ColumnSweep):
     """
 
     needs_gradients = True
+    merges = True
 
     @property
     def key(self) -> Hashable:
         return ("hessian", self.samples)
+
+    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, collector, at_most, hand)
+        self.diagonals: dict[Step, Tensor] = {}
 
     def starting(self, step: Step) -> list[Starting]:
         if step.is_loss:
             return [self.of_loss(step)]
         if step.rule is STRETCH:
             return list(self.of_stretch(step))
-        return [self.split(step, lazy) for lazy in self.of_call(step)]
+        return [*self.of_diagonal(step), *(self.split(step, lazy) for lazy in self.of_call(step))]
+
+    def of_diagonal(self, step: Step) -> list[Starting]:
+        """What a diagonal at the output of a call brings to its parameters, and sends to its input."""
+        diag, rule, view = self.diagonals.pop(step, None), step.rule, step.view(self.samples)
+        if diag is None or rule is None:
+            return []
+        step.reached = True
+        for name in step.params:
+            self.settle_squares(step, name, partial(rule.squares_of_diagonal, view, diag, name))
+        return [behind(rule, view, diag)] if step.links else []
+
+    def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
+        """Note what some columns add to the squares of a parameter."""
+        assert step.rule is not None
+        use = Use(step.view(self.samples), step.rule, name, Squares(squares), of=(step.record, "squares"))
+        self.collector.settle(step.params[name], [use], step.batch_size)
+
+    def starts_later(self, step: Step, diag: Tensor) -> bool:
+        """Leave the diagonal residual of a call to the call before, where that has a shorter way."""
+        link = step.links[0]
+        at = link.producer
+        if (
+            self.merging is None
+            or step.samples_of_rows is not None
+            or diag.dtype is not at.call.output.dtype
+            or not takes(at)
+        ):
+            return False
+        back = link.back(diag[None])[0]
+        self.diagonals[at] = self.diagonals[at] + back if at in self.diagonals else back
+        return True
 
     def of_loss(self, step: Step) -> LazyColumns:
         """The Hessian of a loss, times its factor in the objective."""
@@ -57,8 +102,16 @@ class SignedHessian(ColumnSweep):
             if kind is Residual.ZERO:
                 continue
             grad = self.rows(step.grad) if grad is None else grad
-            if kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
-                found.append(diagonal(rule.residual_diag(view, grad)))
+            if isinstance(wrts[0], str) and wrts != joint:
+                squares = rule.residual_squares(view, grad, wrts[0])
+                if step.samples_of_rows is not None:
+                    squares = to_samples(squares[None], step.samples_of_rows, step.batch_size)[0]
+                self.settle_squares(step, wrts[0], partial(by_sample_or_not, squares))
+            elif kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
+                diag = rule.residual_diag(view, grad)
+                found += [] if self.starts_later(step, diag) else [diagonal(diag)]
+            elif not step.reused and wrts == joint and (rows := Enumerated(step, self.samples, grad)).saves:
+                found.append(rows.columns())
             else:
                 found.append(known(*rule.signed_columns(view, grad, wrts), ("residual", *wrts)))
         return found
@@ -68,7 +121,11 @@ class SignedHessian(ColumnSweep):
         call = step.call
         assert isinstance(call, StretchCall)
         rows = None if call.merged else call.rows_by_sample()
-        groups = StretchResidual(call.source, step.grad, rows, call.merged).groups()
+        residual = StretchResidual(call.source, step.grad, rows, call.merged)
+        diag = residual.diagonal() if 0 in step.links and takes(step.links[0].producer) else None
+        if diag is not None and self.starts_later(step, self.rows(diag)):
+            return []
+        groups = residual.groups()
         inputs = len(call.inputs)
 
         def considered(chunk: Chunk) -> Chunk:
@@ -85,3 +142,8 @@ class SignedHessian(ColumnSweep):
         if step.samples_of_rows is None:
             return lazy
         return split_rows(lazy, step.samples_of_rows, step.batch_size)
+
+
+def by_sample_or_not(rows: Tensor, per_sample: bool) -> Tensor:
+    """`[N, *p]`, or their sum."""
+    return rows if per_sample else rows.sum(0)

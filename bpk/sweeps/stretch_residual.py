@@ -42,11 +42,8 @@ class StretchResidual(StretchProducts):
             if self.is_zero:
                 return None
             self.require_samples()
-            return (
-                self.of_targets_alone()
-                if self.rows is None and not self.source.trained
-                else self.by_sample(balanced=False)
-            )
+            alone = self.rows is None and not self.source.trained
+            return self.of_targets_alone() if alone else self.by_sample(balanced=False)
 
     def columns_apart(self) -> tuple[Group, Group]:
         """Those of the targets without the parameters, and of the parameters without the targets (zero in the others).
@@ -75,11 +72,22 @@ class StretchResidual(StretchProducts):
             self.require_samples()
             self.require_values_only()
             if self.rows is not None:
-                return [made_of(*self.by_sample(balanced=True))]
+                parts, signs = self.by_sample(balanced=True)
+                return [known(dict(enumerate(parts)), signs)]
             if not self.source.trained:
                 return [self.without_axis(self.by_position(balanced=True))]
             found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
             return [self.without_axis(lazy) for lazy in found]
+
+    def diagonal(self) -> Tensor | None:
+        """The diagonal `[N, *x]` of a residual that is one, in the only target."""
+        if self.rows is not None or self.merged or self.source.trained or len(self.shapes) != 1:
+            return None
+        with differentiable_twice(self.source, self.grad):
+            if self.is_zero or self.shapes[0][0] != len(self.grad) or self.blocks.sizes != [1]:
+                return None
+            self.require_values_only()
+            return self.product([self.grad.new_ones(1, *self.shapes[0])])[0][0]
 
     def without_axis(self, lazy: LazyColumns) -> LazyColumns:
         """Columns at targets as `[K, N, *x]`, where inside the only sample has an axis of its own."""
@@ -231,12 +239,7 @@ class StretchResidual(StretchProducts):
             dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
         vectors, signs = factor(torch.stack(dense), balanced)
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
-        return [made_of([*nothing, *self.by_parameter(vectors)], signs)]
-
-
-def made_of(parts: Sequence[Tensor], signs: Tensor) -> LazyColumns:
-    """Columns that exist already, by number."""
-    return known(dict(enumerate(parts)), signs)
+        return [known(dict(enumerate([*nothing, *self.by_parameter(vectors)])), signs)]
 
 
 def filled(x: Tensor, size: int, axis: int) -> Tensor:

@@ -12,6 +12,7 @@ from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order import factoring
 
 BLOCK_LIMIT = 96
 """Up to this many entries a parameter's whole block, or the output's square matrix, is formed."""
@@ -24,6 +25,9 @@ def shortcuts(case: Case) -> None:
         squared_sum(case, param)
         if case.exact:
             in_blocks(case, param)
+            of_residual(case, param, second_order)
+        if case.rule.knows_diagonals:
+            of_diagonal(case, param)
         norm_squared(case, param)
         if case.exact:
             outer(case, param)
@@ -65,6 +69,30 @@ def in_blocks(case: Case, param: str) -> None:
     together = case.run("squared_sum_of_blocks", rule.squared_sum_of_blocks, call, blocks, param, weights, False)
     if together is not None:
         case.same("squared_sum_of_blocks", together, expected, param, (), "all columns at once", loosen=4.0)
+
+
+def of_residual(case: Case, param: str, second_order: bool) -> None:
+    """The diagonal of the residual in a parameter alone, against that of its columns."""
+    rule, call = case.rule, case.call
+    if not second_order or type(rule).residual_squares is Rule.residual_squares:
+        return
+    arguments = (call, case.cotangent(1)[0], param)
+    expected = case.run("residual_squares (default)", Rule.residual_squares, rule, *arguments)
+    got = case.run("residual_squares", rule.residual_squares, *arguments)
+    case.same("residual_squares", got, expected, param, ("sample",), "its columns", loosen=4.0)
+
+
+def of_diagonal(case: Case, param: str) -> None:
+    """A diagonal at the output, against its columns, summed and per sample."""
+    rule, call = case.rule, case.call
+    diag = case.cotangent(1)[0]
+    columns, signs = factoring.of_diagonal(diag)
+    for per_sample in (False, True):
+        arguments = (call, columns, param, signs, per_sample)
+        expected = case.run("squared_sum (default)", Rule.squared_sum, rule, *arguments)
+        got = case.run("squares_of_diagonal", rule.squares_of_diagonal, call, diag, param, per_sample)
+        axes = ("sample",) if per_sample else ()
+        case.same("squares_of_diagonal", got, expected, param, axes, "its columns", loosen=4.0)
 
 
 def last_axis_outermost(x: Tensor) -> Tensor:

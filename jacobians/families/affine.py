@@ -28,6 +28,8 @@ from bpk.jacobians.families.linear_in_each import LinearInEach
 class Affine(LinearInEach):
     """The family "weight times patches, plus bias"."""
 
+    knows_diagonals = True
+
     # ---- what a layer declares -------------------------------------------------------------------
     @abstractmethod
     def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
@@ -129,6 +131,19 @@ class Affine(LinearInEach):
             return ()
         width, matrix = self._matrix_shape(call)[2], partial(self.as_matrix, call)
         return [Outer(self.as_columns(call, mat), partial(self.patches, call), width, matrix)]
+
+    def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
+        columns = self.as_columns(call, diag[None])
+        if param != "weight":
+            rows = self._over_positions(call, diag[None])[0]
+        elif self.positions(call) == 1 and not per_sample:
+            matrix = torch.einsum("ngot,ngit->goi", columns[0], self.patches(call).square())
+            return self.as_weight(call, matrix)
+        else:
+            width = self._matrix_shape(call)[2]
+            found = gemm.per_sample(lambda some: self.patches(call, some).square(), columns, width, call.empty)
+            rows = self.as_weight(call, found)[0]
+        return rows if per_sample else rows.sum(0)
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         if param != "weight":

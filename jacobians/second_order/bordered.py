@@ -81,35 +81,12 @@ class Bordered:
         self.rows = {w: torch.cat([rows[w] for rows in found]) if found[1:] else found[0][w] for w in self.shapes}
 
     def signed_columns(self) -> tuple[dict[Wrt, Tensor], Tensor]:
-        """Columns `[K, N, *wrt]` and signs `[K, N]` without an eigendecomposition.
-
-        With unit vectors `e_j` and `w_j = (A_j / 2, B_j)` the residual is `sum_j e_j w_j^T + w_j e_j^T`, and
-
-            e w^T + w e^T = 1/2 (c e + w/c) (c e + w/c)^T - 1/2 (c e - w/c) (c e - w/c)^T
-
-        for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long.
-        """
-        halves = {w: x.reshape(*x.shape[:2], -1) for w, x in self.rows.items()}
-        halves |= {w: halves[w] / 2 for w in self.part}
-        size = torch.stack([norms(x.detach()) for x in halves.values()]).norm(dim=0)  # |w_j|: [D, N]
-        alive = (size != 0).any(1)
-        alive[:1] = True  # at least one, so that something travels
-        if is_differentiated() or bool(alive.all()):
-            alive = torch.ones_like(alive)
-        else:
-            size, halves = size[alive], {w: x[alive] for w, x in halves.items()}
-        dtype = halves[self.part[0]].dtype
-        scale = torch.where(size == 0, 1.0, size).sqrt()[..., None] * 2**-0.5  # c / sqrt(2): [K, N, 1]
-        turns = torch.stack([scale, -scale], 1).reciprocal().to(dtype) / 2  # 1 / (sqrt(2) c) and its negative
-        unit = torch.eye(self.length).to(scale)[alive, None] * scale  # [K, N, D]
-        units = dict(zip(self.part, unit.split([self.shapes[w].numel() for w in self.part], 2), strict=True))
-        columns: dict[Wrt, Tensor] = {}
-        for w in self.wrts:
-            both = halves[w][:, None] * turns  # [K, 2, N, wrt]: side by side, so that sums of squares cancel at once
-            both = both + units[w][:, None].to(dtype) if w in units else both
-            columns[w] = both.reshape(2 * len(size), *size.shape[1:], *self.shapes[w])
-        ones = torch.ones_like(size, dtype=dtype)
-        return columns, torch.stack([ones, -ones], 1).flatten(0, 1)
+        """Columns `[K, N, *wrt]` and signs `[K, N]` without an eigendecomposition, `w_j = (A_j / 2, B_j)` at `e_j`."""
+        halves = beside([x / 2 if w in self.part else x for w, x in self.rows.items()], 2)
+        alive = nonzero(halves)
+        columns, signs = polarised(halves[alive], alive)
+        found = taken_apart(columns, self.shapes, 2)
+        return {w: found[w] for w in self.wrts}, signs
 
     @property
     def length(self) -> int:
@@ -134,6 +111,36 @@ class Bordered:
             columns = torch.cat([own, torch.einsum("npr,knr->knp", basis, rest)], 2)
         found = taken_apart(columns, self.shapes, 2)
         return {w: found[w] for w in self.wrts}
+
+
+def nonzero(rows: Tensor) -> Tensor:
+    """The numbers of those rows `[K, N, L]` that are not zero (at least one, so that something travels)."""
+    alive = (rows.detach() != 0).flatten(1).any(1)
+    alive[:1] = True
+    return (torch.ones_like(alive) if is_differentiated() else alive).nonzero()[:, 0]
+
+
+def polarised(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """`sum_j e_j w_j^T + w_j e_j^T` as columns `[2 K, N, L]` with signs `[2 K, N]`, for rows `w_j` `[K, N, L]`.
+
+    `at` `[K]` says which unit vector `e_j` a row belongs to, and
+
+        e w^T + w e^T = 1/2 (c e + w/c) (c e + w/c)^T - 1/2 (c e - w/c) (c e - w/c)^T
+
+    for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long.
+    """
+    size = norms(rows.detach())  # |w_j|: [K, N]
+    scale = torch.where(size == 0, 1.0, size).sqrt() * 2**-0.5  # c / sqrt(2)
+    turns = torch.stack([scale, -scale], 1).reciprocal().to(rows.dtype) / 2  # 1 / (sqrt(2) c) and its negative
+    columns = rows[:, None] * turns[..., None]  # [K, 2, N, L]: side by side, so that sums of squares cancel at once
+    columns = columns.scatter_add(3, at[:, None, None, None].expand(*columns.shape[:3], 1), units(scale, columns))
+    ones = torch.ones_like(size, dtype=rows.dtype)
+    return columns.flatten(0, 1), torch.stack([ones, -ones], 1).flatten(0, 1)
+
+
+def units(scale: Tensor, columns: Tensor) -> Tensor:
+    """What columns `[K, 2, N, L]` have at the entry of their unit vector: `[K, 2, N, 1]`."""
+    return scale[:, None, :, None].expand(*columns.shape[:3], 1).to(columns.dtype)
 
 
 def norms(x: Tensor) -> Tensor:
