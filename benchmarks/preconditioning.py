@@ -190,7 +190,7 @@ def main() -> None:
             short = [{k: [round(v, 4) for v in c[k]] for k in c} for c in curves]
             row = {"setting": setting, "steps": steps, "seconds": round(seconds, 3), "reached": len(hits)}
             results[task.name]["methods"][method] = row | {"curves": short}
-    path.write_text(json.dumps(results) + "\n")
+        path.write_text(json.dumps(results) + "\n")
     draw(results, path.with_suffix(".png"))
 
 

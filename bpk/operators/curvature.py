@@ -122,7 +122,7 @@ class Hessian(CurvatureOperator):
             value = self.problem.loss_fn(z, y) * self.weight(loss)
             gradient = torch.autograd.grad(value, list(params.values()), create_graph=True, allow_unused=True)
         pairs = [(g, m) for g, m in zip(gradient, mats, strict=True) if g is not None]
-        found = pull([g for g, _ in pairs], params, [m for _, m in pairs], together=not self.problem.convolves)
+        found = pull([g for g, _ in pairs], params, [m for _, m in pairs], together=not self.problem.heavy)
         return found, loss
 
 

@@ -17,6 +17,9 @@ from bpk.operators.loss_at import LossAt
 Loader = Iterable[tuple[Any, Any]] | tuple[Any, Any]
 """Batches of inputs and targets, in an order that may change from pass to pass; or one batch `(inputs, targets)`."""
 
+HEAVY = 2**18
+"""Parameters from which on several second derivatives take longer together than one by one (measured on processors)."""
+
 
 class Problem:
     """What operators are made of.
@@ -46,7 +49,8 @@ class Problem:
         if isinstance(self.loader, Iterator):
             why = "every product passes over the data once more"
             raise self.refused("an iterator, which can be used once", why, "pass a DataLoader or a list of batches")
-        self.convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+        convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+        self.heavy = convolves or sum(p.numel() for p in self.params.values()) >= HEAVY
         first = next(iter(self.params.values()))
         self.dtype, self.device = first.dtype, first.device
         if check_deterministic:
@@ -86,7 +90,7 @@ class Problem:
                 b.copy_(before[key])
                 why = "products would depend on how often they are computed"
                 raise self.refused(f"a model whose forward pass changes the buffer '{key}'", why, "call model.eval()")
-        if not close(first, second):
+        if not close(first, second, self.dtype):
             why = f"the sums of outputs and losses over two passes differ ({first.tolist()}, {second.tolist()})"
             do = "turn off random augmentation and drop_last; shuffling alone is fine"
             raise self.refused("a loader that gives other data in its second pass", why, do)
@@ -101,7 +105,7 @@ class Problem:
                 raise self.refused(
                     f"a model that returns {type(z).__name__}", why, "wrap it, so that it gives a tensor"
                 )
-            if twice and not close(z, self.model(x)):
+            if twice and not close(z, self.model(x), z.dtype, float(z.abs().max())):
                 why = "it draws random numbers (dropout), so that no two products belong to the same matrix"
                 raise self.refused("a model that gives two results for one input", why, "call model.eval()")
             twice = False
@@ -117,7 +121,7 @@ def is_batch(loader: Any) -> bool:
     return isinstance(loader, tuple) and len(loader) == 2 and not isinstance(loader[0], tuple)
 
 
-def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two results are the same up to the order of additions."""
-    tolerance = 100 * torch.finfo(torch.float32 if a.dtype is torch.float64 and a.numel() == 2 else a.dtype).eps
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(a.abs().max()), equal_nan=True)
+def close(a: Tensor, b: Tensor, dtype: torch.dtype, absolute: float = 0.0) -> bool:
+    """Whether two results of computations in this precision are the same up to the order of additions."""
+    tolerance = 100 * torch.finfo(dtype).eps
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * absolute, equal_nan=True)

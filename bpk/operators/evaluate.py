@@ -93,7 +93,8 @@ def pull(
 ) -> list[Tensor]:
     """`J^T c_k` `[K, *p]` for columns `[K, *out]`; zeros where nothing depends on a parameter.
 
-    `together` says whether columns go back in one pass; which is slower where they meet convolutions twice.
+    `together` says whether columns go back in one pass, which saves calls, and is slower for second derivatives of
+    large layers and of convolutions.
     """
     several = [[*columns]] if together else [[c[k : k + 1] for c in columns] for k in range(len(columns[0]))]
     found = [products(outputs, list(params.values()), part) for part in several]
