@@ -1,7 +1,6 @@
 """Multi-head attention: `out = W_o attention(W_q x_q + b_q, W_k x_k + b_k, W_v x_v + b_v) + b_o`, all products.
 
-Columns are pulled through the heads once and remembered: what arrives at the projections serves the inputs and all
-parameters.
+Columns are pulled through the heads once and remembered, for the inputs and all parameters.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class AttentionLayer(ProjectionResidual):
     """The output `[N, L, D]` and the weights, `[N, L, S]` or `[N, H, L, S]`, of attention with projections.
 
     As for Kronecker factors, `in_proj_weight` stands for three linear layers, one below the other: `G` `[3 D, 3 D]` is
-    the GGN of `in_proj_bias`, `A` the mean of those of query, key and value. `bias_k` and `bias_v` have their
-    GGN block.
+    the GGN of `in_proj_bias`, `A` the mean of those of query, key, value. `bias_k` and `bias_v` have their GGN block.
     """
 
     inside = {"in_proj_weight": "in_proj_bias", "out_proj.weight": "out_proj.bias"}
