@@ -146,7 +146,11 @@ def test_weights_that_are_given() -> None:
         torch.testing.assert_close(2 * p.weighted_grad, p.grad)
 
 
-@pytest.mark.parametrize("weights", [[1.0], lambda norms: norms.sum(), lambda norms: 1.0, torch.ones(5, 1)], ids=str)
+@pytest.mark.parametrize(
+    "weights",
+    [[1.0], lambda norms: norms.sum(), lambda norms: 1.0, torch.ones(5, 1)],
+    ids=["few", "sum", "one", "matrix"],
+)
 def test_weights_of_another_shape_are_refused(weights: Any) -> None:
     model, loss_fn = extended()
     with pytest.raises(ValueError, match=r"WeightedGrad got weights .* for 5 samples(?s:.*)Why: (?s:.*)Do: "):
