@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 import torch
 from curvlinops._torch_base import PyTorchLinearOperator  # the base class that its documentation says to derive from
 from torch import Tensor
 
-from bpk.operators.linear import LinearOperator, SymmetricOperator
+
+class Multiplies(Protocol):
+    """What is needed of an operator of `bpk`."""
+
+    in_shapes: Mapping[str, torch.Size]
+    out_shapes: Mapping[str, torch.Size]
+    dtype: torch.dtype
+    device: torch.device
+
+    def product(self, mats: list[Tensor]) -> list[Tensor]:
+        """`[K, *in]` each to `[K, *out]` each."""
+
+    def adjoint(self) -> Any:
+        """The transposed operator."""
 
 
 class Wrapped(PyTorchLinearOperator):
     """Products of an operator of `bpk`; curvlinops has the vectors' axis behind, `bpk` in front."""
 
-    def __init__(self, operator: LinearOperator) -> None:
+    def __init__(self, operator: Multiplies) -> None:
         shapes = [[tuple(s) for s in part.values()] for part in (operator.in_shapes, operator.out_shapes)]
         super().__init__(*shapes)
         self.operator = operator
@@ -32,15 +48,10 @@ class Wrapped(PyTorchLinearOperator):
             return [x.movedim(0, -1) for x in self.operator.product([x.movedim(-1, 0) for x in X])]
 
     def _adjoint(self) -> PyTorchLinearOperator:
-        return wrapped(self.operator.adjoint())
+        return self.operator.adjoint().to_curvlinops()
 
 
 class WrappedSymmetric(Wrapped):
     """One that curvlinops knows to be symmetric."""
 
     SELF_ADJOINT = True
-
-
-def wrapped(operator: LinearOperator) -> Wrapped:
-    """The operator in curvlinops' interface."""
-    return (WrappedSymmetric if isinstance(operator, SymmetricOperator) else Wrapped)(operator)

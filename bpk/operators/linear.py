@@ -94,10 +94,10 @@ class LinearOperator(ABC):
     def to_curvlinops(self) -> Any:
         """The same as curvlinops' `PyTorchLinearOperator`, for its solvers, spectra and estimators of traces."""
         try:
-            from bpk.operators.as_curvlinops import wrapped
+            from bpk.operators.as_curvlinops import Wrapped, WrappedSymmetric
         except ImportError as error:
             raise ImportError(missing("to_curvlinops()", "curvlinops", "bpk[curvlinops]")) from error
-        return wrapped(self)
+        return (WrappedSymmetric if isinstance(self, SymmetricOperator) else Wrapped)(self)
 
 
 class SymmetricOperator(LinearOperator):
