@@ -20,7 +20,7 @@ from bpk.jacobians.rule import Rule
 from bpk.plan.inspection import Inspection
 from bpk.plan.step import Step, matched
 from bpk.recording import engine
-from bpk.recording.inner_products import LINEAR, InnerProduct, inner_products
+from bpk.recording.inner_products import InnerProduct, inner_products
 from bpk.recording.record import Record, is_trained
 from bpk.sweeps.functions import SideBySide, reach_functions
 from bpk.sweeps.shared import SharedSweeps
@@ -84,13 +84,13 @@ class Observing:
                 self.collect(key, sweep, step, states)
 
         def show_inside(inner: InnerProduct, own: dict[str, ParameterState], grad: Tensor) -> None:
-            show(inner.call, LINEAR, own, inner.rows(grad))
+            show(inner.call, inner.rule, own, inner.rows(grad))
 
         for inner in [] if torch.is_grad_enabled() else inner_products(record, call, here):
             own = {name: states[whole] for name, whole in inner.names.items()}
             states = {name: state for name, state in states.items() if state not in own.values()}
             if inner.is_output:
-                show(inner.call, LINEAR, own, grad)
+                show(inner.call, inner.rule, own, grad)
             else:
                 expect_use(self.parameters, inner.node, own.values(), partial(show_inside, inner, own))
         if states:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -9,25 +10,25 @@ from curvlinops._torch_base import PyTorchLinearOperator  # the base class that 
 from torch import Tensor
 
 
-class Operator(Protocol):
-    """What is asked of an operator (`bpk.operators.linear.LinearOperator`)."""
+class Multiplies(Protocol):
+    """What is needed of an operator of `bpk`."""
 
-    in_shapes: Any
-    out_shapes: Any
-    device: torch.device
+    in_shapes: Mapping[str, torch.Size]
+    out_shapes: Mapping[str, torch.Size]
     dtype: torch.dtype
+    device: torch.device
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:
-        """With several vectors, their axis in front."""
+        """`[K, *in]` each to `[K, *out]` each."""
 
     def adjoint(self) -> Any:
-        """The transposed one."""
+        """The transposed operator."""
 
 
 class Wrapped(PyTorchLinearOperator):
     """Products of an operator of `bpk`; curvlinops has the vectors' axis behind, `bpk` in front."""
 
-    def __init__(self, operator: Operator) -> None:
+    def __init__(self, operator: Multiplies) -> None:
         shapes = [[tuple(s) for s in part.values()] for part in (operator.in_shapes, operator.out_shapes)]
         super().__init__(*shapes)
         self.operator = operator
@@ -47,7 +48,7 @@ class Wrapped(PyTorchLinearOperator):
             return [x.movedim(0, -1) for x in self.operator.product([x.movedim(-1, 0) for x in X])]
 
     def _adjoint(self) -> PyTorchLinearOperator:
-        return Wrapped(self.operator.adjoint())
+        return self.operator.adjoint().to_curvlinops()
 
 
 class WrappedSymmetric(Wrapped):

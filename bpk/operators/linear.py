@@ -97,7 +97,7 @@ class LinearOperator(ABC):
             from bpk.operators.as_curvlinops import Wrapped, WrappedSymmetric
         except ImportError as error:
             raise ImportError(missing("to_curvlinops()", "curvlinops", "bpk[curvlinops]")) from error
-        return WrappedSymmetric(self) if isinstance(self, SymmetricOperator) else Wrapped(self)
+        return (WrappedSymmetric if isinstance(self, SymmetricOperator) else Wrapped)(self)
 
 
 class SymmetricOperator(LinearOperator):

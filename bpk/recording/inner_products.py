@@ -13,15 +13,13 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph_nodes import Edge, leaf_of
 from bpk.recording.identity import IDENTITIES, function_name
 from bpk.recording.parameter_products import FUNCTIONS, SAME_ORDER, axes_of
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
-
-LINEAR = REGISTRY.find(nn.Linear)
-"""The rule that serves them."""
 
 OPERANDS = {"Mm": ("self", 0, 1), "Addmm": ("mat1", 1, 2)}
 """By function: under which name it keeps the left operand, and which of its edges lead to this and to the right one."""
@@ -39,6 +37,11 @@ class InnerProduct:
     names: dict[str, str]
     time_first: bool
     is_output: bool
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule that serves it."""
+        return REGISTRY.find(nn.Linear)
 
     def rows(self, grad: Tensor) -> Tensor:
         """The gradient `[R, O]` at the node as `[N, T, O]`."""
