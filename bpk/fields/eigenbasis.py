@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import WHOLE
 from bpk.jacobians.second_order.factoring import eigh
 from bpk.utils.ekfac import Eigenbasis
-from bpk.utils.kroneckers import sparse_diagonal
+from bpk.utils.kroneckers import diagonal, sparse_diagonal
 
 
 def eigenbasis(uses: Uses) -> Eigenbasis:
@@ -21,15 +23,29 @@ def eigenbasis(uses: Uses) -> Eigenbasis:
 
     Where the only factor is the block itself, moments are its eigenvalues. Bases count as constants of derivatives.
     """
-    use = uses.uses[0]
-    factors, turned = uses.factors(), use.rule.input_first(use.name)
+    factors = uses.factors()
     found = [decomposed(factor.detach(), uses.param) for factor in factors]
     bases = [identity(factor) if basis is None else basis for factor, (_, basis) in zip(factors, found, strict=True)]
     if len(factors) == 1:
         return Eigenbasis(bases, found[0][0].clamp(min=0).to(uses.param.dtype))
-    left, right = (basis for _, basis in (reversed(found) if turned else found))
+    return Eigenbasis(bases, moments_in(uses, [basis for _, basis in found]))
+
+
+def moments_in(uses: Uses, bases: Sequence[Tensor | None]) -> Tensor:
+    """The diagonal `[G, A]` (or `[G]`) of the GGN's block in any bases (`None`: axes), in the order of the factors."""
+    factors, use = uses.factors(), uses.uses[0]
+    bases = [None if basis is None or basis.layout is not torch.strided else basis for basis in bases]
+    if len(factors) == 1:
+        (factor,), (basis,) = factors, bases
+        if basis is not None:
+            found = torch.sum((factor @ basis) * basis, 0)
+        else:
+            found = factor.diagonal() if factor.layout is torch.strided else diagonal(factor)
+        return found.clamp(min=0).to(uses.param.dtype)
+    turned = use.rule.input_first(use.name)
+    left, right = bases[::-1] if turned else bases
     moments = projected(uses, len(factors[1 if turned else 0]), left, right).to(uses.param.dtype)
-    return Eigenbasis(bases, moments.T if turned else moments)
+    return moments.T if turned else moments
 
 
 def decomposed(factor: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from bpk.preconditioners.base import Preconditioner, Schedule
 from bpk.preconditioners.diagonal import DiagonalGGN
+from bpk.preconditioners.ekfac import EKFAC
 from bpk.preconditioners.kfac import KFAC
 
-__all__ = ["KFAC", "DiagonalGGN", "Preconditioner", "Schedule"]
+__all__ = ["EKFAC", "KFAC", "DiagonalGGN", "Preconditioner", "Schedule"]

@@ -31,6 +31,10 @@ def diagonal(model: nn.Module, **options: Any) -> Preconditioner:
     return preconditioners.DiagonalGGN(model, **{"damping": 0.1, "mc_samples": None} | options)
 
 
+def ekfac(model: nn.Module, **options: Any) -> Preconditioner:
+    return preconditioners.EKFAC(model, **{"damping": 0.1, "intervals": (1, 1), "mc_samples": None} | options)
+
+
 def fields(model: nn.Module, x: Tensor, y: Tensor) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
     """What the extensions give, and gradients."""
     other = bpk.extend(copy.deepcopy(model))
@@ -77,6 +81,37 @@ def test_steps_are_dense_solves_with_running_means(make: Make) -> None:
             assert not [key for key in vars(p) if "precond" in key]
             with torch.no_grad():
                 p -= 0.1 * p.grad
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ekfac_has_the_diagonal_of_the_mean_ggn_in_its_basis(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    if tied:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        model[2].weight = model[0].weight
+    preconditioner = ekfac(model, decay=0.6, intervals=(1, 2 if tied else 1000))
+    means: dict[str, Tensor] = {}
+    bases: dict[str, Tensor] = {}
+    for step in range(4):
+        x, y = data()
+        other = bpk.extend(copy.deepcopy(model))
+        other.zero_grad()
+        with bpk.backpack(bpk.extensions.SqrtGGNExact()):
+            LOSS(other(x), y).backward()
+        decay = min(0.6, 1 - 1 / (step + 1))
+        take_step(model, preconditioner, x, y)
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            rows = q.sqrt_ggn_exact.flatten(2).flatten(0, 1)
+            basis = kfacs_to_mat(preconditioner.moments.bases[p])
+            seen = bases.get(name, basis)  # in which this step's moments were taken
+            moments = (rows @ seen).square().sum(0)
+            if name in means:
+                moments = decay * means[name] + (1 - decay) * moments
+            matrix = seen * moments @ seen.T
+            means[name], bases[name] = (basis.T @ matrix @ basis).diagonal(), basis
+            want = basis @ ((basis.T @ q.grad.flatten()) / (means[name] + 0.1))
+            torch.testing.assert_close(p.grad.flatten(), want)
 
 
 def test_intervals() -> None:
@@ -126,11 +161,11 @@ def test_kl_clip_limits_the_step(make: Make) -> None:
     torch.testing.assert_close(length(make(model, kl_clip=free * 2, lr=0.5))[1], long)
 
 
-@pytest.mark.parametrize("make", [kfac, diagonal])
+@pytest.mark.parametrize("make", [kfac, diagonal, ekfac])
 def test_a_saved_state_goes_on_bit_for_bit(make: Make, tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [data() for _ in range(7)]
-    options = {"intervals": (1, 3)} if make is kfac else {}
+    options = {} if make is diagonal else {"intervals": (1, 3)}
 
     def go(model: nn.Module, preconditioner: Preconditioner, chosen: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         for x, y in chosen:
@@ -168,7 +203,7 @@ def test_parameters_without_gradient_or_curvature_are_left_alone() -> None:
     assert model[0].bias.grad is None
 
 
-@pytest.mark.parametrize("make", [kfac, diagonal])
+@pytest.mark.parametrize("make", [kfac, diagonal, ekfac])
 def test_training_goes_down_faster_than_by_gradients(make: Make) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(64, 4, dtype=torch.float64) * torch.tensor([10.0, 1.0, 0.1, 0.1], dtype=torch.float64), None
