@@ -151,7 +151,7 @@ EIGENBASIS = f"""{PARTS}{GGN_BLOCK}{INPUT_FACTOR}def by_autograd(name, p):  # U 
     return U * (U * (block(p) @ U)).sum(0) @ U.T
 
 
-def multiplied(found):  # U diag(m) Uᵀ
+def multiplied(found):  # U diag(λ) Uᵀ
     U = torch.kron(*found.bases) if len(found.bases) == 2 else found.bases[0]
     return U * found.moments.flatten() @ U.T
 """

@@ -48,12 +48,12 @@ IN_G = (
     '`approximation="expand"` and `"reduce"` are the variants of the literature.'
 )
 EIGENVALUES = (
-    r"\mathrm{GGN} \approx U \, \mathrm{diag} (m) \, U^\top, \quad U = U_G \otimes U_A, \quad "
-    r"m = \mathrm{diag} ( U^\top \, \mathrm{GGN} \; U )"
+    r"\mathrm{GGN} \approx U \, \mathrm{diag} (\lambda) \, U^\top, \quad U = U_G \otimes U_A, \quad "
+    r"\lambda = \mathrm{diag} ( U^\top \, \mathrm{GGN} \; U )"
 )
 IN_BASIS = (
-    "`U_G` and `U_A` are eigenvectors of the Kronecker factors `G` and `A`, and `m` is the diagonal of the block in "
-    "their basis: no other is nearer to it. A parameter without an input factor has its own eigenvectors."
+    "`U_G` and `U_A` are eigenvectors of the Kronecker factors `G` and `A`, and `λ` (`moments`) is the diagonal of "
+    "the block in their basis: no other is nearer to it. A parameter without an input factor has its own eigenvectors."
 )
 BASES = "the bases, as large as the factors, and as many moments as the parameter has entries"
 TRAINING = "Natural-gradient and second-order training, Laplace approximations, pruning."
