@@ -1,4 +1,4 @@
-"""The 18 quantities: how each is asked for, what it saves, and how it is held against plain autograd."""
+"""BackPACK's 18 quantities: how each is asked for, what it saves, and how it is held against plain autograd."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _pchmp(a: Audit, name: str) -> Pairs:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One of the 18: the extension that computes it, the field it saves, and its check."""
+    """One of them: the extension that computes it, the field it saves, and its check."""
 
     make: Callable[[], Any]
     field: str

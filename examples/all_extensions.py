@@ -3,7 +3,7 @@
 A linear model with the cross-entropy loss has one Hessian, which is also its generalised Gauss-Newton matrix (GGN).
 So one reference serves everything here: products of vectors with each sample's Jacobian, by `torch.func`.
 
-Prints every field with its shapes on weight and bias, and its deviation from the reference, for all 18 extensions.
+Prints every field with its shapes on weight and bias, and its deviation from the reference, for every extension.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ def main() -> None:
     model = bpk.extend(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
     weight, bias = model[1].weight, model[1].bias
+    shown: set[type[BackpropExtension]] = set()
 
     def backward(*extensions: BackpropExtension) -> None:
         loss = loss_fn(model(x), y)
         with bpk.backpack(*extensions):
             loss.backward()
-        for field in (e.savefield for e in extensions if e.savefield not in FUNCTIONS + FACTORS):
+        shown.update(type(extension) for extension in extensions)
+        for field in (e.savefield for e in extensions if e.savefield not in FUNCTIONS + FACTORS + BASES):
             print(f".{field}: weight {shape(getattr(weight, field))}, bias {shape(getattr(bias, field))}")
 
     def check(field: str, want: Tensor) -> None:
@@ -50,11 +52,18 @@ def main() -> None:
     diagonal = sum(rows(model, x, root[:, :, c]).square() for c in range(10)) / n
 
     print("First order: individual gradients, and what can be known of them without holding them all")
-    backward(E.BatchGrad(), E.BatchL2Grad(), E.SumGradSquared(), E.Variance())
+    max_norm, projected = g.norm(dim=1).median().item() * n, E.ProjectedGrad(k=16)
+    backward(E.BatchGrad(), E.BatchL2Grad(), E.SumGradSquared(), E.Variance(), E.GradGram(), projected)
+    backward(E.WeightedGrad(y == 0), E.ClippedGrad(max_norm))
     check("grad_batch", g)
     agree("batch_l2, summed over both parameters", weight.batch_l2 + bias.batch_l2, g.square().sum(1))
     check("sum_grad_squared", g.square().sum(0))
     check("variance", g.var(0, correction=0))
+    agree("grad_gram, summed over both parameters", weight.grad_gram + bias.grad_gram, g @ g.T)
+    matrix = torch.cat(list(projected.matrix(weight.numel(), x)))  # random, and the same for a seed
+    agree("projected_grad", weight.projected_grad, g[:, : weight.numel()] @ matrix.T)
+    check("weighted_grad", g[y == 0].sum(0))
+    check("clipped_grad", g.T @ (max_norm / n / g.norm(dim=1)).clamp(max=1))
 
     print("Diagonals of the GGN and of the Hessian (here the same), of the batch and of each sample")
     backward(E.DiagGGNExact(), E.BatchDiagGGNExact(), E.DiagHessian(), E.BatchDiagHessian())
@@ -62,8 +71,20 @@ def main() -> None:
         check(field, diagonal.sum(0))
         check(f"{field}_batch", diagonal)
 
+    def check_moments(field: str, columns: list[Tensor]) -> None:
+        """Hold the basis against the factor A, and moments in it against columns `[N, P]`."""
+        left, right = getattr(weight, field).bases
+        moments = getattr(weight, field).moments
+        print(f".{field}: weight bases {[shape(left), shape(right)]}, moments {shape(moments)}")
+        turned = right.T @ x.flatten(1).T @ x.flatten(1) @ right
+        agree(f"{field}, A is diagonal in its basis", turned, torch.diag(turned.diagonal()))
+        some = torch.randperm(784)[:100]
+        matrices = [column[:, : weight.numel()].reshape(n, 10, 784) for column in columns]
+        want = sum((left.T @ matrix @ right[:, some]).square().sum(0) for matrix in matrices)
+        agree(f"{field}, 1000 moments", moments[:, some], want)
+
     print("Square roots of the GGN, exact and sampled, and what follows from the same draws")
-    backward(E.SqrtGGNExact(), E.SqrtGGNMC(), E.DiagGGNMC(), E.BatchDiagGGNMC(), E.KFAC())
+    backward(E.SqrtGGNExact(), E.SqrtGGNMC(), E.DiagGGNMC(), E.BatchDiagGGNMC(), E.KFAC(), E.EKFAC(), E.GGNGramMC())
     got = torch.cat([weight.sqrt_ggn_exact[:, 0].flatten(1), bias.sqrt_ggn_exact[:, 0]], 1)
     want = torch.cat([rows(model, x[:1], root[:1, :, c]) for c in range(10)]) / n**0.5
     some = torch.randperm(got.shape[1])[:100]
@@ -74,6 +95,14 @@ def main() -> None:
     check("diag_ggn_mc", drawn.square().sum(0))
     check("diag_ggn_mc_batch", drawn.square())
     agree("kfac[0], the factor G", weight.kfac[0], drawn[:, -10:].T @ drawn[:, -10:])
+    agree("ggn_gram_mc, summed over both parameters", weight.ggn_gram_mc + bias.ggn_gram_mc, drawn @ drawn.T)
+    check_moments("ekfac", [drawn])
+
+    print("Gram matrix of the exact square root, of some samples: it has the spectrum of their GGN")
+    backward(E.GGNGram(subsampling=range(8)))
+    columns = torch.cat([rows(model, x[:8], root[:8, :, c]) for c in range(10)]) / n**0.5
+    found = torch.linalg.eigvalsh(weight.ggn_gram + bias.ggn_gram)
+    agree("eigenvalues of ggn_gram", found, torch.linalg.eigvalsh(columns @ columns.T))
 
     print("Kronecker factors: kron(G, A) stands for the weight's block, G is the bias's")
     backward(E.KFAC(mc_samples=1), E.KFLR(), E.KFRA())
@@ -85,6 +114,10 @@ def main() -> None:
             agree(f"{field}[0], the factor G", of_weight[0], (root @ root.mT).mean(0))
             agree(f"{field}[0] of the bias", of_bias[0], (root @ root.mT).mean(0))
 
+    print("Eigenvalue-corrected factors: the GGN's own diagonal in the factors' eigenbasis")
+    backward(E.EKFLR())
+    check_moments("ekflr", [rows(model, x, root[:, :, c]) / n**0.5 for c in range(10)])
+
     print("Products with the parameters' blocks of the Hessian, the GGN, and positive-curvature Hessians")
     backward(E.HMP(), E.GGNMP(), E.PCHMP("pchmp_clip", modify="clip"), E.PCHMP("pchmp_abs", modify="abs"))
     vectors = torch.randn(3, *weight.shape)
@@ -95,10 +128,11 @@ def main() -> None:
         one, three = getattr(weight, field)(vectors[:1]), getattr(weight, field)(vectors)
         print(f".{field}: weight {shape(vectors[:1])} -> {shape(one)}, {shape(vectors)} -> {shape(three)}")
         agree(f"{field} of three vectors", three, want)
-    print("All 18 extensions agree with autograd.")
+    print(f"All {len(shown)} extensions agree with autograd.")
 
 
 FACTORS = ("kfac", "kflr", "kfra")
+BASES = ("ekfac", "ekflr")
 FUNCTIONS = ("hmp", "ggnmp", "pchmp_clip", "pchmp_abs")
 
 

@@ -1,7 +1,7 @@
 """Train a small convolutional network on real handwritten digits, then look into one backward pass.
 
-Shows all 18 quantities that `bpk` computes in a single `loss.backward()`, a random subset of the entries of each
-held against plain autograd, and a picture of which samples and weights carry gradient noise and curvature.
+Shows BackPACK's 18 quantities, which `bpk` computes in a single `loss.backward()`, a random subset of the entries of
+each held against plain autograd, and a picture of which samples and weights carry gradient noise and curvature.
 """
 
 from __future__ import annotations

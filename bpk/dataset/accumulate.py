@@ -153,7 +153,8 @@ def combinations(extensions: Sequence[BackpropExtension], batch_averages: bool) 
         elif extension.has_module_extensions:
             reason = "nothing tells how what a hand-written module extension returns adds up"
         elif not isinstance(rule, OverBatches):
-            reason = rule or f"{type(extension).__name__} does not declare over_batches"
+            reason, _, way_out = (rule or f"{type(extension).__name__} does not declare over_batches").partition("\n")
+            do = way_out or do
         elif rule.approximates and not batch_averages:
             reason, do = rule.approximates, "use KFLR or KFAC, or batch_averages=True for the batches' weighted mean."
         if reason:

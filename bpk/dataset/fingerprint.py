@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,11 +44,24 @@ def described(module: nn.Module) -> str:
     return f"{type(module).__name__}({module.extra_repr()}; {settings(module)})"
 
 
+PLAIN = (int, float, str, bool, tuple, Enum, type(None))
+"""Types whose values another process writes in the same way."""
+
+
 def settings(thing: object) -> str:
-    """Plain attributes."""
-    plain = (int, float, str, bool, tuple, Enum, type(None))
-    shown = {k: v for k, v in vars(thing).items() if not k.startswith("_") and isinstance(v, plain)}
-    return ", ".join(f"{name}={value!r}" for name, value in sorted(shown.items()))
+    """Plain attributes, and functions."""
+    given = {k: v for k, v in vars(thing).items() if not k.startswith("_")}
+    shown = {k: repr(v) for k, v in given.items() if isinstance(v, PLAIN)}
+    shown |= {k: code_of(v) for k, v in given.items() if isinstance(v, FunctionType)}
+    return ", ".join(f"{name}={value}" for name, value in sorted(shown.items()))
+
+
+def code_of(function: FunctionType) -> str:
+    """A function's name, and a checksum of its code with the plain values that it holds."""
+    code, cells = function.__code__, inspect.getclosurevars(function).nonlocals.values()
+    held = [v for v in (*code.co_consts, *cells, *(function.__defaults__ or ())) if isinstance(v, PLAIN)]
+    digest = hashlib.sha256(repr((code.co_code, code.co_names, held)).encode())
+    return f"{function.__qualname__} {digest.hexdigest()[:16]}"
 
 
 def checksum(x: Tensor) -> str:

@@ -55,7 +55,10 @@ class BackpropExtension:
     needs_total = False
     """Whether the value uses what all parameters of the pass add up to (`share`), in `uses.total`."""
     over_batches: OverBatches | str | None = None
-    """How the fields of batches make that of all their samples (`bpk.accumulate`), or why they do not."""
+    """How the fields of batches make that of all their samples (`bpk.accumulate`), or why they do not.
+
+    A reason may have a second line: what to do instead.
+    """
     form: Form
     """What the field holds, of an extension that says so by a `definition`."""
 

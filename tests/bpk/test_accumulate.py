@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.firstorder.weighted_grad import WeightedByNorm
 from bpk.extensions.over_batches import OverBatches, Size
 from bpk.extensions.registry import every_extension
 from bpk.jacobians import PointwiseLoss
@@ -23,7 +25,9 @@ from tests.helpers import mlp
 ADDS_UP = [e for e in every_extension() if isinstance(e.over_batches, OverBatches)]
 EXACT = [e for e in ADDS_UP if e.get_num_mc_samples() is None and not e.over_batches.approximates]
 SAMPLED = [e for e in ADDS_UP if e.get_num_mc_samples() is not None]
-PRODUCTS = [e for e in every_extension() if isinstance(e.over_batches, str)]
+REFUSED = [e for e in every_extension() if isinstance(e.over_batches, str)]
+BY_NORM = [e for e in EXACT if isinstance(e.over_batches, WeightedByNorm)]
+"""They add up where losses divide by a multiple of the number of samples."""
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -111,6 +115,8 @@ def test_batches_of_unequal_size_give_what_one_large_batch_gives(name: str) -> N
     x = torch.randn(11, 4, dtype=torch.float64)
     root = name != "no rule"  # MultiMarginLoss is piecewise quadratic, and coupled: no exact square root needed here
     some = [e for e in EXACT if root or not e.second_order or "Hessian" in str(e)]
+    if name in ("ignored targets", "class weights", "sum"):
+        some = [e for e in some if e not in BY_NORM]
     check(mlp(), loss(), split(x, targets(11), 2, 6, 3), *some)
 
 
@@ -118,7 +124,7 @@ def test_batches_of_unequal_size_give_what_one_large_batch_gives(name: str) -> N
 def test_losses_without_curvature(loss: nn.Module) -> None:
     targets = classes(9) if isinstance(loss, nn.NLLLoss) else real(9)
     model = nn.Sequential(mlp(), nn.LogSoftmax(1))
-    first = [e for e in EXACT if not e.second_order]
+    first = [e for e in EXACT if not e.second_order and (e not in BY_NORM or isinstance(loss, nn.L1Loss))]
     check(model, loss, split(torch.randn(9, 4, dtype=torch.float64), targets, 4, 3, 2), *first)
 
 
@@ -170,7 +176,8 @@ def test_of_other_models(name: str) -> None:
     torch.manual_seed(0)
     model, inputs, targets = MODELS[name]
     loss = nn.MSELoss() if name == "positions" else nn.CrossEntropyLoss()
-    check(model().double(), loss, split(inputs(9), targets(9), 1, 5, 3), *EXACT)
+    some = [e for e in EXACT if e not in BY_NORM or name == "positions"]
+    check(model().double(), loss, split(inputs(9), targets(9), 1, 5, 3), *some)
 
 
 def test_samples_are_counted_where_predictions_are_flattened() -> None:
@@ -220,10 +227,94 @@ def test_sampled_quantities_estimate_exact_ones() -> None:
 # ---- what is refused, and how the model is left -------------------------------------------------------
 
 
-@pytest.mark.parametrize("extension", PRODUCTS, ids=str)
-def test_products_are_refused(extension: BackpropExtension) -> None:
-    with pytest.raises(ValueError, match="graph of one batch"):
+def test_every_extension_says_how_its_fields_of_batches_combine() -> None:
+    assert not [e for e in every_extension() if e.over_batches is None]
+
+
+WAYS_OUT = {
+    ("HMP", "GGNMP", "PCHMP"): r"graph of one batch\.\n.*bpk\.operators\.Hessian",
+    ("GradGram",): r"pairs of samples.*\n.*ProjectedGrad.*bpk\.operators\.EmpiricalFisher",
+    ("GGNGram", "GGNGramMC"): r"pairs of samples.*\n.*bpk\.operators\.GGN",
+    ("EKFAC", "EKFLR"): r"different bases do not add up\.\n.*kfacs_to_ekfac",
+}
+
+
+@pytest.mark.parametrize("extension", REFUSED, ids=str)
+def test_what_does_not_add_up_is_refused_with_a_way_out(extension: BackpropExtension) -> None:
+    expected = next((words for names, words in WAYS_OUT.items() if str(extension) in names), ".*")
+    with pytest.raises(ValueError, match=f"{extension} cannot be accumulated.*\n.*{expected}"):
         bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], extension)
+
+
+def test_weights_of_one_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weights belong to the samples of one batch.*\n.*function"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], E.WeightedGrad(torch.ones(4)))
+
+
+@pytest.mark.parametrize("per", ["sample", "layer"])
+@pytest.mark.parametrize("name", ["squares", "probabilities", "sum", "summed class weights"])
+def test_clipped_gradients_add_up_where_norms_are_those_of_samples(name: str, per: str) -> None:
+    """Some of the samples are clipped, in each of the batches."""
+    torch.manual_seed(0)
+    summed = nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"), classes
+    loss, targets = (lambda: summed[0], summed[1]) if name.startswith("summed") else LOSSES[name]
+    reduction = "sum" if "sum" in name else "mean"
+    model, x, y = mlp(), torch.randn(11, 4, dtype=torch.float64), targets(11)
+    rows = whole(model, loss(), x, y, E.BatchGrad())
+    norms = torch.cat([fields["grad_batch"].flatten(1) for fields in rows.values()], 1).norm(dim=1)
+    norms *= len(x) if reduction == "mean" else 1
+    clipping = E.ClippedGrad(norms.median().item(), per, reduction)
+    weighted = E.WeightedGrad(lambda norms: 1 / (norms + 0.1), per, reduction)
+    check(model, loss(), split(x, y, 2, 6, 3), clipping, weighted)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [
+        (nn.CrossEntropyLoss(), "mean"),
+        (nn.CrossEntropyLoss(weight=WEIGHTS), "mean"),
+        (nn.CrossEntropyLoss(), "sum"),
+        (nn.CrossEntropyLoss(reduction="sum"), "mean"),
+    ],
+    ids=["ignored targets", "class weights", "a mean taken for a sum", "a sum taken for a mean"],
+)
+def test_clipped_gradients_whose_norms_depend_on_the_batch_are_refused(loss: nn.Module, reduction: str) -> None:
+    torch.manual_seed(0)
+    batches = split(torch.randn(11, 4, dtype=torch.float64), classes(11), 2, 6, 3)
+    with pytest.raises(ValueError, match=r"do not add up over these batches.*\n.*other norms.*\n.*reduction='sum'"):
+        bpk.accumulate(mlp(), loss, batches, E.ClippedGrad(loss_reduction=reduction))
+    check(mlp(), loss, batches[1:2], E.ClippedGrad(loss_reduction=reduction))  # one batch is what it is
+
+
+def test_an_extension_that_was_used_is_still_the_one_of_its_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = split(torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,)), 2, 4)
+    options: dict[str, Any] = {"checkpoint": tmp_path / "run", "every": 1}
+    model, clipping = mlp(), E.ClippedGrad(0.5)
+    once = bpk.accumulate(model, nn.CrossEntropyLoss(), batches, clipping, **options)
+    assert_same(bpk.accumulate(model, nn.CrossEntropyLoss(), batches, clipping, **options), once)
+    with pytest.raises(ValueError, match=r"max_norm=0\.7"):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.ClippedGrad(0.7), **options)
+
+
+def softened(by: float) -> Callable[[Tensor], Tensor]:
+    """A function of norms."""
+    return lambda norms: 1 / (norms + by)
+
+
+def test_a_checkpoint_knows_the_function_of_norms(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = split(torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,)), 2, 4)
+    model = mlp()
+
+    def run(weights: Callable[[Tensor], Tensor]) -> bpk.Accumulated:
+        extension = E.WeightedGrad(weights)
+        return bpk.accumulate(model, nn.CrossEntropyLoss(), batches, extension, checkpoint=tmp_path / "run")
+
+    assert_same(run(softened(0.1)), run(softened(0.1)))
+    for another in (softened(0.2), lambda norms: 1 / (norms + 0.1), lambda norms: 2 / (norms + 0.1), torch.reciprocal):
+        with pytest.raises(ValueError, match="weighted_grad"):
+            run(another)
 
 
 def test_averages_over_the_batch_are_refused_unless_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""The demo runs, checks all 18 quantities, and draws its picture."""
+"""The demo runs, checks BackPACK's 18 quantities, and draws its picture."""
 
 from __future__ import annotations
 

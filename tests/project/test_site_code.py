@@ -15,8 +15,11 @@ for package in ("mkdocs", "latex2mathml"):
 
 from bpk import extensions  # noqa: E402
 from bpk.command_line import main  # noqa: E402
+from bpk.extensions.backprop_extension import BackpropExtension  # noqa: E402
 from bpk.extensions.registry import every_extension  # noqa: E402
+from bpk.support.table import SupportTable  # noqa: E402
 from tools.site import command_line, drawing, quantities  # noqa: E402
+from tools.site.definitions import DEFINITIONS  # noqa: E402
 from tools.site.docstrings import run  # noqa: E402
 from tools.site.generated import generated  # noqa: E402
 
@@ -53,7 +56,8 @@ def test_blocks_of_a_page_are_found() -> None:
 def test_python_on_generated_pages_is_a_file_or_has_been_run() -> None:
     files = [path for folder in ("rules", "examples") for path in (ROOT / folder).glob("*.py")]
     known = {path.read_text().strip("\n") for path in files}
-    known |= {quantities.compared(type(e))[0].strip("\n") for e in (*every_extension(), extensions.HBP())}
+    for listed in (*every_extension(), extensions.HBP()):
+        known |= {quantities.compared(type(listed))[0].strip("\n"), quantities.written(type(listed)).strip("\n")}
     known |= {f"# {name}\n{text}".strip("\n") for name, text in command_line.FILES.items()}
     known |= {quantities.MISTAKES.strip("\n"), drawing.EXAMPLE.strip("\n")}
     count = 0
@@ -62,6 +66,21 @@ def test_python_on_generated_pages_is_a_file_or_has_been_run() -> None:
             count += 1
             assert block in known, f"{path} shows code that nothing runs:\n{block}"
     assert count > 90
+
+
+@pytest.mark.parametrize("extension", [extensions.WeightedGrad, extensions.EKFLR, extensions.HMP])
+def test_a_quantity_without_an_entry_has_a_page_that_is_right(
+    extension: type[BackpropExtension], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows the definition that `bpk.verify` has held the field against, or that `verify` knows it."""
+    monkeypatch.delitem(DEFINITIONS, extension.__name__)
+    monkeypatch.setattr(quantities, "compared", quantities.compared.__wrapped__)  # without what is remembered
+    page = quantities.page(extension(), SupportTable(()))
+    code, printed = quantities.compared(extension)
+    written = quantities.written(extension)
+    assert blocks(page, "python") == [part.strip("\n") for part in (written, code) if part]
+    assert "4 ok" in printed and f"`{extension.form.value}`" in page
+    assert "has no definition" not in page and bool(written) == ("`bpk.verify` knows" not in page)
 
 
 def test_what_is_shown_below_code_is_what_it_prints() -> None:

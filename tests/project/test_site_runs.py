@@ -26,6 +26,8 @@ def test_every_quantity_has_a_page() -> None:
     for name in bpk.extensions.__all__:
         page = pages[f"quantities/{name.lower()}.md"]
         assert "**Source**: " in page and len(page.partition("**Source**: ")[2].splitlines()[0]) > 5
+    for name in DEFINITIONS:
+        page = pages[f"quantities/{name.lower()}.md"]
         printed = page.partition("## Held against its definition")[2].partition("```text")[2].partition("```")[0]
         differences = [float(line.rpartition(" ")[2]) for line in printed.strip().splitlines()]
         allowed = 0.1 if DEFINITIONS[name].arguments else 1e-12

@@ -15,6 +15,17 @@ BATCH_GRAD = f"{GRADIENTS}    return gradients(p)\n"
 NORMS = f"{GRADIENTS}    return gradients(p).flatten(1).square().sum(1)\n"
 SQUARES = f"{GRADIENTS}    return gradients(p).square().sum(0)\n"
 VARIANCE = f"{GRADIENTS}    return gradients(p).var(0, correction=0)\n"
+INNER_PRODUCTS = f"{GRADIENTS}    return gradients(p).flatten(1) @ gradients(p).flatten(1).T\n"
+
+PROJECTED = f"""{GRADIENTS}    R = torch.cat(list(ProjectedGrad().matrix(p.numel(), p)))  # [64, P], from the seed
+    return gradients(p).flatten(1) @ R.T
+"""
+
+NORMS_OF_ALL = f"""{GRADIENTS}    squares = [gradients(q).flatten(1).square().sum(1) for q in model.parameters()]
+    norms = len(x) * sum(squares).sqrt()  # of the gradients of samples' own losses, over all parameters
+"""
+WEIGHTED = f"{NORMS_OF_ALL}    return torch.tensordot(1 / (norms + 0.01), gradients(p), 1)\n"
+CLIPPED = f"{NORMS_OF_ALL}    return torch.tensordot(1 / norms.clamp(min=1), gradients(p), 1)\n"
 
 PARTS = """def parts(p):  # Jacobians [N, C, P], by a backward pass for each output of each sample; loss Hessians
     f = model(x)
@@ -36,13 +47,27 @@ DIAGONALS = f"""{PARTS}def by_autograd(name, p):
     return torch.einsum("ncp,ncd,ndp->np", J, H, J).reshape(-1, *p.shape)
 """
 
-BLOCK = f"""{PARTS}def by_autograd(name, p):  # the GGN's block
+GGN_BLOCK = """def block(p):  # [P, P], of the GGN
     J, H = parts(p)
     return torch.einsum("ncp,ncd,ndq->pq", J, H, J)
 
 
+"""
+
+BLOCK = f"""{PARTS}{GGN_BLOCK}def by_autograd(name, p):
+    return block(p)
+
+
 def squared(root):
     return torch.einsum("cnp,cnq->pq", root.flatten(2), root.flatten(2))
+"""
+
+SPECTRUM = f"""{PARTS}{GGN_BLOCK}def by_autograd(name, p):  # the largest eigenvalues of the GGN's block
+    return torch.linalg.eigvalsh(block(p))[-48:]  # N C: others are zero
+
+
+def eigenvalues(gram, p):
+    return torch.linalg.eigvalsh(gram)[-min(48, p.numel()) :]
 """
 
 SECOND_DERIVATIVES = """def second_derivatives(p):  # [N, *p], entry by entry of every sample's gradient
@@ -92,13 +117,15 @@ def by_autograd(name, p):
     return product + clipped_residual(p, v[0]) if name.startswith("0.") else product
 """
 
-MULTIPLIED = """def input_factor(layer):  # [I, I]; every position of a convolution is a row
+INPUT_FACTOR = """def input_factor(layer):  # [I, I]; every position of a convolution is a row
     a = x if layer is model[0] else model[:3](x)
     rows = nn.functional.unfold(a, 3).transpose(1, 2).flatten(0, 1) if layer is model[0] else a
     return rows.T @ rows / len(x)
 
 
-def by_autograd(name, p):  # the factors, multiplied
+"""
+
+MULTIPLIED = f"""{INPUT_FACTOR}def by_autograd(name, p):  # the factors, multiplied
     layer = model[int(name[0])]
     G = output_factor(layer)
     return G if p is layer.bias else torch.kron(G.contiguous(), input_factor(layer))
@@ -108,12 +135,26 @@ def multiplied(factors):
     return torch.kron(*factors) if len(factors) == 2 else factors[0]
 """
 
-FACTORS = f"""{PARTS}def output_factor(layer):  # [O, O], the GGN's block of the bias
-    J, H = parts(layer.bias)
-    return torch.einsum("ncp,ncd,ndq->pq", J, H, J)
+OF_BIAS = """def output_factor(layer):  # [O, O], the GGN's block of the bias
+    return block(layer.bias)
 
 
-{MULTIPLIED}"""
+"""
+
+FACTORS = f"""{PARTS}{GGN_BLOCK}{OF_BIAS}{MULTIPLIED}"""
+
+EIGENBASIS = f"""{PARTS}{GGN_BLOCK}{INPUT_FACTOR}def by_autograd(name, p):  # U diag(Uᵀ GGN U) Uᵀ
+    layer = model[int(name[0])]
+    U = torch.linalg.eigh(block(layer.bias)).eigenvectors
+    if p is layer.weight:
+        U = torch.kron(U, torch.linalg.eigh(input_factor(layer)).eigenvectors)
+    return U * (U * (block(p) @ U)).sum(0) @ U.T
+
+
+def multiplied(found):  # U diag(λ) Uᵀ
+    U = torch.kron(*found.bases) if len(found.bases) == 2 else found.bases[0]
+    return U * found.moments.flatten() @ U.T
+"""
 
 AVERAGED_FACTORS = f"""{PARTS}def output_factor(layer):  # [O, O], by one average that travels back
     G = parts(model[3].bias)[1].sum(0)  # the loss Hessians

@@ -47,6 +47,15 @@ IN_G = (
     "Positions of a convolution are summed, in `A` and before the outer product in `G`, as in BackPACK; "
     '`approximation="expand"` and `"reduce"` are the variants of the literature.'
 )
+EIGENVALUES = (
+    r"\mathrm{GGN} \approx U \, \mathrm{diag} (\lambda) \, U^\top, \quad U = U_G \otimes U_A, \quad "
+    r"\lambda = \mathrm{diag} ( U^\top \, \mathrm{GGN} \; U )"
+)
+IN_BASIS = (
+    "`U_G` and `U_A` are eigenvectors of the Kronecker factors `G` and `A`, and `λ` (`moments`) is the diagonal of "
+    "the block in their basis: no other is nearer to it. A parameter without an input factor has its own eigenvectors."
+)
+BASES = "the bases, as large as the factors, and as many moments as the parameter has entries"
 TRAINING = "Natural-gradient and second-order training, Laplace approximations, pruning."
 MC = (
     r"H_n \approx \frac{1}{M} \sum_m s_{nm} s_{nm}^\top, \quad "
@@ -87,6 +96,40 @@ DEFINITIONS: dict[str, Definition] = {
         "as many numbers as the parameters",
         "Batch sizes and step sizes from gradient noise, early stopping, tests of training.",
         code.VARIANCE,
+    ),
+    "WeightedGrad": Definition(
+        r"\mathrm{weighted\_grad} = \sum_n c_n \, g_n, \quad c_n = w ( \lVert \nabla_\theta \, \ell_n \rVert )",
+        f"{SHARES} Weights are given, or a function `w` of the norms of the gradients of samples' own losses, over all "
+        "parameters; by default `1 / (norm + 0.01)`.",
+        "for norms, that of `BatchL2Grad`; for the sum, one more product of matrices for each layer",
+        "as many numbers as the parameters; with a function, what layers have read is kept to the end of the pass",
+        "Automatic clipping in differentially private training, importance sampling, reweighted or dropped samples.",
+        code.WEIGHTED,
+    ),
+    "ClippedGrad": Definition(
+        r"\mathrm{clipped\_grad} = \sum_n \min \bigl( 1, \tfrac{\mathrm{max\_norm}}"
+        r"{\lVert \nabla_\theta \, \ell_n \rVert} \bigr) \, g_n",
+        f"{SHARES} Norms are those of the gradients of samples' own losses, over all parameters.",
+        "that of `WeightedGrad`",
+        "that of `WeightedGrad`",
+        "Differentially private training (DP-SGD), robustness to outliers.",
+        code.CLIPPED,
+    ),
+    "GradGram": Definition(
+        r"\mathrm{grad\_gram}_{nm} = \langle g_n, g_m \rangle",
+        f"{SHARES} The sum over parameters is the Gram matrix of the model's gradients.",
+        "products of all pairs of samples: `N²` times the inputs and outputs of a linear layer, or those of rows",
+        "`N²` numbers for each parameter; individual gradients exist a part at a time, if at all",
+        "Similarity of samples and conflicts between them, eigenvalues of the empirical Fisher, gradient noise.",
+        code.INNER_PRODUCTS,
+    ),
+    "ProjectedGrad": Definition(
+        r"\mathrm{projected\_grad}_n = R \, g_n, \quad \mathrm{E} \, R^\top R = I",
+        f"{SHARES} `R` `[k, P]` is random, and follows from the seed and the parameter's shape.",
+        'products with `R`, which is made again in every pass; for `kind="factored"` with two small matrices',
+        "`N k` numbers for each parameter; `R` exists some rows at a time",
+        "Influence of training samples (TRAK, LoGra), nearest neighbours among gradients, data selection.",
+        code.PROJECTED,
     ),
     "DiagGGNExact": Definition(
         r"\mathrm{diag\_ggn\_exact} = \mathrm{diag} \Bigl( \sum_n J_n^\top H_n J_n \Bigr)",
@@ -160,6 +203,25 @@ DEFINITIONS: dict[str, Definition] = {
         "squared(p.{field})",
         "mc_samples=300",
     ),
+    "GGNGram": Definition(
+        r"\mathrm{ggn\_gram} = V V^\top, \quad V_{(cn)} = J_n^\top s_{nc}, \quad H_n = \sum_c s_{nc} s_{nc}^\top",
+        f"{CURVATURE} The root is not unique; the spectrum of `V Vᵀ` is that of the GGN's block `Vᵀ V`, but for zeros.",
+        "that of `DiagGGNExact`, and products of all pairs of columns",
+        "`(C N)²` numbers for each parameter; meanwhile all columns `[C, N, *layer]` at once",
+        "Eigenvalues and eigenvectors of the GGN (ViViT), slopes and curvatures of samples along them.",
+        code.SPECTRUM,
+        "eigenvalues(p.{field}, p)",
+    ),
+    "GGNGramMC": Definition(
+        MC + r"\mathrm{ggn\_gram\_mc} = V V^\top, \quad V_{(mn)} = \tfrac{1}{\sqrt M} \, J_n^\top s_{nm}",
+        MC_WORDS,
+        "that of `DiagGGNMC`, and products of all pairs of columns",
+        "`(M N)²` numbers for each parameter; meanwhile all columns `[M, N, *layer]` at once",
+        "As `GGNGram`, where there are many classes.",
+        code.SPECTRUM,
+        "eigenvalues(p.{field}, p)",
+        "mc_samples=100",
+    ),
     "KFAC": Definition(
         MC + KRONECKER,
         f"{IN_G} Loss Hessians are sampled, as for `DiagGGNMC`.",
@@ -188,6 +250,25 @@ DEFINITIONS: dict[str, Definition] = {
         f"{FACTORS}; meanwhile a matrix with as many rows and columns as a layer has outputs",
         TRAINING,
         code.AVERAGED_FACTORS,
+        "multiplied(p.{field})",
+    ),
+    "EKFAC": Definition(
+        MC + EIGENVALUES,
+        f"{IN_BASIS} Loss Hessians are sampled, as for `DiagGGNMC`.",
+        "that of `KFAC`, eigenvectors of the factors, and columns in their basis",
+        f"{BASES}; meanwhile {SAMPLED}",
+        TRAINING,
+        code.EIGENBASIS,
+        "multiplied(p.{field})",
+        MANY,
+    ),
+    "EKFLR": Definition(
+        EIGENVALUES,
+        f"{IN_BASIS} Loss Hessians `H_n` are exact.",
+        "that of `KFLR`, eigenvectors of the factors, and columns in their basis",
+        f"{BASES}; meanwhile {COLUMNS}",
+        TRAINING,
+        code.EIGENBASIS,
         "multiplied(p.{field})",
     ),
     "HBP": Definition(

@@ -127,6 +127,8 @@ def compared(extension: type[BackpropExtension]) -> tuple[str, str]:
     shape = f"list(p.{field}.shape)"
     if extension.form is Form.FACTORS:
         shape = f"[list(factor.shape) for factor in p.{field}]"
+    elif extension.form is Form.EIGENBASIS:
+        shape = f"[list(part.shape) for part in (*p.{field}.bases, p.{field}.moments)]"
     elif extension.form in FUNCTIONS:
         shape = "list(got.shape)"
     check = CHECK.format(value=definition.value.format(field=field), shape=shape)
@@ -211,9 +213,17 @@ def described(definition: Definition) -> list[str]:
 
 def in_code(extension: type[BackpropExtension]) -> list[str]:
     """The definition as it is written, where no other words are found for it."""
-    code = textwrap.dedent(inspect.getsource(extension.definition))
-    form = f"`{extension.form.value}`, for a parameter `[*p]` and `N` samples"
+    form, code = f"`{extension.form.value}`, for a parameter `[*p]` and `N` samples", written(extension)
+    if not code:
+        return [f"{form}. `bpk.verify` knows what it must be."]
     return [form + ", in terms of what [plain autograd](../reference/extensions.md) says:", code_block(code, "python")]
+
+
+def written(extension: type[BackpropExtension]) -> str:
+    """The code of the definition, which `compared` runs in `bpk.verify` where this is all that is known."""
+    if extension.definition is BackpropExtension.definition:
+        return ""  # the form says enough
+    return textwrap.dedent(inspect.getsource(extension.definition))
 
 
 def shown_costs(extension: type[BackpropExtension]) -> list[str]:

@@ -30,8 +30,9 @@ class MatrixProduct(SecondOrderBackpropExtension):
     curvature: Curvature
     sums_samples = True
     over_batches = (
-        "its field is a function that belongs to the graph of one batch. For the diagonal or factors of the data set "
-        "use DiagGGNExact, DiagHessian or KFLR"
+        "its field is a function that belongs to the graph of one batch\n"
+        "multiply with bpk.operators.Hessian or bpk.operators.GGN, the matrices of a data set, whole or by blocks; its "
+        "diagonal or factors are those of DiagHessian, DiagGGNExact or KFLR."
     )
 
     def sweep(self) -> Sweep:

@@ -31,6 +31,11 @@ class GradGram(GradientExtension):
 
     field = "grad_gram"
     form = Form.GRAM
+    over_batches = (
+        "its entries belong to pairs of samples, and samples of different batches are in no pass together\n"
+        "use ProjectedGrad, whose rows have the same inner products on average, BatchGrad with per_sample=folder, or "
+        "bpk.operators.EmpiricalFisher, whose eigenvalues are proportional."
+    )
 
     def value(self, uses: Uses) -> Tensor:
         return uses.gram(aligned=True)[0]

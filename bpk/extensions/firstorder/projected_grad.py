@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.over_batches import Rows
 from bpk.fields.statistics import Uses
 from bpk.utils.projections import rows_of_matrix, sides
 
@@ -39,6 +40,7 @@ class ProjectedGrad(GradientExtension):
 
     field = "projected_grad"
     form = Form.SAMPLE_VECTORS
+    over_batches = Rows()
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 from bpk.extensions.backprop_extension import FAIL_ERROR
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
@@ -23,6 +24,52 @@ def normalised(norms: Tensor) -> Tensor:
     return 1 / (norms + 0.01)
 
 
+ONE_BATCH = (
+    "its weights belong to the samples of one batch\n"
+    "pass a function from norms to weights, or weigh the rows of BatchGrad in callback=function(batch_index, fields)."
+)
+"""Why sums with given weights do not add up over batches."""
+
+
+class WeightedByNorm(Sums):
+    """Sums whose weights are functions of norms, of samples' losses that a `scale` takes out of the objective.
+
+    They add up where a norm has the same scale in each batch and in all of them together, such as with a mean over
+    samples. With class weights or ignored targets it has not.
+    """
+
+    def __init__(self, loss_reduction: str) -> None:
+        super().__init__()
+        self.loss_reduction = loss_reduction
+
+    def scale(self, size: Size) -> float:
+        """The norm of a batch of this size, where that of a sample's term of the summed loss is one."""
+        return (size.samples if self.loss_reduction == "mean" else 1) * size.weight(-1)
+
+    def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
+        self.require_one_scale(of_total, of_other)
+        return super().merge(total, of_total, other, of_other)
+
+    def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
+        self.require_one_scale(of_total, size)
+        return super().add(total, of_total, part, size)
+
+    def require_one_scale(self, one: Size, other: Size) -> None:
+        """Refuse batches whose samples would have other norms in one large batch."""
+        scales = [self.scale(size) for size in (one, other, one + other)]
+        if max(scales) - min(scales) > 1e-6 * max(scales):
+            raise ValueError(
+                explain(
+                    "Gradients that are weighted by their norms do not add up over these batches.",
+                    f"with loss_reduction={self.loss_reduction!r} and a loss that divides by {one.divisor} for "
+                    f"{one.samples} samples and by {other.divisor} for {other.samples} (None: it sums), samples would "
+                    "have other norms in one large batch.",
+                    "use a loss that sums (reduction='sum'), with loss_reduction='sum': norms are those of each "
+                    "sample's own loss then, in any batch.",
+                )
+            )
+
+
 class WeightedGrad(GradientExtension):
     """The sum `sum_n c_n g_n` `[*p]` of weighted individual gradients, in the field `weighted_grad`.
 
@@ -34,7 +81,7 @@ class WeightedGrad(GradientExtension):
     Where samples mix (BatchNorm in training mode), there are no individual gradients, and the pass is refused.
 
     Args:
-        weights: `[N]` numbers `c_n`, or a function from norms `[N]` to them.
+        weights: `[N]` numbers `c_n`, or a function from norms `[N]` to them (`bpk.accumulate`: of each by itself).
         per: `"sample"`: one norm over all parameters with a field; `"layer"`: each parameter has its own.
         loss_reduction: `"mean"` or `"sum"`: what the objective is of the samples' losses.
         subsampling: Indices of the samples considered (all by default): `weights` are theirs.
@@ -52,6 +99,7 @@ class WeightedGrad(GradientExtension):
     field = "weighted_grad"
     form = Form.BATCH
     needs_apart = True
+    norms: Tensor | None = None
 
     def __init__(
         self,
@@ -67,7 +115,7 @@ class WeightedGrad(GradientExtension):
         self.weights = weights if callable(weights) else torch.as_tensor(weights)
         self.per, self.loss_reduction = per, loss_reduction
         self.needs_total = callable(weights) and per == "sample"
-        self.norms: Tensor | None = None
+        self.over_batches = WeightedByNorm(loss_reduction) if callable(weights) else ONE_BATCH
 
     def share(self, uses: Uses) -> Tensor:
         return wide(uses.norm_squared())

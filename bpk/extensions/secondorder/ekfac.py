@@ -33,6 +33,12 @@ class EKFLR(SquareRootExtension):
 
     field = "ekflr"
     form = Form.EIGENBASIS
+    over_batches = (
+        "its moments are those in the eigenbasis of the batch's own factors, and moments in different bases do not add "
+        "up\n"
+        "accumulate KFLR or KFAC: bpk.utils.ekfac.kfacs_to_ekfac gives the eigenbasis of their factors, with products "
+        "of eigenvalues as moments."
+    )
 
     def value(self, uses: Uses) -> Eigenbasis:
         return eigenbasis(uses)

@@ -33,6 +33,11 @@ class GGNGram(SquareRootExtension):
 
     field = "ggn_gram"
     form = Form.ROOT_GRAM
+    over_batches = (
+        "its entries belong to pairs of samples, and samples of different batches are in no pass together\n"
+        "use bpk.operators.GGN, which has the same spectrum, with any solver for eigenvalues, or SqrtGGNExact with "
+        "per_sample=folder."
+    )
 
     def value(self, uses: Uses) -> Tensor:
         return uses.gram().flatten(2).flatten(0, 1)
