@@ -56,6 +56,8 @@ class Factors(Sums):
     is taken of the sums.
     """
 
+    symmetric = True
+
     def weight(self, name: str, size: Size) -> float:
         return size.samples if name.startswith("A") else size.weight(1)
 

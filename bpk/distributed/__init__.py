@@ -1,0 +1,1 @@
+"""Quantities over the processes of `torch.distributed`."""
