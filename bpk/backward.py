@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 
 from bpk.at_losses import AtLosses, already_released
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.fields import local
 from bpk.fields.hooks import Hooks
 from bpk.fields.parameters import Parameters
 from bpk.jacobians.core.function_module import Plain
@@ -47,7 +48,8 @@ class Backward:
         self.sweeps = SharedSweeps(self.extensions)
         self.inspection = Inspection(self.extensions, context.checks_objective)
         self.hooks = Hooks(context.extension_hook)
-        self.parameters = Parameters(self.extensions, self.sweeps.listens, self.hooks.run, context.adds_up)
+        self.noted = None if context.adds_up else local.begin()
+        self.parameters = Parameters(self.extensions, self.sweeps.listens, self.hooks.run, context.adds_up, self.noted)
         self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, self.run_hook_early)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters)
         self.kept: list[Record] = []
@@ -132,6 +134,8 @@ class Backward:
             if record.released:
                 raise RuntimeError(already_released(record))
         self.inspection.inspect(roots)
+        if self.noted is not None:
+            self.noted.look(self.inspection, roots)
         if self.inspection.found_products:
             self.parameters.look_again()
         self.parameters.by_functions |= self.inspection.by_functions

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bpk.dataset.fingerprint import digest
@@ -17,6 +16,7 @@ from bpk.dataset.keeper import Keeper
 from bpk.dataset.rows import InMemory
 from bpk.dataset.totals import Totals
 from bpk.distributed.processes import Processes, join
+from bpk.distributed.rows import rows_of_all
 from bpk.distributed.share import Share
 from bpk.distributed.statistics import over_processes, together
 from bpk.extensions.over_batches import Size
@@ -84,20 +84,13 @@ def combine(processes: Processes, totals: Totals, kept: InMemory | None, device:
 
 def collect(kept: InMemory, processes: Processes) -> None:
     """Let a process have the rows of all, in the order of batches."""
-    forms = {key: (kept.shapes[key], parts[0].dtype) for key, parts in kept.kept.items()}
-    told: list[Any] = processes.tell((kept.sizes, forms))
-    everywhere = {key: form for _, known in told for key, form in known.items()}
-    mine, kept.kept = kept.kept, {}
-    for key, (shape, dtype) in sorted(everywhere.items()):
-        parts = [torch.zeros(sum(sizes), *shape, dtype=dtype) for sizes, _ in told]
-        if key in mine:
-            parts[processes.rank] = torch.cat(mine[key])
-        for work in [dist.broadcast(x, r, processes.control, async_op=True) for r, x in enumerate(parts)]:
-            assert work is not None
-            work.wait()
-        kept.kept[key] = in_turn([x.split(sizes) for x, (sizes, _) in zip(parts, told, strict=True)])
-        kept.shapes[key] = shape
-    kept.count = sum(sum(sizes) for sizes, _ in told)
+    told: list[Any] = processes.tell(kept.sizes)
+    mine: dict[Hashable, Tensor] = {key: torch.cat(parts) for key, parts in kept.kept.items()}
+    found: dict[Any, list[Tensor]] = rows_of_all(mine, kept.count, torch.device("cpu"), processes.control)
+    kept.kept = {
+        key: in_turn([x.split(sizes) for x, sizes in zip(parts, told, strict=True)]) for key, parts in found.items()
+    }
+    kept.count = sum(map(sum, told))
 
 
 def in_turn(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:

@@ -56,6 +56,8 @@ class BackpropExtension:
     """Whether the value uses what all parameters of the pass add up to (`share`), in `uses.total`."""
     over_batches: OverBatches | str | None = None
     """How the fields of batches make that of all their samples (`bpk.accumulate`), or why they do not."""
+    adds_field = True
+    """Whether the field is itself what adds up over batches; else, it is the `statistic`."""
     form: Form
     """What the field holds, of an extension that says so by a `definition`."""
 

@@ -71,6 +71,7 @@ class Variance(GradientExtension):
     field = "variance"
     form = Form.BATCH
     needs_gradient = True
+    adds_field = False
     over_batches = Moments()
 
     def value(self, uses: Uses) -> Tensor:

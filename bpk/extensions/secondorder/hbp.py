@@ -108,6 +108,7 @@ class HBP(SecondOrderBackpropExtension):
     """
 
     form = Form.FACTORS
+    adds_field = False
     over_batches = Factors()
 
     def __init__(
