@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.at_losses import AtLosses, already_released
+from bpk.distributed.sharded import Sharded, unshard
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.fields import local
 from bpk.fields.hooks import Hooks
@@ -54,6 +55,7 @@ class Backward:
         self.observing = Observing(self.sweeps, self.inspection, self.parameters)
         self.kept: list[Record] = []
         self.closed = False
+        self.sharded: Sharded | None = None
         self.reached: dict[nn.Module, None] = {}  # the layers that take part
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ class Backward:
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(wholes)
             self.hooks.run_last()
+            if self.sharded is not None:
+                engine.when_finished(self.sharded.finish)  # FSDP2 has announced its own end before
         except BaseException:
             self.abort()
             raise
@@ -106,7 +110,7 @@ class Backward:
         self.sweeps.clear()
         self.at_losses.clear()
         self.hooks.clear()
-        self.kept, self.reached = [], {}
+        self.kept, self.reached, self.sharded = [], {}, None
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------
@@ -133,6 +137,8 @@ class Backward:
         for record in roots:
             if record.released:
                 raise RuntimeError(already_released(record))
+        if self.sharded is None:
+            self.sharded = unshard(self.extensions)
         self.inspection.inspect(roots)
         if self.noted is not None:
             self.noted.look(self.inspection, roots)

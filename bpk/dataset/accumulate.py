@@ -25,6 +25,7 @@ from bpk.dataset.run import DivisorOf, Runner
 from bpk.dataset.totals import Totals
 from bpk.dataset.watched import Watched
 from bpk.distributed.processes import Processes
+from bpk.distributed.sharded import require_own
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
 from bpk.jacobians.core.errors import explain
@@ -100,6 +101,7 @@ def accumulate(
     check(every, divisor, result)
     rules = combinations(extensions, batch_averages)
     check_fields(extensions)
+    require_own(model)
     totals = Totals({field: rule for field, rule in rules.items() if not isinstance(rule, Rows)})
     context = Watched(*extensions, asks=divisor is None, chunk_size=chunk_size, memory=memory)
     at = None if device is None else torch.device(device)

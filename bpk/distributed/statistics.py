@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,10 +94,12 @@ def over_processes(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     by_owner: bool = False,
+    shard: Callable[[Place, Tensor], Tensor] | None = None,
 ) -> Statistics:
     """The statistics of all processes together: on each of them, or each parameter's `by_owner` only.
 
     `sizes` are those of the processes' shares (`None`: nothing). Totals are of the summed loss, and may be overwritten.
+    Where `shard` is given, it forms the sums.
     """
     forms, rank = common_forms(mine, group), dist.get_rank(group)
     whole, size = together(sizes), sizes[rank]
@@ -117,8 +119,11 @@ def over_processes(
             mean = parts[rule.leading] / whole.samples
             parts.update(rule.about({**parts, rule.leading: own[field, name]}, size, mean))
             parts[rule.leading] = leading[field, name]
-        for part, x in parts.items():
-            if part != rule.leading:
+        for part, x in [*parts.items()]:
+            place = (field, name, part)
+            if part != rule.leading and shard is not None and not forms[place].diagonal:
+                parts[part] = shard(place, x)
+            elif part != rule.leading:
                 rest.append(Addend(x, rule.symmetric and is_square(x), owners.get(name)))
     add_up(rest, group)
     found: Statistics = {}

@@ -13,6 +13,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.inspection import Inspection
 from bpk.recording.record import Record
+from bpk.recording.surroundings import may_shard
 
 SLOT = "_bpk_local"
 """Under which name a parameter keeps it, by field."""
@@ -59,6 +60,6 @@ def mark(param: Tensor, name: str, noted: Noted, state: ParameterState | None) -
 
 
 def begin() -> Noted | None:
-    """What a pass notes, if there are other processes."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Noted() if several else None
+    """What a pass notes, if there are other processes, or may be shards."""
+    group = dist.is_available() and dist.is_initialized()
+    return Noted() if group and (dist.get_world_size() > 1 or may_shard()) else None

@@ -53,3 +53,14 @@ def test_fields_of_the_global_batch(tmp_path: Path) -> None:
     for status, text in run_all("tests.bpk.training_worker", WORLD, tmp_path):
         assert status == 0, text
         assert text.splitlines()[-1] == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo (torch.distributed)"
+)
+def test_sharded_models(tmp_path: Path) -> None:
+    """FSDP2: fields are sharded as parameters are."""
+    for status, text in run_all("tests.bpk.fsdp_worker", WORLD, tmp_path):
+        assert status == 0, text
+        assert text.splitlines()[-1] == "right"
