@@ -14,7 +14,7 @@ roots, and products with curvature blocks.
 (torch.Size([3, 4]), torch.Size([3, 4]))
 """
 
-from bpk import context, extensions, operators, preconditioners
+from bpk import context, distributed, extensions, operators, preconditioners
 from bpk.context import CTX, backpack, disable
 from bpk.dataset import Accumulated, accumulate
 from bpk.dropin import install_as_backpack
@@ -43,6 +43,7 @@ __all__ = [
     "context",
     "convert_module_to_backpack",
     "disable",
+    "distributed",
     "eigenpairs",
     "extend",
     "extensions",

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.at_losses import AtLosses, already_released
+from bpk.distributed.sharded import Sharded, unshard
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.fields import local
 from bpk.fields.hooks import Hooks
 from bpk.fields.parameters import Parameters
 from bpk.jacobians.core.function_module import Plain
@@ -47,11 +49,13 @@ class Backward:
         self.sweeps = SharedSweeps(self.extensions)
         self.inspection = Inspection(self.extensions, context.checks_objective)
         self.hooks = Hooks(context.extension_hook)
-        self.parameters = Parameters(self.extensions, self.sweeps.listens, self.hooks.run, context.adds_up)
+        self.noted = None if context.adds_up else local.begin()
+        self.parameters = Parameters(self.extensions, self.sweeps.listens, self.hooks.run, context.adds_up, self.noted)
         self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, self.run_hook_early)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters)
         self.kept: list[Record] = []
         self.closed = False
+        self.sharded: Sharded | None = None
         self.reached: dict[nn.Module, None] = {}  # the layers that take part
 
     # ---- life cycle ------------------------------------------------------------------------------
@@ -82,6 +86,8 @@ class Backward:
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(wholes)
             self.hooks.run_last()
+            if self.sharded is not None:
+                engine.when_finished(self.sharded.finish)  # FSDP2 has announced its own end before
         except BaseException:
             self.abort()
             raise
@@ -104,7 +110,7 @@ class Backward:
         self.sweeps.clear()
         self.at_losses.clear()
         self.hooks.clear()
-        self.kept, self.reached = [], {}
+        self.kept, self.reached, self.sharded = [], {}, None
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------
@@ -131,7 +137,11 @@ class Backward:
         for record in roots:
             if record.released:
                 raise RuntimeError(already_released(record))
+        if self.sharded is None:
+            self.sharded = unshard(self.extensions)
         self.inspection.inspect(roots)
+        if self.noted is not None:
+            self.noted.look(self.inspection, roots)
         if self.inspection.found_products:
             self.parameters.look_again()
         self.parameters.by_functions |= self.inspection.by_functions

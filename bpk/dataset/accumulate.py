@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bpk.context import check_extension, check_fields
+from bpk.dataset.among import RESULTS, combine, deal, others, own_path
 from bpk.dataset.batches import Batches, StepOf
 from bpk.dataset.fingerprint import fingerprint, versions
 from bpk.dataset.keeper import Keeper
@@ -23,6 +24,8 @@ from bpk.dataset.rows import Callback, Handed, InMemory, Sink
 from bpk.dataset.run import DivisorOf, Runner
 from bpk.dataset.totals import Totals
 from bpk.dataset.watched import Watched
+from bpk.distributed.processes import Processes
+from bpk.distributed.sharded import require_own
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
 from bpk.jacobians.core.errors import explain
@@ -45,6 +48,9 @@ def accumulate(
     progress: bool | None = None,
     chunk_size: int | None = None,
     memory: int | None = None,
+    split: bool | None = None,
+    result: str = "all",
+    timeout: float = 600,
 ) -> Accumulated:
     """Add up the gradient and the quantities of a data set, batch by batch, as one large batch would give them.
 
@@ -70,10 +76,16 @@ def accumulate(
         progress: Show how far it is (default: on terminals).
         chunk_size: As in `bpk.backpack`.
         memory: As in `bpk.backpack`.
+        split: In many processes (`torchrun`), whether each takes every so many-th batch of the loader (default: unless
+            its sampler is a `DistributedSampler`), or all that its own loader gives.
+        result: In many processes, `"all"` gives all of them the whole result; with `"owner"`, sums of a parameter are
+            on one of them, and rows of samples stay where they were computed.
+        timeout: After how many seconds a process is given up that others wait for.
 
     Raises:
         ValueError: If a batch is empty, not finite, or built differently (named by its number from 0); if the loader
             ends early; if a checkpoint is damaged or that of another run.
+        RuntimeError: If a process dies, or does something else than the others (named by its rank).
         OSError: If a file cannot be written; what was written before stays.
 
     >>> import torch, bpk
@@ -86,21 +98,33 @@ def accumulate(
     >>> result["weight"]["variance"].shape, [tuple(factor.shape) for factor in result["weight"]["kfac"]]
     (torch.Size([3, 4]), [(3, 3), (4, 4)])
     """
-    check(every, divisor)
+    check(every, divisor, result)
     rules = combinations(extensions, batch_averages)
     check_fields(extensions)
-    sink = sink_for({field: rule for field, rule in rules.items() if isinstance(rule, Rows)}, per_sample, callback)
+    require_own(model)
     totals = Totals({field: rule for field, rule in rules.items() if not isinstance(rule, Rows)})
     context = Watched(*extensions, asks=divisor is None, chunk_size=chunk_size, memory=memory)
     at = None if device is None else torch.device(device)
     runner = Runner(model, loss_fn, context, step, at, autocast, divisor)
-    with set_aside(runner.params, (*rules,)), extended(model, loss_fn):
+    with others(timeout) as processes, set_aside(runner.params, (*rules,)), extended(model, loss_fn):
+        here = own_folder(per_sample, processes, result)
+        sink = sink_for({field: rule for field, rule in rules.items() if isinstance(rule, Rows)}, here, callback)
         options = {"autocast": autocast, "batch_averages": batch_averages, "per_sample": bool(per_sample)}
-        known = {} if checkpoint is None else fingerprint(model, loss_fn, extensions, loader, options)
-        keeper = Keeper(checkpoint, every, totals, sink, runner, Randomness(loader), known)
+        alone = checkpoint is None and processes is None
+        known = {} if alone else fingerprint(model, loss_fn, extensions, loader, options)
+        keeper = Keeper(own_path(checkpoint, processes), every, totals, sink, runner, Randomness(loader), known)
         done, now = keeper.take_up()
-        if not done:
-            add_up(Batches(loader), keeper, now, progress)
+        if processes is None:
+            if not done:
+                add_up(Batches(loader), keeper, now, progress)
+        else:
+            share, before = deal(loader, processes, split, keeper, done), keeper.randomness.now()
+            if not done:
+                batches = Batches(share, share.number, may_be_empty=True)
+                add_up(batches, keeper, now, progress if processes.rank == 0 else False)
+            keeper.randomness.set(before)
+            share.check(done)
+            combine(processes, totals, sink if isinstance(sink, InMemory) else None, runner.device_of_sums, result)
     return result_of(totals, sink, extensions)
 
 
@@ -180,9 +204,28 @@ def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], 
     return InMemory(rules) if isinstance(per_sample, bool) else OnDisk(rules, Path(per_sample))
 
 
-def check(every: int, divisor: DivisorOf | str | None) -> None:
+def own_folder(
+    per_sample: bool | str | os.PathLike[str], processes: Processes | None, result: str
+) -> bool | str | os.PathLike[str]:
+    """Where rows of samples go in this process."""
+    if processes is None or isinstance(per_sample, bool):
+        return per_sample
+    if result != "owner":
+        raise ValueError(
+            explain(
+                f"per_sample={os.fspath(per_sample)!r} cannot give every rank all rows.",
+                "each rank writes those of its own batches, into a folder of its own.",
+                'pass result="owner", or per_sample=True to keep all rows in the memory of every rank.',
+            )
+        )
+    return Path(per_sample) / f"rank{processes.rank}-of-{processes.world}"
+
+
+def check(every: int, divisor: DivisorOf | str | None, result: str) -> None:
     """Refuse options that mean nothing."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every={every!r} is no number of batches: pass a whole number of at least 1.")
     if not (divisor is None or divisor == "sum" or callable(divisor)):
         raise ValueError(f'divisor={divisor!r} is neither a function of a batch nor "sum".')
+    if result not in RESULTS:
+        raise ValueError(f"result={result!r} is none of {RESULTS}.")

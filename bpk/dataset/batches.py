@@ -43,9 +43,15 @@ def length_of(loader: Any) -> int | None:
 
 
 class Batches:
-    """The batches of a loader with their numbers from 0; all must be built alike, and as many as announced."""
+    """The batches of a loader with their numbers from 0; all must be built alike, and as many as announced.
 
-    def __init__(self, loader: Any) -> None:
+    `number` gives the numbers of those that a process takes (default: all), which may be none where it `may_be_empty`.
+    """
+
+    def __init__(
+        self, loader: Any, number: Callable[[int], int] = lambda count: count, may_be_empty: bool = False
+    ) -> None:
+        self.number, self.may_be_empty = number, may_be_empty
         self.announced, self.count, self.form = length_of(loader), 0, ""
         self.batches = iter(loader)
 
@@ -58,8 +64,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         while (batch := self.following()) is not None:
-            yield self.count - 1, batch[0]
-        if not self.count:
+            yield self.number(self.count - 1), batch[0]
+        if not self.count and not self.may_be_empty:
             raise ValueError(self.ended("there is nothing to add up."))
         if self.announced is not None and self.count < self.announced:
             raise ValueError(
@@ -77,8 +83,8 @@ class Batches:
         if here != self.form:
             raise ValueError(
                 explain(
-                    f"Batch {self.count} of the loader is built differently from batch 0.",
-                    f"batch 0 was {self.form}, and this one is {here}.",
+                    f"Batch {self.number(self.count)} of the loader is built differently from batch {self.number(0)}.",
+                    f"that one was {self.form}, and this one is {here}.",
                     "let dataset and collate_fn give all batches the same structure and types.",
                 )
             )

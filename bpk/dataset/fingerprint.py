@@ -74,6 +74,17 @@ def checksum(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} {digest.hexdigest()[:16]}"
 
 
+def digest(batch: Any) -> str:
+    """A batch in a few letters: what two processes compare."""
+    if isinstance(batch, Tensor):
+        return checksum(batch)
+    if isinstance(batch, Mapping):
+        return "".join(f"{key!r}{digest(value)}" for key, value in batch.items())
+    if isinstance(batch, (tuple, list)):
+        return "".join(map(digest, batch))
+    return repr(batch) if isinstance(batch, (str, bytes, int, float)) else type(batch).__name__
+
+
 def versions() -> dict[str, str]:
     """Of what the numbers may depend on."""
     ours = vars(sys.modules["bpk"])["__version__"]  # the package itself imports this file

@@ -69,13 +69,15 @@ class Handed(Sink):
 class Stored(Sink):
     """One batch behind the other; a parameter that a batch did not use has rows of zeros.
 
-    `shapes` has the shape of a row by field and parameter, `count` is the number of rows so far.
+    `shapes` has the shape of a row by field and parameter, `count` is the number of rows so far, and `sizes` those of
+    batches.
     """
 
     def __init__(self, rules: Mapping[str, Rows]) -> None:
         super().__init__(rules)
         self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         self.count = 0
+        self.sizes: list[int] = []
 
     @abstractmethod
     def append(self, field: str, name: str, rows: Tensor) -> None:
@@ -97,6 +99,7 @@ class Stored(Sink):
         for (field, name), shape in waiting.items():
             self.append(field, name, torch.zeros(size.samples, *shape))
         self.count += size.samples
+        self.sizes.append(size.samples)
 
 
 class InMemory(Stored):
@@ -118,7 +121,7 @@ class InMemory(Stored):
         return found
 
     def state(self) -> Any:
-        return self.shapes, self.count, self.kept
+        return self.shapes, self.count, self.sizes, self.kept
 
     def restore(self, state: Any, done: bool) -> None:
-        self.shapes, self.count, self.kept = state
+        self.shapes, self.count, self.sizes, self.kept = state

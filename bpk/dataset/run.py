@@ -55,6 +55,11 @@ class Runner:
         self.first: Seen | None = None
         self.loss: Any = None
 
+    @property
+    def device_of_sums(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.params.values())).device
+
     def run(self, number: int, batch: Any) -> OneBatch:
         """Forward and backward of one batch; whatever fails says in which one."""
         if self.step is loss_of_pair:

@@ -59,6 +59,8 @@ class BackpropExtension:
 
     A reason may have a second line: what to do instead.
     """
+    adds_field = True
+    """Whether the field is itself what adds up over batches; else, it is the `statistic`."""
     form: Form
     """What the field holds, of an extension that says so by a `definition`."""
 

@@ -54,6 +54,12 @@ class OverBatches(ABC):
     approximates: str = ""
     """Why the result is not that of one large batch, where it is not: it is computed for those who ask for it."""
 
+    symmetric = False
+    """Whether square matrices among the parts are symmetric, so that one triangle is enough to send."""
+
+    leading: str | None = None
+    """The part whose sum over processes `about` needs for the others, if there is one."""
+
     @abstractmethod
     def scaled(self, part: Parts, size: Size) -> Parts:
         """The statistic of one batch as a total, in memory of its own."""
@@ -69,6 +75,10 @@ class OverBatches(ABC):
     def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
         """Add the statistic of one more batch to a total, in the total's memory."""
         return self.merge(total, of_total, self.scaled(part, size), size)
+
+    def about(self, total: Parts, size: Size, mean: Tensor) -> Parts:
+        """A total as sums over processes, given the mean over samples of the `leading` part of all of them."""
+        return total
 
 
 class Sums(OverBatches):

@@ -11,9 +11,12 @@ from bpk.fields.statistics import Use, Uses
 
 
 class ParameterState:
-    """A parameter during one backward pass: its uses by observer, known values, and what is to come."""
+    """A parameter during one backward pass: its uses by observer, known values, and what is to come.
 
-    def __init__(self, param: Tensor) -> None:
+    `parts` has, by field, what adds up over processes where that is not the field itself.
+    """
+
+    def __init__(self, param: Tensor, keeps_parts: bool = False) -> None:
         self.param = param
         self.modules: list[nn.Module] = []
         self.uses: dict[Hashable, Uses] = {}
@@ -22,3 +25,4 @@ class ParameterState:
         self.gradients: list[Tensor] = []
         self.awaited_gradients = self.awaited_uses = 0
         self.done: set[int] = set()
+        self.parts: dict[str, dict[str, Tensor]] | None = {} if keeps_parts else None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
@@ -28,7 +29,7 @@ class Parameters:
 
     `by_functions` are parameters (by `id`) that plain functions use as well: what observers find is final only when
     backward has ended. `listens` says for each extension which sweep it listens to; `when_done` is called with a module
-    none of whose parameters waits any more. `adds_up`: see `Settings`.
+    none of whose parameters waits any more. `adds_up`: see `Settings`; `noted`: see `Backward`.
     """
 
     def __init__(
@@ -37,11 +38,12 @@ class Parameters:
         listens: Sequence[Hashable],
         when_done: Callable[[nn.Module], None],
         adds_up: bool = False,
+        noted: Noted | None = None,
     ) -> None:
         self.extensions = extensions
         self.listens = listens
         self.when_done = when_done
-        self.adds_up = adds_up
+        self.adds_up, self.noted = adds_up, noted
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
         self.handles: list[Any] = []
@@ -66,7 +68,7 @@ class Parameters:
         if state is None:
             if self.may_shard:
                 require_whole("" if module is None else module.__dict__.get("_bpk_path", ""), param)
-            state = self.states[id(param)] = ParameterState(param)
+            state = self.states[id(param)] = ParameterState(param, self.noted is not None)
         if module is not None and module not in state.modules:
             state.modules.append(module)
             self.by_module.setdefault(id(module), []).append(state)
@@ -98,7 +100,7 @@ class Parameters:
             if combining is None or extension.combines == combining:
                 if index not in state.values:
                     self.recycle(state.param, extension, found)
-                    state.values[index] = value_of(extension, found, self.adds_up)
+                    state.values[index] = value_of(extension, found, self.adds_up, state.parts)
                 else:
                     state.values[index] = extension.combine(
                         own(state.values, index), value_of(extension, found, self.adds_up)
@@ -185,7 +187,7 @@ class Parameters:
             if extension.needs_total:
                 self.totals.keep(index, uses)
                 continue
-            self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up))
+            self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
         if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
             state.uses, state.gradients = {}, []
             self.announce(state)
@@ -224,6 +226,8 @@ class Parameters:
             value = value.to(param.dtype)
             value = value if value.requires_grad else value.detach()  # a view would keep its base alive
         setattr(param, name, value)
+        if self.noted is not None:  # other processes
+            mark(param, name, self.noted, self.states.get(id(param)))
         self.saved.append((param, name))
 
     def remove_stale(self, models: Iterable[nn.Module]) -> None:

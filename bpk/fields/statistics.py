@@ -100,6 +100,9 @@ class Uses(Products):
 
     def terms(self, approximation: str = "default") -> list[list[Tensor]]:
         """`[G, A]` (or `[G]`), and in a second list `[A, G]` of uses that see the parameter transposed."""
+        return self.memo(("terms", approximation), lambda: self._terms(approximation))
+
+    def _terms(self, approximation: str) -> list[list[Tensor]]:
         parts = self.orientations
         if len(parts) > 1 and all(part.input_factor(approximation) is not None for part in parts):
             return [parts[0]._factors(approximation), parts[1]._factors(approximation)[::-1]]

@@ -13,10 +13,21 @@ from bpk.plan.quantity import Quantity
 from bpk.recording.membership import around
 from bpk.recording.record import Record
 
+Parts = dict[str, dict[str, Tensor]]
+"""By field: what adds up over batches, by name."""
 
-def value_of(extension: Quantity, uses: Uses, adds_up: bool = False) -> Any:
-    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet."""
+
+def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Parts | None = None) -> Any:
+    """What an extension makes of the uses of a parameter; says so where batches of different sizes meet.
+
+    What processes will need beside the field is put into `keeps`, in memory that does not change with `.grad`.
+    """
     try:
+        if keeps is not None and not extension.adds_field:
+            given, parts = uses.gradient, extension.statistic(uses)
+            keeps[extension.savefield] = {
+                name: x.clone() if given is not None and x is given else x for name, x in parts.items()
+            }
         return extension.statistic(uses) if adds_up else extension.value(uses)
     except RuntimeError as error:
         sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})

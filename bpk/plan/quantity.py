@@ -30,6 +30,7 @@ class Quantity(Protocol):
     needs_gradient: bool
     needs_apart: bool
     needs_total: bool
+    adds_field: bool
 
     @property
     def works_by_rules(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from bpk.recording.identity import alias
 from bpk.recording.ownership import owner_of
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
+from bpk.recording.surroundings import MANAGED
 from bpk.rules import REGISTRY
 
 BEFORE = "_bpk_before"
@@ -119,11 +121,18 @@ def keep(x: Tensor) -> tuple[Tensor, Edge]:
     return kept, kept.grad_fn.next_functions[0]
 
 
+def is_quiet() -> bool:
+    """Whether `bpk` differentiates."""
+    return CTX.quiet
+
+
 def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
     if CTX.called is None:
         given = tensors_in((*args, *kwargs.values()))
         CTX.called, CTX.given = module, tuple([x.shape for x in given if not x.is_nested])
+        if MANAGED in sys.modules:
+            engine.pass_on_sharding(is_quiet)
 
 
 def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -8,7 +8,7 @@ needs is in `jacobians/core/engine.py`; it also lists names with an underscore t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
@@ -219,9 +219,24 @@ def attributes(node: Node) -> dict[str, Any]:
 node_class = attrgetter("_backward_cls")
 """The class of the nodes that a function puts into the graph. If it goes: the type of the `grad_fn` of an example."""
 
-PASSING_ON: Mapping[type, int] = {node_class(BackwardHookFunction): 0, node_class(_DDPSink): 1}
+PASSING_ON: dict[type, int] = {node_class(BackwardHookFunction): 0, node_class(_DDPSink): 1}
 """Nodes that hand on what they get: those that call hooks of `nn.Module.register_full_backward_hook`, and the one of
 `DistributedDataParallel`. By type: how many arguments came before tensors. If they go: stretches of plain autograd."""
+
+
+@lru_cache(maxsize=1)
+def pass_on_sharding(is_quiet: Callable[[], bool]) -> None:
+    """Let the node of FSDP2 before each of its modules be one of these. If it goes: sharded models are refused."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    PASSING_ON[node_class(RegisterPostBackwardFunction)] = 1
+    known = FSDPState._pre_backward
+
+    def pre_backward(state: FSDPState, grad: Tensor) -> Tensor:  # a hook of results, wherever they come from
+        return grad if is_quiet() else known(state, grad)
+
+    FSDPState._pre_backward = pre_backward  # type: ignore
 
 
 def hooks_behind(node: Node) -> dict[int, Callable[..., Any]]:

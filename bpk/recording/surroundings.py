@@ -16,6 +16,9 @@ from bpk.recording import engine
 SHARDING = ("torch.distributed.tensor", "torch.distributed.fsdp")
 """Where classes of parameters and modules live whose parameters are spread over processes (not imported here)."""
 
+MANAGED = "torch.distributed.fsdp"
+"""Where the class lives of modules that put parameters together for the time that they run."""
+
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which a device computes in the precision of its tensors: what rules do may call layers again."""
@@ -36,25 +39,38 @@ def is_sharded(thing: object) -> bool:
     return flat or any(cls.__module__.startswith(SHARDING) for cls in type(thing).__mro__)
 
 
+def is_managed(module: nn.Module) -> bool:
+    """Whether a module's parameters are whole while it runs, and in shards elsewhere (FSDP2)."""
+    if MANAGED not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
 def require_whole(path: str, *things: object) -> None:
     """Refuse a parameter, or modules around it, that are spread over processes."""
     for thing in things:
-        if is_sharded(thing):
+        if is_sharded(thing) and not (isinstance(thing, nn.Module) and is_managed(thing)):
             raise ValueError(sharded(path, type(thing).__name__))
 
 
 def sharded(path: str, kind: str) -> str:
     """What is told about it."""
     return explain(
-        f"'{path}' ({kind}) belongs to a model whose parameters are spread over processes (FSDP, DTensor).",
-        "each process holds a part of a parameter, and fields belong to whole parameters.",
-        "use bpk on a model with whole parameters (a plain one, or DistributedDataParallel).",
+        f"'{path}' ({kind}) belongs to a model whose parameters are spread over processes (FSDP1, tensor parallelism).",
+        "no process ever has the whole parameter as such: FSDP1 views a flat one, and tensor parallelism computes with "
+        "parts. Fields belong to whole parameters.",
+        "use fully_shard (FSDP2), DistributedDataParallel, or a plain model.",
     )
 
 
 def require_local(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuse modules that TorchScript runs, and parameters that are spread over processes."""
+    managed = list[str]()
     for path, module in modules:
+        if is_managed(module):
+            managed.append(f"{path}." if path else "")
         if isinstance(module, torch.jit.RecursiveScriptModule):
             raise ValueError(
                 explain(
@@ -65,7 +81,9 @@ def require_local(modules: Iterable[tuple[str, nn.Module]]) -> None:
             )
         require_whole(path or type(module).__name__, module)
         for name, param in module.named_parameters(recurse=False):
-            require_whole(f"{path}.{name}" if path else name, param)
+            where = f"{path}.{name}" if path else name
+            if not where.startswith(tuple(managed)):
+                require_whole(where, param)
 
 
 def require_eager() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.bpk.processes import run_all
+
 ROOT = Path(__file__).parents[2]
 WORLD = 2
 
@@ -39,4 +41,26 @@ def test_every_setting(tmp_path: Path) -> None:
             process.kill()
     for process, text in zip(started, printed, strict=True):
         assert process.returncode == 0, text
+        assert text.splitlines()[-1] == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo (torch.distributed)"
+)
+def test_fields_of_the_global_batch(tmp_path: Path) -> None:
+    """`all_reduce` and `gather` after steps of unequal local batches, as users write them."""
+    for status, text in run_all("tests.bpk.training_worker", WORLD, tmp_path):
+        assert status == 0, text
+        assert text.splitlines()[-1] == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo (torch.distributed)"
+)
+def test_sharded_models(tmp_path: Path) -> None:
+    """FSDP2: fields are sharded as parameters are."""
+    for status, text in run_all("tests.bpk.fsdp_worker", WORLD, tmp_path):
+        assert status == 0, text
         assert text.splitlines()[-1] == "right"

@@ -206,16 +206,17 @@ def test_distributed_tensors(group: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_sharded_by_module(group: Any) -> None:
-    """FSDP2, before and after `extend`."""
+    """FSDP2, before and after `extend`: products are refused, whose tensors would be given back."""
     from torch.distributed.fsdp import fully_shard
 
     x, y = data()
-    model, loss_fn = extended()
-    fully_shard(model, mesh=group)
-    with told(ValueError, "spread over processes"):
-        bpk.extend(fully_shard(mlp(), mesh=group))
-    for extension in (E.BatchGrad, E.DiagGGNExact):
-        with told(ValueError, "spread over processes"), bpk.backpack(extension()):
+    after, loss_fn = extended()
+    for model in (bpk.extend(fully_shard(mlp(), mesh=group)), fully_shard(after, mesh=group)):
+        with bpk.backpack(E.SumGradSquared()):
+            loss_fn(model(x), y).backward()
+        for p in model.parameters():
+            assert p.sum_grad_squared.placements == p.placements
+        with told(ValueError, "cannot be put together"), bpk.backpack(E.HMP()):
             loss_fn(model(x), y).backward()
 
 

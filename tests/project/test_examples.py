@@ -36,6 +36,7 @@ PRINTS = {
     "custom_layer": ["grad_batch [10, 1]", "root [4, 10, 4]", "Multilinear(Scale):"],
     "diag_ggn_optimizer": ["DiagGGNExact", "DiagGGNMC", "held-out accuracy"],
     "dp_sgd": ["norms of individual gradients", "step 200: epsilon 4.05 at delta 0.0001"],
+    "ddp_curvature": ["step 9: gradient noise", "480 samples in 10 batches"],
     "ewc_and_merging": ["then 5-9 with the penalty", "weighted by the diagonals", "stopped in the middle"],
     "extension_hook_and_memory": ["peak of the backward pass without a hook", "peak with the hook"],
     "hutchinson_trace": ["trace of the Hessian", "1000 vectors"],

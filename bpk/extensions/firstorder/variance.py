@@ -27,6 +27,8 @@ class Moments(OverBatches):
     Source: Chan, Golub, LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
     """
 
+    leading: str | None = "sum"
+
     def scaled(self, part: Parts, size: Size) -> Parts:
         return {"sum": part["sum"] * size.weight(1), "squares": part["squares"] * size.weight(2)}
 
@@ -69,6 +71,7 @@ class Variance(GradientExtension):
     field = "variance"
     form = Form.BATCH
     needs_gradient = True
+    adds_field = False
     over_batches = Moments()
 
     def value(self, uses: Uses) -> Tensor:

@@ -56,6 +56,8 @@ class Factors(Sums):
     is taken of the sums.
     """
 
+    symmetric = True
+
     def weight(self, name: str, size: Size) -> float:
         return size.samples if name.startswith("A") else size.weight(1)
 
@@ -106,6 +108,7 @@ class HBP(SecondOrderBackpropExtension):
     """
 
     form = Form.FACTORS
+    adds_field = False
     over_batches = Factors()
 
     def __init__(

@@ -1,0 +1,223 @@
+"""Fields of a training step in many processes: from those of each local batch to those of the global one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bpk.distributed.processes import are_there
+from bpk.distributed.rows import rows_of_all
+from bpk.distributed.statistics import Statistics, objects, over_processes, together
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.over_batches import OverBatches, Rows, Size
+from bpk.fields.local import SLOT, Local, Noted
+from bpk.jacobians.core.errors import explain
+
+
+def all_reduce(
+    model: nn.Module,
+    *extensions: BackpropExtension,
+    divisor: float | str | None = None,
+    batch_averages: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Turn the fields of each process's batch into those of one large batch that has them all, in place.
+
+    To be called by all processes after a backward pass, as one calls a collective operation; with one process, nothing
+    changes. With `d_r` by what the loss of rank `r` divides (samples, entries, or the weights of targets that count),
+    and `D = sum_r d_r`, what is proportional to the power `k` of the loss becomes `sum_r (d_r / D)^k value_r`.
+    Variances are merged by Chan's formula, Kronecker factors each by itself. Local batches may have any sizes. Fields
+    with a row for each sample keep the rows of the local batch, scaled as rows of the global one (see `gather`).
+
+    `.grad` is left alone: `DistributedDataParallel` averages it, which is the gradient of the global batch where the
+    local ones are equally large.
+
+    Args:
+        model: As it is, or wrapped by `DistributedDataParallel`.
+        *extensions: Those of the backward pass whose fields are meant.
+        divisor: By what the local loss divides, for losses that do not tell; `"sum"` for those that sum.
+        batch_averages: Allow quantities that are no sums over batches (KFRA), as weighted means.
+        group: The processes (default: all).
+
+    Raises:
+        ValueError: If an extension does not say how its fields add up.
+        RuntimeError: If a field was not computed since the group exists, or is that of the global batch already.
+
+    >>> import torch, bpk
+    >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    >>> extensions = bpk.extensions.Variance(), bpk.extensions.KFAC()
+    >>> with bpk.backpack(*extensions):
+    ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
+    >>> bpk.distributed.all_reduce(model, *extensions)  # in one process, nothing happens
+    """
+    rules = {e.savefield: rule_of(e, batch_averages) for e in extensions}
+    if not are_there() or dist.get_world_size(group) == 1:
+        return
+    params, local = dict(model.named_parameters()), local_of(model, rules)
+    sizes = sizes_of(local, divisor, group)
+    size, whole = sizes[dist.get_rank(group)], together(sizes)
+    mine: Statistics = {}
+    for field, by_name in local.items():
+        rule = rules[field]
+        for name, known in by_name.items():
+            assert size is not None
+            parts = known.parts if known.parts is not None else {"": vars(params[name])[field]}
+            scaled = rule.scaled(parts, size)
+            if isinstance(rule, Rows):
+                put(params[name], field, rule.whole(scaled, whole), known.noted)
+            else:
+                mine.setdefault(field, {})[name] = scaled
+    sums = {field: rule for field, rule in rules.items() if not isinstance(rule, Rows)}
+    noted = noted_of(local) or Noted()
+    for field, found in over_processes(sums, mine, sizes, next(iter(params.values())).device, group).items():
+        for name, total in found.items():
+            put(params[name], field, rules[field].whole(total, whole), noted)
+
+
+def gather(
+    model: nn.Module,
+    *extensions: BackpropExtension,
+    divisor: float | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give each process the rows of all samples of the global batch, in the order of ranks, in place.
+
+    For extensions with a row for each sample (`BatchGrad`, `BatchL2Grad`, ...), before or after `all_reduce`. Rows are
+    those of one large batch: `p.grad_batch.sum(0)` is the gradient of its loss.
+
+    Args:
+        model: As it is, or wrapped by `DistributedDataParallel`.
+        *extensions: Those of the backward pass whose fields are meant.
+        divisor: By what the local loss divides, for losses that do not tell; `"sum"` for those that sum.
+        group: The processes (default: all).
+
+    Raises:
+        ValueError: If an extension's fields have no rows of samples.
+        RuntimeError: If a field was not computed since the group exists, or has been gathered already.
+
+    >>> import torch, bpk
+    >>> model = bpk.extend(torch.nn.Linear(4, 3))
+    >>> bpk.distributed.gather(model, bpk.extensions.BatchGrad())  # in one process, nothing happens
+    """
+    rules = {e.savefield: rule_of(e, False) for e in extensions}
+    for extension in extensions:
+        if not isinstance(rules[extension.savefield], Rows):
+            raise ValueError(
+                explain(
+                    f"{extension} has no rows of samples that could be gathered.",
+                    "its fields are sums over the batch.",
+                    "call bpk.distributed.all_reduce(model, ...) for it.",
+                )
+            )
+    if not are_there() or dist.get_world_size(group) == 1:
+        return
+    params, local = dict(model.named_parameters()), local_of(model, rules, gathers=True)
+    sizes = sizes_of(local, divisor, group)
+    size, whole = sizes[dist.get_rank(group)], together(sizes)
+    mine: dict[Any, Tensor] = {}
+    for field, by_name in local.items():
+        for name, known in by_name.items():
+            rule, rows = rules[field], vars(params[name])[field]
+            assert isinstance(rule, Rows) and size is not None
+            rows = rows if known.done else rule.whole(rule.scaled({"": rows}, size), whole)
+            mine[field, name] = rows.movedim(rule.axis, 0)
+    count = 0 if size is None else size.samples
+    found: dict[Any, list[Tensor]] = rows_of_all(mine, count, next(iter(params.values())).device, group)
+    for (field, name), parts in found.items():
+        rule = rules[field]
+        assert isinstance(rule, Rows)
+        put(params[name], field, torch.cat(parts).movedim(0, rule.axis), None)
+
+
+def put(param: Tensor, field: str, value: Any, noted: Noted | None) -> None:
+    """Replace a field; `noted`: rows of it may still be gathered."""
+    vars(param)[field] = value.to(param.dtype) if isinstance(value, Tensor) else value
+    slot = vars(param).setdefault(SLOT, {})
+    slot.pop(field, None)
+    if noted is not None:
+        slot[field] = Local(noted, done=True)
+
+
+def rule_of(extension: BackpropExtension, batch_averages: bool) -> OverBatches:
+    """How an extension's fields add up over batches."""
+    rule, reason = extension.over_batches, ""
+    if extension.has_module_extensions:
+        reason = "nothing tells how what a hand-written module extension returns adds up"
+    elif not isinstance(rule, OverBatches):
+        reason = rule or f"{type(extension).__name__} does not declare over_batches"
+    elif rule.approximates and not batch_averages:
+        reason = rule.approximates
+    if reason or not isinstance(rule, OverBatches):
+        raise ValueError(
+            explain(
+                f"Fields of {extension} cannot be put together over processes.",
+                f"{reason}.",
+                "use another quantity, or batch_averages=True where the batches' weighted mean will do.",
+            )
+        )
+    return rule
+
+
+def local_of(model: nn.Module, rules: Any, gathers: bool = False) -> dict[str, dict[str, Local]]:
+    """By field and parameter: what this process has; refuses fields that are something else."""
+    found: dict[str, dict[str, Local]] = {}
+    for name, param in model.named_parameters():
+        for field in rules:
+            if field not in vars(param):
+                continue
+            known = vars(param).get(SLOT, {}).get(field)
+            if known is None or (known.done and not gathers):
+                raise RuntimeError(
+                    explain(
+                        f"'{field}' of '{name}' is not that of a local batch.",
+                        "it was put together before, or computed by no backward pass since init_process_group(...).",
+                        "call all_reduce or gather once after each backward pass, before anything else changes fields.",
+                    )
+                )
+            found.setdefault(field, {})[name] = known
+    return found
+
+
+def noted_of(local: dict[str, dict[str, Local]]) -> Noted | None:
+    """What the pass has noted that the fields are of."""
+    noted = {id(known.noted): known.noted for by_name in local.values() for known in by_name.values()}
+    if len(noted) > 1:
+        raise RuntimeError(
+            explain(
+                "The fields are those of several backward passes.",
+                "each pass has a batch of its own size.",
+                "call it after each backward pass, or once for the extensions of each.",
+            )
+        )
+    return next(iter(noted.values()), None)
+
+
+def sizes_of(
+    local: dict[str, dict[str, Local]], divisor: float | str | None, group: dist.ProcessGroup | None
+) -> list[Size | None]:
+    """How large the batches of all ranks were (`None`: a rank has none of the fields)."""
+    noted = noted_of(local)
+    mine = None if noted is None else noted.told()
+    if mine is not None and divisor is not None:
+        mine = mine[0], [None if isinstance(divisor, str) else float(divisor)], ""
+    told: list[Any] = objects(mine, group)
+    known: Sequence[tuple[int, list[float | None], str]] = [one for one in told if one is not None]
+    problem = next((problem for _, divisors, problem in known if problem), "")
+    if problem:
+        raise ValueError(problem)
+    shares = {tuple(None if d is None else round(d / (ds[0] or 1), 6) for d in ds) for _, ds, _ in known}
+    if len(shares) != 1 or not known[0][1]:
+        raise RuntimeError(
+            explain(
+                "There are no fields that could be put together over processes."
+                if not known
+                else "The losses of the ranks are not weighted alike against each other.",
+                "one large batch would have one loss, or weigh several alike.",
+                "run loss.backward() within bpk.backpack(...) on all ranks, with the same extended losses.",
+            )
+        )
+    return [None if one is None else Size(one[0], one[1][0]) for one in told]

@@ -1,0 +1,158 @@
+"""Statistics of fields over processes, as each extension declares that they add up over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bpk.distributed.sums import Addend, add_up
+from bpk.extensions.over_batches import OverBatches, Parts, Size
+from bpk.jacobians.core.errors import explain
+from bpk.utils.kroneckers import sparse_diagonal
+
+Statistics = dict[str, dict[str, Parts]]
+"""By field and parameter: what adds up over batches."""
+
+Place = tuple[str, str, str]
+"""Field, parameter, part."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a part looks like; of a sparse matrix, which must be diagonal everywhere, its diagonal travels."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    diagonal: bool
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """What a process adds that has nothing."""
+        return torch.zeros(self.shape[:1] if self.diagonal else self.shape, dtype=self.dtype, device=device)
+
+
+def objects(thing: object, group: dist.ProcessGroup | None) -> list[object]:
+    """What each process has got, by rank."""
+    found: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, thing, group)
+    return found
+
+
+def places(statistics: Mapping[str, Mapping[str, Parts]]) -> Iterator[tuple[Place, Tensor]]:
+    """All tensors."""
+    for field, by_name in statistics.items():
+        for name, parts in by_name.items():
+            for part, x in parts.items():
+                yield (field, name, part), x
+
+
+def form_of(x: Tensor) -> Form:
+    """See `Form`."""
+    diagonal = x.is_sparse and all(bool((i == torch.arange(len(x), device=x.device)).all()) for i in x.indices())
+    return Form(tuple(x.shape), x.dtype, diagonal)
+
+
+def common_forms(mine: Statistics, group: dist.ProcessGroup | None) -> dict[Place, Form]:
+    """The parts that any process has, in one order for all."""
+    forms: dict[Place, Form] = {}
+    every = objects({place: form_of(x) for place, x in places(mine)}, group)
+    for rank, known in enumerate(every):
+        assert isinstance(known, dict)
+        for place, form in known.items():
+            before = forms.setdefault(place, form)
+            if before != form:
+                raise RuntimeError(
+                    explain(
+                        f"'{place[0]}' of '{place[1]}' is {list(form.shape)} in {form.dtype} on rank {rank}, and "
+                        f"{list(before.shape)} in {before.dtype} on a rank before it.",
+                        "what differs in form cannot be added up.",
+                        "give all ranks the same model and extensions, and inputs of the same kind.",
+                    )
+                )
+    return dict(sorted(forms.items(), key=lambda known: known[0][:2]))
+
+
+def owners_of(forms: Mapping[Place, Form], world: int) -> dict[str, int]:
+    """By parameter: the process that gets its sums, so that all get about as much."""
+    sizes: dict[str, int] = {}
+    for (_, name, _), form in forms.items():
+        sizes[name] = sizes.get(name, 0) + form.zeros(torch.device("meta")).numel()
+    load, owners = [0] * world, dict[str, int]()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = load.index(min(load))
+        load[owners[name]] += sizes[name]
+    return owners
+
+
+def over_processes(
+    rules: Mapping[str, OverBatches],
+    mine: Statistics,
+    sizes: Sequence[Size | None],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    by_owner: bool = False,
+    shard: Callable[[Place, Tensor], Tensor] | None = None,
+) -> Statistics:
+    """The statistics of all processes together: on each of them, or each parameter's `by_owner` only.
+
+    `sizes` are those of the processes' shares (`None`: nothing). Totals are of the summed loss, and may be overwritten.
+    Where `shard` is given, it forms the sums.
+    """
+    forms, rank = common_forms(mine, group), dist.get_rank(group)
+    whole, size = together(sizes), sizes[rank]
+    owners = owners_of(forms, len(sizes)) if by_owner else {}
+    known = dict(places(mine))
+    held = {place: held_of(known.get(place), form, device) for place, form in forms.items()}
+    fields: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for (field, name, part), x in held.items():
+        fields.setdefault((field, name), {})[part] = x
+    leading = {key: parts[lead] for key, parts in fields.items() if (lead := rules[key[0]].leading) is not None}
+    own = {key: x.clone() for key, x in leading.items()}
+    add_up([Addend(x) for x in leading.values()], group)
+    rest = list[Addend]()
+    for (field, name), parts in fields.items():
+        rule = rules[field]
+        if rule.leading is not None and size is not None:
+            mean = parts[rule.leading] / whole.samples
+            parts.update(rule.about({**parts, rule.leading: own[field, name]}, size, mean))
+            parts[rule.leading] = leading[field, name]
+        for part, x in [*parts.items()]:
+            place = (field, name, part)
+            if part != rule.leading and shard is not None and not forms[place].diagonal:
+                parts[part] = shard(place, x)
+            elif part != rule.leading:
+                rest.append(Addend(x, rule.symmetric and is_square(x), owners.get(name)))
+    add_up(rest, group)
+    found: Statistics = {}
+    for (field, name), parts in fields.items():
+        if not by_owner or owners[name] == rank:
+            found.setdefault(field, {})[name] = {
+                part: sparse_diagonal(x) if forms[field, name, part].diagonal else x for part, x in parts.items()
+            }
+    return found
+
+
+def held_of(x: Tensor | None, form: Form, device: torch.device) -> Tensor:
+    """A part in memory that sums may overwrite; zeros where this process has none."""
+    if x is None:
+        return form.zeros(device)
+    if form.diagonal:
+        return x.coalesce().values()
+    return x.to_dense() if x.is_sparse else x.contiguous()
+
+
+def is_square(x: Tensor) -> bool:
+    """Whether it is a square matrix."""
+    return x.dim() == 2 and x.shape[0] == x.shape[1]
+
+
+def together(sizes: Sequence[Size | None]) -> Size:
+    """The size of all shares."""
+    known = [size for size in sizes if size is not None]
+    whole = known[0]
+    for size in known[1:]:
+        whole = whole + size
+    return whole

@@ -1,0 +1,115 @@
+"""A process with a model sharded by FSDP2: `python -m tests.bpk.fsdp_worker RANK WORLD FILE`, prints `right`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import bpk
+from bpk import extensions as E
+from tests.bpk.test_accumulate import assert_same, whole
+from tests.bpk.training_worker import EXACT, ROWS, SIZES, Net, global_batch, told
+
+
+def whole_of(x: Any) -> Any:
+    """A field as one tensor: all its shards."""
+    return [part.full_tensor() for part in x] if isinstance(x, list) else x.full_tensor()
+
+
+def run(rank: int, sometimes: bool, extended_first: bool, layers: bool) -> None:
+    """Two steps: sums are sharded, rows are those of the own samples, and gradients are FSDP2's."""
+    torch.manual_seed(0)
+    model = Net(sometimes).double()
+    alone, loss_fn = copy.deepcopy(model), bpk.extend(nn.CrossEntropyLoss())
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,))
+    if extended_first:
+        bpk.extend(model)
+    for layer in [*model.children()] if layers else []:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for layer in [*plain.children()] if layers else []:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(plain, mesh=mesh)
+    bpk.extend(model)
+    for _ in range(2):
+        x, y = global_batch()
+        own = slice(0, SIZES[0]) if rank == 0 else slice(SIZES[0], sum(SIZES))
+        expected = whole(alone, nn.CrossEntropyLoss(), x, y, *EXACT)
+        for one in (model, plain):
+            one.zero_grad()
+        with bpk.backpack(*EXACT):
+            loss_fn(model(x[own]), y[own]).backward()
+        nn.CrossEntropyLoss()(plain(x[own]), y[own]).backward()
+        others = dict(plain.named_parameters())
+        for name, p in model.named_parameters():
+            assert isinstance(p, DTensor)
+            if others[name].grad is None:
+                assert p.grad is None
+            else:
+                torch.testing.assert_close(p.grad.to_local(), others[name].grad.to_local())  # type: ignore
+            for e in EXACT:
+                value, want = vars(p).get(e.savefield), expected[name][e.savefield]
+                if e in ROWS:
+                    axis = e.over_batches.axis  # type: ignore[union-attr]
+                    if value is None:  # this rank has not used the layer
+                        assert not want.movedim(axis, 0)[own].any()
+                        continue
+                    want = want.movedim(axis, 0)[own].movedim(0, axis)
+                    assert_same({name: {e.savefield: value}}, {name: {e.savefield: want}}, 1e-10)
+                    continue
+                if not isinstance(want, list):
+                    assert value.placements == p.placements and value.to_local().shape == p.to_local().shape
+                assert_same({name: {e.savefield: whole_of(value)}}, {name: {e.savefield: want}}, 1e-10)
+
+
+def sampled() -> None:
+    """Draws are each rank's own: many of them come close to the exact quantity of the global batch."""
+    torch.manual_seed(0)
+    model, loss_fn = Net(False).double(), bpk.extend(nn.CrossEntropyLoss())
+    alone = copy.deepcopy(model)
+    x, y = global_batch()
+    expected = whole(alone, nn.CrossEntropyLoss(), x, y, E.DiagGGNExact(), E.KFLR())
+    fully_shard(bpk.extend(model), mesh=init_device_mesh("cpu", (2,)))
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    with bpk.backpack(E.DiagGGNMC(5000), E.KFAC(5000)):
+        loss_fn(model(x.split(SIZES)[rank]), y.split(SIZES)[rank]).backward()
+    for name, p in model.named_parameters():
+        want = expected[name]["diag_ggn_exact"]
+        torch.testing.assert_close(p.diag_ggn_mc.full_tensor(), want, rtol=0.2, atol=0.02 * want.max().item())
+        for mine, exact in zip(p.kfac, expected[name]["kflr"], strict=True):
+            torch.testing.assert_close(mine.full_tensor(), exact, rtol=0.2, atol=0.05 * exact.max().item())
+
+
+def refused() -> None:
+    model, loss_fn = bpk.extend(Net(False).double()), bpk.extend(nn.CrossEntropyLoss())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    x, y = global_batch()
+    told("sharded by fully_shard", lambda: bpk.accumulate(model, loss_fn, [(x, y)]))
+    with bpk.backpack(E.HMP()):
+        loss = loss_fn(model(x), y)
+        told("cannot be put together", loss.backward)
+
+
+def main(rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for case in ((False, True, True), (False, False, False)):
+        run(rank, *case)
+    sampled()
+    refused()
+    dist.destroy_process_group()
+    print("right")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
