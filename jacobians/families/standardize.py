@@ -146,7 +146,7 @@ class GroupStatistics(Standardized):
         return self.unfold(product * (-self.rstd.square() / self.size)).to(mat.dtype)
 
     def normalized(self, x: Series) -> Series:
-        """`x̂`, in units of the standard deviation at the point: `d = P x r`, `x̂ = d (1 + mean(d d) - mean(x̂ x̂))^(-1/2)`."""
+        """`x̂(t) = d (1 + mean(d d) - mean(x̂ x̂))^(-1/2)` with `d = r P x(t)`, and `x̂` and `r` those at the point."""
         d = x.linear(self.unit, lambda c: self.project(self.fold(wide(c))) * self.rstd)
         one = torch.ones_like(self.rstd)
         var = d.times(d).linear(one, lambda c: c.mean(-1, keepdim=True))

@@ -1,8 +1,8 @@
 """Normalisations as compositions, while derivatives of derivatives are taken by forward mode.
 
-torch's fused kernels (2.10 to 2.13) return mean and `1 / std` beside the result, and its forward-mode formulas take them
-for constants when they are differentiated once more: `jvp` of `jvp` of `F.layer_norm` is silently wrong, and so are its
-third derivatives by reverse mode.
+torch's fused kernels (seen in 2.13) return mean and `1 / std` beside the result. Its formulas take them for constants
+when they are differentiated once more: `jvp` of `jvp` of `F.layer_norm` is silently wrong, and so are third derivatives
+by reverse mode.
 """
 
 from __future__ import annotations

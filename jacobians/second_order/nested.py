@@ -74,10 +74,28 @@ def with_derivative(steps: Callable[[Tensor], Derivatives]) -> Callable[[Tensor]
     """From `(f, f', ..., f^(k))` to `(f, f', ..., f^(k+1))`."""
 
     def longer(t: Tensor) -> Derivatives:
-        found: tuple[Derivatives, Derivatives] = jvp(steps, (t,), (torch.ones_like(t),))
-        return (*found[0], found[1][-1])
+        values, slopes = jvp(steps, (t,), (torch.ones_like(t),))  # type: ignore[misc]  # without aux, two
+        return (*values, slopes[-1])
 
     return longer
+
+
+def pushed(function: Function, given: Sequence[Series]) -> list[list[Term]]:
+    """The same for a function that is affine in all these arguments together: `c_k -> J c_k`."""
+    columns = [push(function, given, [s.terms[k] for s in given]) for k in range(given[0].order)]
+    count = max(len(results) for results in columns)
+    return [[results[n] if results else None for results in columns] for n in range(count)]
+
+
+def again(function: Function, given: Sequence[Series]) -> tuple[Tensor, ...]:
+    """The results at the point, evaluated as for a column: a function that draws random numbers may give others."""
+    column = next(c for s in given for c in s.terms if c is not None)
+    values = [s.value for s in given]
+
+    def at_zero(c: Tensor) -> Derivatives:
+        return (function(*(x + 0 * c.sum() for x in values)),)
+
+    return tuple(x[0] for x in by_column(at_zero, [column])[0])
 
 
 def push(function: Function, given: Sequence[Series], tangents: Sequence[Term]) -> list[Term]:

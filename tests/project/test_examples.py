@@ -36,6 +36,7 @@ PRINTS = {
     "dp_sgd": ["norms of individual gradients", "step 200: epsilon 4.05 at delta 0.0001"],
     "ewc_and_merging": ["then 5-9 with the penalty", "weighted by the diagonals", "stopped in the middle"],
     "extension_hook_and_memory": ["peak of the backward pass without a hook", "peak with the hook"],
+    "poisson_pinn": ["2 dimensions: relative error", "5 dimensions: relative error"],
     "hutchinson_trace": ["trace of the Hessian", "1000 vectors"],
     "kfac_training": ["SGD with twice the steps", "KFAC wins"],
     "language_model": ["tca hse o hmtt at enta  0.", "blocks.1.attention.qkv", "bpk.verify: 112 ok"],
