@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.series import Series
 
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -62,6 +63,18 @@ def carriers(arguments: Any) -> list[Carrier]:
 def values(arguments: Any) -> Any:
     """Nested arguments with the values of carriers in their place."""
     return tree_map(lambda x: x.series.value if isinstance(x, Carrier) else x, arguments)
+
+
+def require_unchanged(what: str, moving: Sequence[Carrier], versions: Sequence[int]) -> None:
+    """Refuse where the values of carriers were changed in place by what does not say so."""
+    if versions != versions_of(moving):
+        why = "it changes its input in place, which its coefficients were to be computed from."
+        raise UnsupportedLayer(explain(f"Taylor coefficients cannot pass {what}.", why, "write it out of place."))
+
+
+def versions_of(moving: Sequence[Carrier]) -> list[int]:
+    """How often the values of carriers have been changed."""
+    return [0 if c.series.value.is_inference() else c.series.value._version for c in moving]
 
 
 def differentiable(result: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bpk.forward import rules
 from bpk.forward.apart import stays_apart
-from bpk.forward.carrier import Carrier, carriers, differentiable, replaced, values
+from bpk.forward.carrier import Carrier, carriers, differentiable, replaced, require_unchanged, values, versions_of
 from bpk.jacobians.core.conversion import CannotConvert, name_of, signature_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
@@ -82,7 +82,9 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     moving = carriers((args, kwargs))
     propagation, device = moving[0].propagation, moving[0].series.value.device
     before = RandomState.now(device)
+    versions = versions_of(moving)
     result = func(*values(args), **values(kwargs))
+    require_unchanged(name_of(func), moving, versions)
     outputs = differentiable(result)
     if not outputs:
         return result

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpk.forward.carrier import carriers, values
+from bpk.forward.carrier import carriers, require_unchanged, values, versions_of
 from bpk.forward.rules import answer
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
@@ -51,7 +51,9 @@ def answered(module: nn.Module, rule: Rule) -> Callable[..., Any]:
         propagation = moving[0].propagation
         before = RandomState.now(moving[0].series.value.device)
         with torch.set_grad_enabled(propagation.graph):
+            versions = versions_of(moving)
             result = forward(*values(args), **values(kwargs))
+            require_unchanged(type(module).__name__, moving, versions)
             ruled = None if before.moved() else answer(propagation, rule, module, args, kwargs, result)
         if ruled is not None:
             return ruled

@@ -372,6 +372,23 @@ def test_rounding_is_not_taken_for_mixing() -> None:
         bpk.laplacian(model, torch.randn(300, D, dtype=torch.float32))
 
 
+class Shifts(nn.Module):
+    """Works in place, and has no option that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin_()
+
+
+def test_a_rule_whose_layer_works_in_place() -> None:
+    rule = bpk.register(bpk.Autodiff(Shifts))
+    try:
+        with pytest.raises(UnsupportedLayer, match="changes its input in place"):
+            bpk.laplacian(nn.Sequential(nn.Linear(D, 2), Shifts()), torch.randn(N, D))
+    finally:
+        bpk.unregister(rule)
+    check(nn.Sequential(nn.Linear(D, 2), Shifts()), torch.randn(N, D))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(D, 3), Function(into_buffer))
     before = [dict(vars(m)) for m in model.modules()]
