@@ -16,7 +16,7 @@ from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
-from bpk.jacobians.families.symbolic import Derivation, derivative, derive, hyperparameters
+from bpk.jacobians.families.symbolic import Derivation, derivatives, derive, hyperparameters
 from bpk.jacobians.rule import Rule
 
 
@@ -132,6 +132,10 @@ class Elementwise(Pointwise):
         return derive(self.expressions[choice]).latex(order)
 
     def _evaluate(self, options: Options, x: Tensor, order: int) -> Tensor:
+        return self.derivation(options).compiled[order](x, *self._values(options))
+
+    def _values(self, options: Options) -> list[float]:
+        """The hyperparameters, in the order of the expression."""
         derived = self.derivation(options)
         sources = [self.hyper.get(name, name) for name in derived.hyper]
         values = [getattr(options, s) if isinstance(s, str) else s for s in sources]
@@ -144,7 +148,7 @@ class Elementwise(Pointwise):
                         "describe the layer by bpk.Autodiff, or with one number.",
                     )
                 )
-        return derivative(self.expression(options), order)(x, *map(float, values))
+        return [float(value) for value in values]
 
     def _derivative(self, call: Call, order: int) -> Tensor:
         # what was computed without a graph must not serve a call that differentiates through it
@@ -167,7 +171,8 @@ class Elementwise(Pointwise):
     def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
         """By Faà di Bruno, with as many derivatives of the expression as there are coefficients."""
         count = 1 if self.derivation(call.options).linear else series[0].order
-        return series[0].compose(call.output, [self._derivative(call, k) for k in range(1, count + 1)])
+        function = derivatives(self.expression(call.options), count)
+        return series[0].compose(call.output, function(call.inputs[0], *self._values(call.options)))
 
 
 def function_layer(functions: Collection[Any]) -> type[nn.Module]:

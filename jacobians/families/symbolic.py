@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.functions import FUNCTIONS
-from bpk.jacobians.families.torch_code import compile_expression
+from bpk.jacobians.families.torch_code import compile_expression, compile_together
 
 MACROS = ("where", "relu", "clamp", "max", "min", "pi")
 
@@ -113,6 +113,18 @@ def derivative(expression: str, order: int) -> Callable[..., Tensor]:
     if order < len(derived.compiled):
         return derived.compiled[order]
     return compile_expression(_algebra(), _symbolic(expression, order), derived.hyper)[0]
+
+
+@cache
+def derivatives(expression: str, order: int) -> Callable[..., tuple[Tensor, ...]]:
+    """The first derivatives of an expression, up to this order, by one function.
+
+    >>> import torch
+    >>> [d.item() for d in derivatives("exp(x)", 2)(torch.zeros(1))]
+    [1.0, 1.0]
+    """
+    orders = [_symbolic(expression, k) for k in range(1, order + 1)]
+    return compile_together(_algebra(), orders, derive(expression).hyper)[0]
 
 
 @cache
