@@ -19,6 +19,7 @@ from bpk.context import CTX, backpack, disable
 from bpk.dataset import Accumulated, accumulate
 from bpk.dropin import install_as_backpack
 from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
+from bpk.forward.derivatives import input_hessian_diag, laplacian, taylor
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
 from bpk.kernels import Summed, eigenpairs, ntk, predictive_covariance, projected_gradients
@@ -48,7 +49,9 @@ __all__ = [
     "extend",
     "extensions",
     "fields_of",
+    "input_hessian_diag",
     "install_as_backpack",
+    "laplacian",
     "memory_cleanup",
     "ntk",
     "operators",
@@ -58,6 +61,7 @@ __all__ = [
     "register",
     "support",
     "support_matrix",
+    "taylor",
     "unregister",
     "verify",
 ]

@@ -29,9 +29,10 @@ from bpk.jacobians.core.side_by_side import beside
 from bpk.jacobians.second_order import factoring
 from bpk.jacobians.second_order.bordered import Bordered, corner, rows_by_sample
 from bpk.jacobians.second_order.graph import residual_product
+from bpk.jacobians.second_order.taylor import TaylorProduct
 
 
-class Rule(Kronecker):
+class Rule(Kronecker, TaylorProduct):
     """A layer, described once: where it applies, its products, and what it cannot do.
 
     `modules` are the `torch.nn` classes it serves, `functions` the functions and tensor methods

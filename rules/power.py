@@ -15,6 +15,7 @@ from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, rea
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.elementwise import Elementwise, Pointwise
 from bpk.jacobians.rule import Rule
 
@@ -60,6 +61,14 @@ class FixedPower(Pointwise):
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         weight, e = call.options.weight, call.options.exponent
         return self._multiple(weight * e * (e - 1), call.inputs[0], e - 2) * grad_out
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """By Faà di Bruno: `f^(m) = w e (e-1) ... (e-m+1) x^(e-m)`."""
+        factor, e, derivatives = call.options.weight, call.options.exponent, list[Tensor]()
+        for k in range(series[0].order):
+            factor = factor * (e - k)
+            derivatives.append(self._multiple(factor, call.inputs[0], e - k - 1))
+        return series[0].compose(call.output, derivatives)
 
     @staticmethod
     def _multiple(factor: float, x: Tensor, exponent: float) -> Tensor:

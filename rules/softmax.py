@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import factorial
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.core.series import Series, exponential, softmax
 from bpk.jacobians.families.along_axis import AlongAxis, BlockResidual, as_blocks
+from bpk.jacobians.families.symbolic import derivative
 from bpk.jacobians.rule import Rule
 
 
@@ -34,6 +37,11 @@ class SoftmaxLike(BlockResidual):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         return self.jac_mat_prod(call, mat, wrt)  # the Jacobian is symmetric
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        return softmax(
+            series[0].linear(call.inputs[0], lambda c: self.sign * c), self._output(call), self._dim(call) + 1
+        )
 
     def _output(self, call: Call) -> Tensor:
         # with a graph, from the input, so that products can be differentiated
@@ -79,6 +87,14 @@ class LogSoftmax(BlockResidual):
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         return mat - self._probabilities(call) * mat.sum(self._dim(call) + 1, keepdim=True)
 
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """`x - log sum exp x`, with `exp x = p exp(x(t) - x)` up to a factor."""
+        dim, p = self._dim(call) + 1, self._probabilities(call)
+        total = exponential(series[0], p).linear(p.new_ones(()), lambda c: c.sum(dim, keepdim=True))
+        logs = [total.value * (-1) ** m * factorial(m - 1) for m in range(1, total.order + 1)]  # of -log, at 1
+        normaliser = total.compose(p.new_zeros(()), logs).linear(call.output, lambda c: c.expand(-1, *p.shape))
+        return normaliser.plus(series[0].linear(torch.zeros_like(p), lambda c: c))
+
     def _probabilities(self, call: Call) -> Tensor:
         key = ("probabilities", torch.is_grad_enabled())
         return call.memo(key, lambda: call.inputs[0].softmax(self._dim(call)))
@@ -106,6 +122,14 @@ class GLU(AlongAxis):
         gate, slope, _ = self._factors(call)
         of_a, of_b = mat.chunk(2, self._dim(call) + 1)
         return of_a * gate + of_b * slope
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """`a sigmoid(b)`: Faà di Bruno for the gate, then Leibniz."""
+        dim = self._dim(call)
+        halves = enumerate(call.inputs[0].chunk(2, dim))
+        a, b = (series[0].linear(half, lambda c, k: c.chunk(2, dim + 1)[k], k) for k, half in halves)
+        slopes = [derivative("sigmoid(x)", m)(b.value) for m in range(a.order + 1)]
+        return a.times(b.compose(slopes[0], slopes[1:]))
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         gate, slope, _ = self._factors(call)

@@ -18,6 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.series import Series, softmax
+
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
@@ -107,6 +109,13 @@ class Heads:
         tp = self.dropped(self.push_weights(t), own=True)
         tz = torch.matmul(tp, self.v)
         return (tz if t.v is None else tz + torch.matmul(self.attended, t.v)), tp
+
+    def along(self, q: Series, k: Series, v: Series) -> tuple[Series, Series]:
+        """Output and weights, these behind dropout, from the curves of queries, keys and values: Leibniz for both
+        products, and the softmax's series in between."""
+        scores = q.product(k, self.p, lambda a, b: torch.matmul(a * self.scale, b.transpose(-1, -2)))
+        attended = softmax(scores, self.p, -1).linear(self.attended, self.dropped)
+        return attended.product(v, self.z, torch.matmul), attended
 
     def push_weights(self, t: Tangent) -> Tensor:
         """The tangent `[V, N, H, L, S]` of the weights, before dropout."""

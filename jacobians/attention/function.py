@@ -15,7 +15,9 @@ from bpk.jacobians.core.binding import Axis, Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, require_constant
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.series import Series
 from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order.taylor import by_nesting
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -116,6 +118,18 @@ class DotProductRule(Rule):
             repeated(mats[wrt], self.sharing(call.options, call.inputs, wrt)) if wrt in mats else None for wrt in (1, 2)
         )
         return Tangent(mats.get(0), keys, values, mask)
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        if 3 in series:
+            return by_nesting(self, call, series)
+        at, like = self.at(call), next(iter(series.values()))
+        q, k, v = (
+            series[i].linear(x, repeated, self.sharing(call.options, call.inputs, i))
+            if i in series
+            else like.constant(x)
+            for i, x in enumerate((at.q, at.k, at.v))
+        )
+        return at.along(q, k, v)[0]
 
     def at_inputs(self, call: Call, found: Sequence[Tensor], wrts: Iterable[Wrt]) -> dict[Wrt, Tensor]:
         """Columns at queries, keys, values, scores as those at inputs, summed over axes along which one is repeated."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bpk.jacobians.attention.attention import Heads, Tangent, merge_heads, split_heads
 from bpk.jacobians.attention.dropout import REASON, probed, redrawn, unknown
-from bpk.jacobians.attention.own_residual import ProjectionResidual
+from bpk.jacobians.attention.forth import Forth
 from bpk.jacobians.attention.parts import (
     PROJECTIONS,
     Pulled,
@@ -50,7 +50,7 @@ LINEAR: tuple[set[Wrt], ...] = (
 """The output is linear in each of these groups; in `in_proj_weight` it is not."""
 
 
-class AttentionLayer(ProjectionResidual):
+class AttentionLayer(Forth):
     """The output `[N, L, D]` and the weights, `[N, L, S]` or `[N, H, L, S]`, of attention with projections.
 
     As for Kronecker factors, `in_proj_weight` stands for three linear layers, one below the other: `G` `[3 D, 3 D]` is

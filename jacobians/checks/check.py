@@ -14,6 +14,7 @@ from bpk.jacobians.checks.case import Case, evaluate, product_of, raised
 from bpk.jacobians.checks.loss import loss_hessian
 from bpk.jacobians.checks.reference import Reference
 from bpk.jacobians.checks.report import Report
+from bpk.jacobians.checks.taylor import taylor
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import RuleError, explain, raised_at
 from bpk.jacobians.core.example import Example
@@ -40,7 +41,7 @@ def check_rule(
 
     For every example and precision: shapes, dtypes and values of both Jacobian products with respect
     to each input and parameter, `<J v, u> = <v, J^T u>`, the per-sample form, the declared structure of the
-    residual, its products and columns (also jointly over inputs and parameters), every overridden
+    residual, its products and columns (also jointly over inputs and parameters), Taylor coefficients, every overridden
     shortcut against the default in `Rule`, gradients through a product, subsets of the samples, that no
     product writes to what it was given, and that NaN stays in its sample. For a `Loss`, all forms of
     its Hessian.
@@ -203,6 +204,7 @@ def _check_layer(case: Case, obstacle: str | None) -> None:
         check_conventions.conventions(case)
         if not case.draws:
             check_conventions.differentiable(case)
+        taylor(case)
 
 
 def unnamed(rule: Rule, module: nn.Module, inputs: Sequence[Tensor]) -> list[str]:

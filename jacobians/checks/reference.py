@@ -31,11 +31,13 @@ class Reference:
         self.axes = rule.bind(module, call.inputs, {}).axes
         self.inputs = [_leaf(x, dtype, i in live) for i, x in enumerate(call.inputs)]
         self.params = {name: _leaf(p, dtype) for name, p in call.params.items()}
-        self.output = self._forward(seed)
+        self.seed = seed
+        self.output = self.at(self.inputs)
 
-    def _forward(self, seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        fresh = tuple(x * 1 if x.requires_grad else x for x in self.inputs)  # in-place layers refuse leaves
+    def at(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The output at these inputs, with the same random numbers."""
+        torch.manual_seed(self.seed)
+        fresh = tuple(x * 1 if x.requires_grad else x for x in inputs)  # in-place layers refuse leaves
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one that can be differentiated twice
             given = self.given(fresh)
             out = torch.func.functional_call(self.module, self.params, given)

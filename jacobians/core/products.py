@@ -31,6 +31,9 @@ class Differentiable(Protocol):
     def evaluate(self, call: Call, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         """The output of `call` at other inputs and parameters."""
 
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        """Multiply with the Jacobian."""
+
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         """Multiply with the transposed Jacobian."""
 

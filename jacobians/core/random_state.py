@@ -32,11 +32,22 @@ class RandomState:
         accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), accelerator)
 
+    def moved(self) -> bool:
+        """Whether numbers have been drawn since."""
+        if not torch.equal(self.processor, torch.get_rng_state()):
+            return True
+        here = self.accelerator
+        return here is not None and not torch.equal(here, torch.cuda.get_rng_state(self.device))
+
+    def restore(self) -> None:
+        """Go back to this state."""
+        torch.set_rng_state(self.processor)
+        if self.accelerator is not None:
+            torch.cuda.set_rng_state(self.accelerator, self.device)
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, the same numbers are drawn again; afterwards, the generators are where they were."""
         with torch.random.fork_rng([self.device] if self.accelerator is not None else []):
-            torch.set_rng_state(self.processor)
-            if self.accelerator is not None:
-                torch.cuda.set_rng_state(self.accelerator, self.device)
+            self.restore()
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -12,11 +12,13 @@ from torch.func import jvp, vmap
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.series import Series
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order import structure
 from bpk.jacobians.second_order.bordered import corner
 from bpk.jacobians.second_order.factoring import residual_columns
 from bpk.jacobians.second_order.graph import as_function, by_transforms, graph_of, residual_product
+from bpk.jacobians.second_order.taylor import by_nesting
 
 BLOCK = 1 << 22
 """How many numbers a block of columns holds at most."""
@@ -76,6 +78,10 @@ class Autodiff(Rule):
         if is_differentiated():
             return Residual.GENERAL
         return call.memo(("residual", *wrts), lambda: structure.residual(self, call, wrts))
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """By derivatives along the curves: what probing finds of the second derivative says nothing of the third."""
+        return by_nesting(self, call, series)
 
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         ones = torch.ones_like(call.inputs[0])[None]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual, add_up
+from bpk.jacobians.core.series import Series, Term
 from bpk.jacobians.families.parts import Composite, Part, join_columns
 from bpk.jacobians.rule import Rule
 
@@ -72,6 +73,23 @@ class Branches(Composite):
         pairs = zip(self._inner(call), self._shares(call, mat), strict=True)
         pulled = [rule.jac_t_mat_prod(inner, share, wrt) for (rule, inner), share in pairs]
         return add_up(pulled)
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """Branch by branch."""
+        found = [rule.taylor(inner, series) for rule, inner in self._inner(call)]
+        terms: list[Term] = []
+        for k in range(found[0].order):
+            parts = [s.terms[k] for s in found]
+            known = next((c for c in parts if c is not None), None)
+            if known is None:
+                terms.append(None)
+                continue
+            full = [
+                known.new_zeros(len(known), *s.value.shape) if c is None else c
+                for s, c in zip(found, parts, strict=True)
+            ]
+            terms.append(self._combine(full, lead=1))
+        return found[0].moved(call.output, terms)
 
     # ---- the second derivative: branch by branch ---------------------------------------------------
     def _curved(self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]) -> list[CurvedBranch]:

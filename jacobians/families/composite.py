@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.products import Residual, add_up
+from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.elementwise import Pointwise
 from bpk.jacobians.families.linear_map import LinearMap
 from bpk.jacobians.families.parts import Composite, join_columns
@@ -64,6 +65,12 @@ class Chain(Composite):
             return self._param_jac_t_mat_prod(call, mat, wrt, sum_batch)
         rule, inner = self._inner(call)[0]
         return rule.jac_t_mat_prod(inner, self._pull_to(call, 0, mat), wrt)
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """Part by part."""
+        for rule, inner in self._inner(call):
+            series = {0: rule.taylor(inner, series)}
+        return series[0]
 
     # ---- the second derivative --------------------------------------------------------------------
     def _wrts_of_parts(self, wrts: Sequence[Wrt]) -> list[tuple[Wrt, ...]]:

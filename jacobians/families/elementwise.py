@@ -15,7 +15,8 @@ from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import Residual
-from bpk.jacobians.families.symbolic import Derivation, derive, hyperparameters
+from bpk.jacobians.core.series import Series
+from bpk.jacobians.families.symbolic import Derivation, derivatives, derive, hyperparameters
 from bpk.jacobians.rule import Rule
 
 
@@ -109,8 +110,12 @@ class Elementwise(Pointwise):
 
     def derivation(self, options: Options) -> Derivation:
         """The function and its derivatives that these options select."""
+        return derive(self.expression(options))
+
+    def expression(self, options: Options) -> str:
+        """The expression that these options select."""
         if not self.choose:
-            return derive(self.expressions[""])
+            return self.expressions[""]
         choice = getattr(options, self.choose)
         if choice not in self.expressions:
             raise RuleError(
@@ -120,13 +125,17 @@ class Elementwise(Pointwise):
                     "add the expression to the rule.",
                 )
             )
-        return derive(self.expressions[choice])
+        return self.expressions[choice]
 
     def latex(self, order: int = 0, choice: str = "") -> str:
         """The function or its `order`-th derivative as LaTeX, for the documentation."""
         return derive(self.expressions[choice]).latex(order)
 
     def _evaluate(self, options: Options, x: Tensor, order: int) -> Tensor:
+        return self.derivation(options).compiled[order](x, *self._values(options))
+
+    def _values(self, options: Options) -> list[float]:
+        """The hyperparameters, in the order of the expression."""
         derived = self.derivation(options)
         sources = [self.hyper.get(name, name) for name in derived.hyper]
         values = [getattr(options, s) if isinstance(s, str) else s for s in sources]
@@ -139,7 +148,7 @@ class Elementwise(Pointwise):
                         "describe the layer by bpk.Autodiff, or with one number.",
                     )
                 )
-        return derived.compiled[order](x, *map(float, values))
+        return [float(value) for value in values]
 
     def _derivative(self, call: Call, order: int) -> Tensor:
         # what was computed without a graph must not serve a call that differentiates through it
@@ -158,6 +167,12 @@ class Elementwise(Pointwise):
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         """`f''(x) * grad_out`, `[N, *in]`."""
         return self._derivative(call, 2) * grad_out
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """By Faà di Bruno, with as many derivatives of the expression as there are coefficients."""
+        count = 1 if self.derivation(call.options).linear else series[0].order
+        function = derivatives(self.expression(call.options), count)
+        return series[0].compose(call.output, function(call.inputs[0], *self._values(call.options)))
 
 
 def function_layer(functions: Collection[Any]) -> type[nn.Module]:

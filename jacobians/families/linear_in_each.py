@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.series import Series, Term, add
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.bordered import Bordered, corner
 
@@ -65,6 +66,44 @@ class LinearInEach(Rule):
                 calls = (replace(call, wrt, value) for value in values)
                 rows[b] = torch.stack([self.jac_t_mat_prod(c, grad_out[None], b, sum_batch=False)[0] for c in calls])
         return rows
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """By Leibniz: `c_k` is the sum of the layer's values at all coefficients whose orders add up to `k`."""
+        first = next(iter(series.values()))
+        columns = {i: (call.inputs[i][None], *s.terms) for i, s in series.items()}
+        terms: list[Term] = []
+        for k in range(1, first.order + 1):
+            total: Term = None
+            for orders in splits(k, len(series)):
+                chosen = {i: columns[i][j] for i, j in zip(series, orders, strict=True)}
+                known = {i: c for i, c in chosen.items() if c is not None}
+                if len(known) == len(chosen):
+                    total = add(total, self.at_columns(call, known, dict(zip(series, orders, strict=True)), first))
+            terms.append(total)
+        return first.moved(call.output, terms)
+
+    def at_columns(self, call: Call, columns: Mapping[int, Tensor], orders: Mapping[int, int], like: Series) -> Tensor:
+        """The layer, without what is added, at columns `[V, N, *in]` of some inputs: `[V, N, *out]`."""
+        moving = [i for i, order in orders.items() if order]
+        if len(moving) == 1:
+            return self.jac_mat_prod(call, columns[moving[0]], moving[0])
+        count = max(len(c) for c in columns.values())
+        folded = {i: c.expand(count, *c.shape[1:]).flatten(0, 1) for i, c in columns.items()}
+        shared = [x.expand(count, *x.shape).flatten(0, 1) for x in call.inputs]
+        output = call.output.expand(count, *call.output.shape).flatten(0, 1)
+        wide = Call(call.options, [folded.get(i, x) for i, x in enumerate(shared)], call.params, output)
+        found = self.jac_mat_prod(wide, folded[moving[0]][None], moving[0])[0].unflatten(0, (count, -1))
+        top = like.collapse is not None and sum(orders.values()) == like.order
+        return like.collapse.of(found) if top and like.collapse is not None else found
+
+
+def splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a sum of so many, in order."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(total + 1):
+        yield from ((first, *rest) for rest in splits(total - first, parts - 1))
 
 
 def replace(call: Call, wrt: Wrt, value: Tensor) -> Call:

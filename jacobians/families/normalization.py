@@ -14,6 +14,7 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.standardize import BLOCK, FixedStatistics, GroupStatistics, Standardized
 from bpk.jacobians.rule import Rule
 
@@ -130,6 +131,14 @@ class Normalization(Rule):
     def _weighted(self, call: Call, grad_out: Tensor) -> Tensor:
         weight = self.weight(call)
         return grad_out if weight is None else grad_out * weight
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """`x̂ = d (mean(d d) + eps)^(-1/2)` with `d = P x`: Leibniz, Faà di Bruno, Leibniz."""
+        known = self.standardized(call)
+        if not isinstance(known, GroupStatistics):
+            return super().taylor(call, series)
+        weight, unit = self.weight(call), known.normalized(series[0])
+        return unit.linear(call.output, lambda c: c if weight is None else c * weight)
 
     # ---- averaged matrices -----------------------------------------------------------------------
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:

@@ -14,6 +14,7 @@ from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, s
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual, add_up
+from bpk.jacobians.core.series import Series
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.factoring import factor
@@ -85,6 +86,15 @@ class Pairwise(Rule):
         if not any(isinstance(at.second(a, b), Tensor) or at.second(a, b) for a in wrts for b in wrts):
             return Residual.ZERO
         return Residual.DIAGONAL if tuple(wrts) == (0,) else Residual.GENERAL
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """By Leibniz where the function is `x y`, up to what is linear in `x` and `y`."""
+        at, out = self._at(call), call.output.shape[1:]
+        mixed = [second for second in (at.xx, at.yy, at.xy) if not isinstance(second, Tensor)]
+        if mixed != [0.0, 0.0, 1.0] or len(series) < 2:
+            return super().taylor(call, series)
+        x, y = (series[i].linear(at.first(1 - i), lambda c: spread(c, out, 2)) for i in (0, 1))
+        return x.product(y, call.output, torch.mul)
 
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
         return collect(grad_out * self._at(call).xx, self._shape(call, 0))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
+from bpk.jacobians.core.series import Series
 
 BLOCK = 1 << 17
 """How many numbers are multiplied at once on a processor, so that they stay in cache."""
@@ -143,6 +144,18 @@ class GroupStatistics(Standardized):
         along_x, along_h = (rows * x).sum(-1, keepdim=True), (rows * h).sum(-1, keepdim=True)
         product = h * along_x + x * (along_h - (3 / self.size) * c * along_x) + c * self.project(rows)
         return self.unfold(product * (-self.rstd.square() / self.size)).to(mat.dtype)
+
+    def normalized(self, x: Series) -> Series:
+        """`x̂(t) = d (1 + mean(d d) - mean(x̂ x̂))^(-1/2)` with `d = r P x(t)`, and `x̂` and `r` those at the point."""
+        d = x.linear(self.unit, lambda c: self.project(self.fold(wide(c))) * self.rstd)
+        one = torch.ones_like(self.rstd)
+        var = d.times(d).linear(one, lambda c: c.mean(-1, keepdim=True))
+        slopes, factor = [], 1.0
+        for m in range(x.order):
+            factor *= -0.5 - m
+            slopes.append(one * factor)
+        unit = d.product(var.compose(one, slopes), self.unit, torch.mul)
+        return unit.linear(self.values, lambda c: self.unfold(c).to(self.values.dtype))
 
     def columns(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Orthogonal columns of `R` in closed form: `[G (D + 2), N, *in]`, and signs `[G (D + 2), N]`.

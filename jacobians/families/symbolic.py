@@ -1,4 +1,4 @@
-"""From one expression in `x` to a function and its first two derivatives, as torch code.
+"""From one expression in `x` to a function and its derivatives, as torch code: two of them, further ones on first use.
 
 An activation is written as a string, such as `"x*sigmoid(x)"` or `"where(x <= 0, 0, x)"`. sympy
 differentiates it, a small printer turns the results into torch code. The functions that may be used
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.functions import FUNCTIONS
-from bpk.jacobians.families.torch_code import compile_expression
+from bpk.jacobians.families.torch_code import compile_expression, compile_together
 
 MACROS = ("where", "relu", "clamp", "max", "min", "pi")
 
@@ -99,6 +99,39 @@ def derive(expression: str) -> Derivation:
     made = [compile_expression(algebra, order, hyper) for order in orders]
     functions, sources = tuple(f for f, _ in made), tuple(s for _, s in made)
     return Derivation(hyper, functions, sources, second == 0, orders)  # type: ignore[arg-type]
+
+
+@cache
+def derivative(expression: str, order: int) -> Callable[..., Tensor]:
+    """The `order`-th derivative of an expression, as `Derivation.compiled` has them; derived on first use.
+
+    >>> import torch
+    >>> derivative("tanh(x)", 3)(torch.zeros(1))
+    tensor([-2.])
+    """
+    derived = derive(expression)
+    if order < len(derived.compiled):
+        return derived.compiled[order]
+    return compile_expression(_algebra(), _symbolic(expression, order), derived.hyper)[0]
+
+
+@cache
+def derivatives(expression: str, order: int) -> Callable[..., tuple[Tensor, ...]]:
+    """The first derivatives of an expression, up to this order, by one function.
+
+    >>> import torch
+    >>> [d.item() for d in derivatives("exp(x)", 2)(torch.zeros(1))]
+    [1.0, 1.0]
+    """
+    orders = [_symbolic(expression, k) for k in range(1, order + 1)]
+    return compile_together(_algebra(), orders, derive(expression).hyper)[0]
+
+
+@cache
+def _symbolic(expression: str, order: int) -> Any:
+    """The `order`-th derivative in sympy, which applies the chain rule once to the one before."""
+    known = derive(expression).symbolic
+    return known[order] if order < len(known) else _symbolic(expression, order - 1).diff(_algebra().x)
 
 
 @cache

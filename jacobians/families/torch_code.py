@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -48,20 +48,33 @@ def compile_expression(
     algebra: SimpleNamespace, expression: Any, hyper: tuple[str, ...]
 ) -> tuple[Callable[..., Tensor], str]:
     """An expression as a function of a tensor `x` and numbers; half precision is computed in float32."""
-    printer = _Printer(algebra, _guarded(algebra, expression))
-    result = printer.code(printer.root)
-    if not printer.is_tensor(printer.root):
-        result = f"full_like(x, {result})"
+    together, source = compile_together(algebra, (expression,), hyper)
+
+    def function(x: Tensor, *values: float) -> Tensor:
+        return together(x, *values)[0]
+
+    return function, source
+
+
+def compile_together(
+    algebra: SimpleNamespace, expressions: Sequence[Any], hyper: tuple[str, ...]
+) -> tuple[Callable[..., tuple[Tensor, ...]], str]:
+    """Several expressions as one function; what occurs in more than one of them is computed once."""
+    roots = [_guarded(algebra, expression) for expression in expressions]
+    printer = _Printer(algebra, algebra.sympy.Tuple(*roots))
+    codes = [(printer.code(e), printer.is_tensor(e)) for e in roots]
+    results = [code if is_tensor else f"full_like(x, {code})" for code, is_tensor in codes]
     arguments = ", ".join(["x", *(f"h_{name}" for name in hyper)])
-    source = "\n    ".join([f"def function({arguments}):", *printer.lines, f"return {result}"])
+    source = "\n    ".join([f"def function({arguments}):", *printer.lines, f"return {', '.join(results)}"])
     scope = dict(_NAMESPACE)
     exec(compile(source, "<derived from an expression>", "exec"), scope)
     compiled = scope["function"]
 
-    def function(x: Tensor, *values: float) -> Tensor:
-        if x.dtype in (torch.bfloat16, torch.float16):
-            return compiled(x.float(), *values).to(x.dtype)
-        return compiled(x, *values)
+    def function(x: Tensor, *values: float) -> tuple[Tensor, ...]:
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        found = compiled(x.float() if half else x, *values)
+        each = found if len(results) > 1 else (found,)
+        return tuple(y.to(x.dtype) for y in each) if half else each
 
     return function, source
 

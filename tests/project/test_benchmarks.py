@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import convolution_choices, generic, layers, limits, report
+from benchmarks import convolution_choices, generic, input_derivatives, layers, limits, report
 from benchmarks.architectures import LanguageModel
 from benchmarks.memory import measure
 from benchmarks.problems import LARGE, PROBLEMS, TEST_PROBLEMS
@@ -34,6 +34,16 @@ CASES = [
 def test_alternative_equals_reference(problem: str, quantity: str, alternative: str) -> None:
     setup = TEST_PROBLEMS[problem].check_setup()
     assert check(ALTERNATIVES[alternative].prepare(setup, QUANTITIES[quantity]), REFERENCES[problem]) is None
+
+
+@pytest.mark.parametrize("problem", ["evaluate", "train"])
+def test_laplacians_agree(problem: str) -> None:
+    threads = torch.get_num_threads()
+    names = [name for name in input_derivatives.ALTERNATIVES if name != "forward pass"]
+    names += ["autograd.grad twice"] if problem == "train" else []
+    found = [input_derivatives.prepared(problem, 2, name)() for name in names]
+    torch.set_num_threads(threads)
+    assert all(torch.allclose(x, found[0], rtol=1e-3, atol=1e-6) for x in found)
 
 
 def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

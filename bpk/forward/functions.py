@@ -1,0 +1,186 @@
+"""What functions between layers make of carriers: by rules, by linearity, or by nested forward mode.
+
+Functions that work in place get a new value, unless another tensor looks at the same memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bpk.forward import rules
+from bpk.forward.apart import stays_apart
+from bpk.forward.carrier import Carrier, carriers, differentiable, replaced, require_unchanged, values, versions_of
+from bpk.jacobians.core.conversion import CannotConvert, name_of, signature_of
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.random_state import RandomState
+from bpk.jacobians.second_order.fused import Composed
+from bpk.jacobians.second_order.nested import again, nested, pushed
+
+T = torch.Tensor
+
+CONSTANT = {T.detach, torch.detach, T.data.__get__, T.item, T.tolist, T.numpy, T.__array__}  # type: ignore[attr-defined]
+"""Functions whose results autograd does not differentiate."""
+
+REFUSED = {T.backward, T.requires_grad_, T.retain_grad, T.register_hook, torch.autograd.grad, torch.autograd.backward}
+"""Functions that ask autograd's graph, which carriers have none of."""
+
+AFFINE = {
+    *(T.view, T.reshape, torch.reshape, T.flatten, torch.flatten, T.unflatten, T.transpose, torch.transpose),
+    *(T.permute, torch.permute, T.movedim, torch.movedim, T.squeeze, torch.squeeze, T.unsqueeze, torch.unsqueeze),
+    *(T.expand, T.repeat, T.__getitem__, T.contiguous, T.clone, T.to, T.float, T.double, T.chunk, torch.chunk),
+    *(T.split, torch.split, T.unbind, torch.unbind, T.sum, torch.sum, T.mean, torch.mean, T.type_as),
+    *(T.__iter__, F.linear, F.conv1d, F.conv2d, F.conv3d, F.pad, T.neg, T.__neg__, torch.neg),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, T.view_as, T.reshape_as, T.expand_as, T.t),
+}
+"""Functions that are affine in any one of their arguments."""
+
+PRODUCTS = {
+    *(T.matmul, T.__matmul__, T.__rmatmul__, torch.matmul, operator.matmul, T.bmm, torch.bmm, T.mm, torch.mm),
+    *(T.mul, T.__mul__, T.__rmul__, torch.mul, torch.einsum, T.mv, torch.mv, torch.addmm, torch.baddbmm),
+}
+"""Functions that are linear in each argument."""
+
+OUT_OF_PLACE: dict[str, Any] = {
+    "__iadd__": T.__add__,
+    "__isub__": T.__sub__,
+    "__imul__": T.__mul__,
+    "__itruediv__": T.__truediv__,
+    "__idiv__": T.__truediv__,
+    "__imatmul__": T.__matmul__,
+    "__ipow__": T.__pow__,
+}
+
+
+def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function gives where some of its arguments are carriers."""
+    moving = carriers((args, kwargs))
+    propagation = moving[0].propagation
+    if any(c.propagation is not propagation for c in moving):
+        raise refused(func, "it joins tensors of two propagations.", "ask for one order inside of another by taylor().")
+    if func in REFUSED:
+        raise refused(func, "it asks for autograd's graph of what depends on x.", "leave such derivatives to bpk.")
+    if func in CONSTANT or not torch.is_grad_enabled():  # `no_grad` within the model
+        return func(*values(args), **values(kwargs))
+    with torch.set_grad_enabled(propagation.graph):
+        if kwargs.get("out") is not None:
+            raise refused(func, "it writes into a given tensor (out=).", "use its result.")
+        pure = out_of_place(func, args, kwargs)
+        if pure is None:
+            return pure_answer(func, args, kwargs)
+        return written(func, args[0] if args else None, pure_answer(*pure))
+
+
+def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function that changes nothing gives."""
+    moving = carriers((args, kwargs))
+    propagation, device = moving[0].propagation, moving[0].series.value.device
+    before = RandomState.now(device)
+    versions = versions_of(moving)
+    result = func(*values(args), **values(kwargs))
+    require_unchanged(name_of(func), moving, versions)
+    outputs = differentiable(result)
+    if not outputs:
+        return result
+    drawn = before.moved()
+    if not drawn and (len(moving) > 1 or func not in AFFINE):
+        found = rules.of_function(func, args, kwargs)
+        if found is not None:
+            rule, conversion = found
+            ruled = rules.answer(propagation, rule, conversion.module, conversion.inputs, {}, result)
+            if ruled is not None:
+                return ruled
+
+    def function(*xs: Tensor) -> tuple[Tensor, ...]:
+        if drawn:
+            before.restore()
+        new = {id(c): x for c, x in zip(moving, xs, strict=True)}
+        return tuple(differentiable(func(*replaced(args, new), **replaced(kwargs, new))))
+
+    given = [c.series for c in moving]
+    if drawn:
+        with before.again():
+            if not all(torch.equal(a, b) for a, b in zip(again(function, given), outputs, strict=True)):
+                raise refused(
+                    func, "it draws other random numbers when it is called again.", "call eval() on the model."
+                )
+    affine = len(moving) == 1 and (func in AFFINE or func in PRODUCTS)
+    try:
+        with before.again() if drawn else Composed():
+            terms = pushed(function, given) if affine else nested(function, given)
+    except (RuntimeError, NotImplementedError) as error:
+        raise refused(func, f"torch has no forward mode for it: {error}", "write it with other functions.") from error
+    carried, apart = {}, not drawn and stays_apart(func, args, kwargs)
+    for x, found_terms in zip(outputs, terms, strict=True):
+        carried[id(x)] = propagation.carry(given[0].moved(x, found_terms), apart)
+    return replaced(result, carried)
+
+
+def out_of_place(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The call that gives what a call in place writes; `None` where a function changes nothing."""
+    name = name_of(func)
+    if name in OUT_OF_PLACE:
+        return OUT_OF_PLACE[name], args, kwargs
+    if inplace_argument(func, args, kwargs):
+        bound = signature_of(func).bind(*args, **kwargs)
+        bound.arguments["inplace"] = False
+        return func, bound.args, bound.kwargs
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+
+        def changed(x: Tensor, *rest: Any, **named: Any) -> Tensor:
+            copy = x.clone()
+            func(copy, *rest, **named)
+            return copy
+
+        return changed, args, kwargs
+    return None
+
+
+@cache
+def takes_inplace(func: Any) -> bool:
+    """Whether a function has an argument `inplace`."""
+    try:
+        return "inplace" in signature(func).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def inplace_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function is asked to work in place."""
+    if not takes_inplace(func):
+        return False
+    try:
+        return bool(signature_of(func).bind(*args, **kwargs).arguments.get("inplace", False))
+    except (TypeError, CannotConvert):
+        return False
+
+
+def written(func: Any, target: Any, result: Any) -> Any:
+    """Give a carrier the value that a function writes into it."""
+    if not isinstance(target, Carrier):
+        why = "it writes what depends on x into a tensor that does not."
+        raise refused(
+            func, why, "write y = y + x in place of y += x, and torch.stack or torch.cat in place of y[k] = x."
+        )
+    storage = target.series.value.untyped_storage().data_ptr()
+    for other in list(target.propagation.alive.values()):
+        if other is not target and other.series.value.untyped_storage().data_ptr() == storage:
+            raise refused(func, "another tensor looks at the memory that it writes to (a view).", "work out of place.")
+    if isinstance(result, Carrier):
+        target.series, target.apart = result.series, result.apart
+    else:
+        target.series, target.apart = target.series.constant(result), True
+    return target
+
+
+def refused(func: Any, why: str, do: str) -> UnsupportedLayer:
+    """Why coefficients cannot pass a function."""
+    return UnsupportedLayer(explain(f"Taylor coefficients cannot pass {name_of(func)}.", why, do))

@@ -1,0 +1,153 @@
+"""Normalisations as compositions, while derivatives of derivatives are taken by forward mode.
+
+torch's fused kernels (seen in 2.13) return mean and `1 / std` beside the result. Its formulas take them for constants
+when they are differentiated once more: `jvp` of `jvp` of `F.layer_norm` is silently wrong, and so are third derivatives
+by reverse mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def standardized(x: Tensor, axes: list[int], eps: float, centred: bool = True) -> Tensor:
+    """`(x - mean) / sqrt(var + eps)` over these axes; without `centred`, of mean squares."""
+    moved = x - x.mean(axes, keepdim=True) if centred else x
+    return moved * (moved.square().mean(axes, keepdim=True) + eps).rsqrt()
+
+
+def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`weight x + bias`."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def channels(p: Tensor | None, x: Tensor) -> Tensor | None:
+    """A vector with one entry for each channel (axis 1), to be broadcast."""
+    return None if p is None else p.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """`F.layer_norm`, `torch.layer_norm`."""
+    return scaled(standardized(input, [*range(-len(normalized_shape), 0)], eps), weight, bias)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """`F.rms_norm`, `torch.rms_norm`."""
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return scaled(standardized(input, [*range(-len(normalized_shape), 0)], eps, False), weight, None)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """`F.group_norm`, `torch.group_norm`."""
+    rows = input.reshape(input.shape[0], num_groups, -1)
+    unit = standardized(rows, [2], eps).reshape(input.shape)
+    return scaled(unit, channels(weight, input), channels(bias, input))
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm`; running statistics are read, and stay as they are."""
+    axes = [axis for axis in range(input.dim()) if axis != 1]
+    if training or running_mean is None or running_var is None:
+        unit = standardized(input, axes, eps)
+    else:
+        mean, var = channels(running_mean, input), channels(running_var, input)
+        assert mean is not None and var is not None
+        unit = (input - mean) * (var + eps).rsqrt()
+    return scaled(unit, channels(weight, input), channels(bias, input))
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.instance_norm`; running statistics are read, and stay as they are."""
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+    unit = standardized(input, [*range(2, input.dim())], eps)
+    return scaled(unit, channels(weight, input), channels(bias, input))
+
+
+def parameters_first(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """With the order of arguments that `torch.batch_norm` and `torch.instance_norm` have."""
+
+    def reordered(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        return function(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+    return reordered
+
+
+COMPOSED: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    F.group_norm: group_norm,
+    torch.group_norm: group_norm,
+    F.batch_norm: batch_norm,
+    torch.batch_norm: parameters_first(batch_norm),
+    F.instance_norm: instance_norm,
+    torch.instance_norm: parameters_first(instance_norm),
+}
+"""What stands for a fused function."""
+
+OTHERS = (torch.native_layer_norm, torch.native_group_norm, torch.native_batch_norm, torch.batch_norm_update_stats)
+"""Fused functions whose further results nobody can differentiate."""
+
+
+class Composed(TorchFunctionMode):
+    """Inside, fused normalisations are compositions."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in OTHERS:
+            raise NotImplementedError(f"torch differentiates {func.__name__} wrongly, more than once by forward mode")
+        return COMPOSED.get(func, func)(*args, **(kwargs or {}))
