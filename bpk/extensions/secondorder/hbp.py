@@ -10,9 +10,8 @@ from torch import Tensor
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.definition import Form
-from bpk.extensions.over_batches import Parts, Size, Sums
+from bpk.extensions.factors import NAMES, Factors
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
-from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.sweeps.averaged import Averaged
@@ -43,29 +42,6 @@ class ExpectationApproximation(Enum):
 
 
 APPROXIMATIONS = ("default", "expand", "reduce")
-
-
-NAMES = (("G", "A"), ("A transposed", "G transposed"))
-"""What factors are called while they add up; the second ones are those of uses that see the parameter transposed."""
-
-
-class Factors(Sums):
-    """`G` is a sum over samples that carries the loss scaling, `A` a mean over samples: each adds up by itself.
-
-    Parts are in the order of the factors. Where some uses see the parameter transposed, the nearest Kronecker product
-    is taken of the sums.
-    """
-
-    symmetric = True
-
-    def weight(self, name: str, size: Size) -> float:
-        return size.samples if name.startswith("A") else size.weight(1)
-
-    def whole(self, total: Parts, size: Size) -> list[Tensor]:
-        known = {name: x / self.weight(name, size) for name, x in total.items()}
-        order = list(known)
-        terms = [[known[name] for name in names if name in known] for names in NAMES]
-        return product_of([term for term in terms if term], order.index("G") > 0 and order[-1] == "G")
 
 
 NOT_A_SUM = (

@@ -1,0 +1,30 @@
+"""How Kronecker factors of batches make those of all their samples."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bpk.extensions.over_batches import Parts, Size, Sums
+from bpk.fields.nearest_kronecker import product_of
+
+NAMES = (("G", "A"), ("A transposed", "G transposed"))
+"""What factors are called while they add up; the second ones are those of uses that see the parameter transposed."""
+
+
+class Factors(Sums):
+    """`G` is a sum over samples that carries the loss scaling, `A` a mean over samples: each adds up by itself.
+
+    Parts are in the order of the factors. Where some uses see the parameter transposed, the nearest Kronecker product
+    is taken of the sums.
+    """
+
+    symmetric = True
+
+    def weight(self, name: str, size: Size) -> float:
+        return size.samples if name.startswith("A") else size.weight(1)
+
+    def whole(self, total: Parts, size: Size) -> list[Tensor]:
+        known = {name: x / self.weight(name, size) for name, x in total.items()}
+        order = list(known)
+        terms = [[known[name] for name in names if name in known] for names in NAMES]
+        return product_of([term for term in terms if term], order.index("G") > 0 and order[-1] == "G")
