@@ -96,6 +96,5 @@ def lost(rank: int, missing: str) -> str:
         f"Rank {missing or 'of some other process'} does not answer rank {rank}.",
         "it died, raised an error, has lost another one, or takes longer than timeout= allows; what it has added up is "
         "missing.",
-        "look at its own message. With checkpoint=..., all ranks go on from their last checkpoints (torchrun "
-        "--max-restarts does so by itself).",
+        "look at its own message. With checkpoint=..., all ranks go on from their last checkpoints in the next run.",
     )
