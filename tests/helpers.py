@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import bpk
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
+from bpk.jacobians.core.binding import tensors_in
 from bpk.utils.ekfac import Eigenbasis, ekfac_to_mat
 
 FIELDS: dict[Callable[[], BackpropExtension], str] = {type(e): e.savefield for e in every_extension()}
@@ -47,6 +48,15 @@ def backward(
 def saved(model: nn.Module) -> set[str]:
     """All names of fields that extensions have left on the parameters."""
     return {f for p in model.parameters() for f in FIELDS.values() if hasattr(p, f)}
+
+
+def numbers(value: Any, vectors: Tensor) -> Tensor:
+    """A field's entries in one row: of functions their products with vectors, of eigenbases the matrix."""
+    if isinstance(value, Eigenbasis):  # eigenvectors are not unique
+        value = ekfac_to_mat(value)
+    elif callable(value) and not isinstance(value, Tensor):
+        value = value(vectors)
+    return torch.cat([part.flatten() for part in tensors_in(value)])
 
 
 def values(model: nn.Module, field: str) -> list[Tensor]:

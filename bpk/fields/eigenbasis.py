@@ -61,6 +61,8 @@ def decomposed(factor: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:
                 )
             )
         return factor.new_zeros(len(factor)).to_dense().index_add(0, row, factor.coalesce().values()), None
+    if not factor.isfinite().all():  # what was not finite stays so, and where it was
+        return torch.full_like(factor[0], torch.nan), torch.full_like(factor, torch.nan)
     diagonal = factor.diagonal()
     if int(factor.count_nonzero()) == int(diagonal.count_nonzero()):
         return diagonal, None

@@ -17,6 +17,8 @@ from bpk.operators.loss_at import LossAt
 Loader = Iterable[tuple[Any, Any]] | tuple[Any, Any]
 """Batches of inputs and targets, in an order that may change from pass to pass; or one batch `(inputs, targets)`."""
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 HEAVY = 2**18
 """Parameters from which on several second derivatives take longer together than one by one (measured on processors)."""
 
@@ -49,7 +51,7 @@ class Problem:
         if isinstance(self.loader, Iterator):
             why = "every product passes over the data once more"
             raise self.refused("an iterator, which can be used once", why, "pass a DataLoader or a list of batches")
-        convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+        convolves = any(isinstance(module, CONVOLUTIONS) for module in model.modules())
         self.heavy = convolves or sum(p.numel() for p in self.params.values()) >= HEAVY
         first = next(iter(self.params.values()))
         self.dtype, self.device = first.dtype, first.device

@@ -142,8 +142,11 @@ def write_down(
 def connect(inputs: tuple[Tensor, ...], before: Before | None) -> tuple[tuple[Tensor, ...], tuple[Edge, ...]]:
     """Aliases of the inputs of a call, and the graph edges that lead to them."""
     given = inputs if before is None or before.kept is None else inputs[1:]
-    once = {id(x): keep(x) for x in given}  # query, key and value may be the same tensor
-    kept = [once[id(x)] for x in given]
+    once, kept = dict[int, tuple[Tensor, Edge]](), list[tuple[Tensor, Edge]]()
+    for x in given:
+        if id(x) not in once:  # query, key and value may be the same tensor
+            once[id(x)] = keep(x)
+        kept.append(once[id(x)])
     if before is not None and before.kept is not None:
         kept.insert(0, (before.kept, before.edge))
     return tuple([x for x, _ in kept]), tuple([edge for _, edge in kept])

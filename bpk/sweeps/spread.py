@@ -95,7 +95,7 @@ def side_by_side(source: Source, n: int) -> dict[int, list[Spread]]:
     found: dict[int, list[Spread]] = {}
     for k, uses in spread_parameters(source).items():
         p = source.trained[k]
-        dims = [len(engine.output_shapes(node)[0]) if node in kept - mixed else 0 for node, _ in uses]
+        dims = [len(engine.output_shapes(node)[0]) if node in kept - mixed else -1 for node, _ in uses]
         if all(p.dim() < dim or (p.dim() == dim and p.shape[0] == 1) for dim in dims):
             found[k] = uses
     return found

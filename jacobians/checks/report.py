@@ -15,10 +15,10 @@ class Report(Tabular):
     >>> report = Report("Relu")
     >>> report.passed["jac_mat_prod"] += 2
     >>> report
+    Relu: 2 checks
     product       checks
     ------------  ------
     jac_mat_prod       2
-    Relu: 2 checks
     """
 
     rule: str
@@ -34,6 +34,5 @@ class Report(Tabular):
     def table(self) -> Table:
         """Products, and how often each agreed."""
         rows = [[product, str(count)] for product, count in sorted(self.passed.items())]
-        notes = [f"{self.rule}: {self.checks} checks"]
-        notes += [f"skipped: {reason} ({count})" for reason, count in sorted(self.skipped.items())]
-        return Table(("product", "checks"), rows, notes, numbers=(1,))
+        notes = [f"skipped: {reason} ({count})" for reason, count in sorted(self.skipped.items())]
+        return Table(("product", "checks"), rows, notes, (1,), f"{self.rule}: {self.checks} checks")

@@ -117,7 +117,7 @@ class Call:
 
     def subset(self, samples: Sequence[int]) -> Call:
         """The same call restricted to some samples of the batch."""
-        index = torch.as_tensor(list(samples), device=self.output.device)
+        index = torch.as_tensor(list(samples), dtype=torch.long, device=self.output.device)
         kept = Call(
             self.options,
             [x[index] for x in self.inputs],

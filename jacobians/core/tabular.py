@@ -13,7 +13,7 @@ AT_PROMPT = 30
 
 @dataclass(frozen=True)
 class Table:
-    """Head, rows, lines below, and which columns are numbers.
+    """Head, rows, lines below, which columns are numbers, and a line above.
 
     >>> print(Table(["layer", "calls"], [["Linear", "2"], ["ReLU", "11"]], ["two layers"], numbers=(1,)).text())
     layer   calls
@@ -27,6 +27,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
     numbers: Sequence[int] = ()
+    title: str = ""
 
     @property
     def columns(self) -> list[int]:
@@ -38,7 +39,8 @@ class Table:
         left = len(self.rows) - count
         if left <= 0:
             return self
-        return Table(self.head, self.rows[:count], [f"... {left} more rows: print(...) shows them."], self.numbers)
+        more = f"... {left} more rows: print(...) shows them."
+        return Table(self.head, self.rows[:count], [more], self.numbers, self.title)
 
     def text(self) -> str:
         """For a terminal."""
@@ -49,7 +51,7 @@ class Table:
             return "  ".join(padded).rstrip()
 
         lines = [line(self.head), "  ".join("-" * w for w in widths.values()), *map(line, self.rows)]
-        return "\n".join([*(lines if widths else ()), *self.notes])
+        return "\n".join([*([self.title] if self.title else ()), *(lines if widths else ()), *self.notes])
 
     def markdown(self) -> str:
         """For a page."""
@@ -69,7 +71,8 @@ class Table:
 
         body = "".join(line("td", row) for row in self.rows)
         below = "".join(f"<div>{escape(note)}</div>" for note in self.notes)
-        return f"<table><thead>{line('th', self.head)}</thead><tbody>{body}</tbody></table>{below}"
+        above = f"<div>{escape(self.title)}</div>" if self.title else ""
+        return f"{above}<table><thead>{line('th', self.head)}</thead><tbody>{body}</tbody></table>{below}"
 
 
 class Tabular(ABC):

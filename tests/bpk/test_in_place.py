@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
-from tests.helpers import FIELDS, backward
+from tests.helpers import FIELDS, backward, numbers
 from tests.references.averaged import averaged, chain
 from tests.references.compare import Assembled, rand
 
@@ -22,7 +22,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 
 def quantities(model: nn.Module, x: Tensor, y: Tensor, converter: bool) -> dict[tuple[str, str], Tensor]:
-    """All 18 quantities (products applied to the same vectors), flat."""
+    """All quantities (products applied to the same vectors), flat."""
     model, loss_fn = bpk.extend(copy.deepcopy(model), use_converter=converter), bpk.extend(nn.CrossEntropyLoss())
     assert not converter or isinstance(model, torch.fx.GraphModule)
     torch.manual_seed(2)
@@ -31,9 +31,7 @@ def quantities(model: nn.Module, x: Tensor, y: Tensor, converter: bool) -> dict[
     for name, p in model.named_parameters():
         vectors = torch.linspace(-1, 2, 2 * p.numel(), dtype=p.dtype).reshape(2, *p.shape)
         for field in FIELDS.values():
-            value = getattr(p, field)
-            value = value(vectors) if not isinstance(value, (Tensor, list)) else value
-            found[name, field] = torch.cat([t.flatten() for t in (value if isinstance(value, list) else [value])])
+            found[name, field] = numbers(getattr(p, field), vectors)
     return found
 
 

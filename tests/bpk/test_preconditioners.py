@@ -20,7 +20,12 @@ from bpk.utils.kroneckers import kfacs_to_mat
 from tests.helpers import data, mlp
 
 Make = Callable[..., Preconditioner]
-LOSS = bpk.extend(nn.CrossEntropyLoss())
+
+
+def loss_of(prediction: Tensor, target: Tensor) -> Tensor:
+    """An extended loss: made anew, as other tests take hooks away."""
+    loss: Tensor = bpk.extend(nn.CrossEntropyLoss())(prediction, target)
+    return loss
 
 
 def kfac(model: nn.Module, **options: Any) -> Preconditioner:
@@ -40,7 +45,7 @@ def fields(model: nn.Module, x: Tensor, y: Tensor) -> tuple[dict[str, list[Tenso
     other = bpk.extend(copy.deepcopy(model))
     other.zero_grad()
     with bpk.backpack(bpk.extensions.KFLR(), bpk.extensions.DiagGGNExact()):
-        LOSS(other(x), y).backward()
+        loss_of(other(x), y).backward()
     named = dict(other.named_parameters())
     return {n: [*p.kflr, p.diag_ggn_exact] for n, p in named.items()}, {n: p.grad for n, p in named.items()}
 
@@ -57,7 +62,7 @@ def dense_solve(make: Make, curvature: list[Tensor], gradient: Tensor, damping: 
 def take_step(model: nn.Module, preconditioner: Preconditioner, x: Tensor, y: Tensor) -> None:
     model.zero_grad()
     with preconditioner:
-        LOSS(model(x), y).backward()
+        loss_of(model(x), y).backward()
     preconditioner.step()
 
 
@@ -98,7 +103,7 @@ def test_ekfac_has_the_diagonal_of_the_mean_ggn_in_its_basis(tied: bool) -> None
         other = bpk.extend(copy.deepcopy(model))
         other.zero_grad()
         with bpk.backpack(bpk.extensions.SqrtGGNExact()):
-            LOSS(other(x), y).backward()
+            loss_of(other(x), y).backward()
         decay = min(0.6, 1 - 1 / (step + 1))
         take_step(model, preconditioner, x, y)
         for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
@@ -135,7 +140,7 @@ def test_in_a_context_of_the_users() -> None:
     one = kfac(model)
     found, gradients = fields(model, x, y)
     with bpk.backpack(*one.extensions, bpk.extensions.KFLR(), bpk.extensions.BatchGrad()):
-        LOSS(model(x), y).backward()
+        loss_of(model(x), y).backward()
     one.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, dense_solve(kfac, found[name], gradients[name]))
@@ -197,7 +202,7 @@ def test_parameters_without_gradient_or_curvature_are_left_alone() -> None:
     preconditioner = kfac(model)
     model.other.grad = torch.ones(2, dtype=torch.float64)
     with preconditioner:
-        LOSS(model(x), y).backward()
+        loss_of(model(x), y).backward()
     preconditioner.step()
     assert torch.equal(model.other.grad, torch.ones(2, dtype=torch.float64))
     assert model[0].bias.grad is None
@@ -217,13 +222,13 @@ def test_training_goes_down_faster_than_by_gradients(make: Make) -> None:
             for _ in range(30):
                 model.zero_grad()
                 if preconditioner is None:
-                    LOSS(model(x), y).backward()
+                    loss_of(model(x), y).backward()
                 else:
                     take_step(model, preconditioner, x, y)
                 with torch.no_grad():
                     for p in model.parameters():
                         p -= rate * p.grad
-            losses[preconditioned, rate] = LOSS(model(x), y).item()
+            losses[preconditioned, rate] = loss_of(model(x), y).item()
     assert min(v for k, v in losses.items() if k[0]) < 0.7 * min(v for k, v in losses.items() if not k[0])
 
 
@@ -231,7 +236,7 @@ def test_refusals() -> None:
     torch.manual_seed(0)
     model, (x, y) = mlp(), data()
     preconditioner = kfac(model)
-    LOSS(bpk.extend(model)(x), y).backward()
+    loss_of(bpk.extend(model)(x), y).backward()
     with pytest.raises(RuntimeError, match="found no curvature"):
         preconditioner.step()
     with pytest.raises(ValueError, match="kl_clip= needs lr="):

@@ -11,6 +11,7 @@ from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.definition import Form
 from bpk.extensions.factors import NAMES, Factors
+from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
