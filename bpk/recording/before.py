@@ -13,6 +13,7 @@ from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.random_state import RandomState
 from bpk.recording import engine
 from bpk.recording.activations import nothing
+from bpk.recording.fsdp import pass_on_sharding
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.identity import alias
 from bpk.recording.ownership import owner_of
@@ -132,7 +133,7 @@ def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         given = tensors_in((*args, *kwargs.values()))
         CTX.called, CTX.given = module, tuple([x.shape for x in given if not x.is_nested])
         if MANAGED in sys.modules:
-            engine.pass_on_sharding(is_quiet)
+            pass_on_sharding(is_quiet)
 
 
 def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

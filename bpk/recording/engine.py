@@ -224,21 +224,6 @@ PASSING_ON: dict[type, int] = {node_class(BackwardHookFunction): 0, node_class(_
 `DistributedDataParallel`. By type: how many arguments came before tensors. If they go: stretches of plain autograd."""
 
 
-@lru_cache(maxsize=1)
-def pass_on_sharding(is_quiet: Callable[[], bool]) -> None:
-    """Let the node of FSDP2 before each of its modules be one of these. If it goes: sharded models are refused."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-    PASSING_ON[node_class(RegisterPostBackwardFunction)] = 1
-    known = FSDPState._pre_backward
-
-    def pre_backward(state: FSDPState, grad: Tensor) -> Tensor:  # a hook of results, wherever they come from
-        return grad if is_quiet() else known(state, grad)
-
-    FSDPState._pre_backward = pre_backward  # type: ignore
-
-
 def hooks_behind(node: Node) -> dict[int, Callable[..., Any]]:
     """The hooks that run after a node, as the engine refers to them: a change here is a change there."""
     return others(node.register_hook(lambda *_: None))
