@@ -23,7 +23,7 @@ ENTRIES = (
 
 @lru_cache(maxsize=1)
 def pass_on_sharding(is_quiet: Callable[[], bool]) -> None:
-    """Let FSDP2's node hand on what it gets, and its hooks rest while `bpk` differentiates; elsewhere they are as before.
+    """Let FSDP2's node hand on what it gets, and its hooks rest while `bpk` differentiates.
 
     The hook is a method of a class of torch, which is replaced, once: results bear it wherever they come from.
     """
