@@ -29,6 +29,9 @@ class Totals:
 
     def add(self, found: Mapping[str, Mapping[str, Parts]], size: Size, loss: float) -> None:
         """Add the statistics of one batch, by field and parameter; a parameter that it did not use has zeros."""
+        if self.size is not None:
+            for rule in self.rules.values():
+                rule.require(self.size, size)
         for field, rule in self.rules.items():
             totals, given = self.parts[field], found.get(field, {})
             for name in dict.fromkeys((*totals, *given)):
@@ -56,6 +59,7 @@ class Totals:
             self.parts, self.size = other.parts, other.size
         else:
             for field, rule in self.rules.items():
+                rule.require(self.size, other.size)
                 mine, theirs = self.parts[field], other.parts[field]
                 for name in dict.fromkeys((*mine, *theirs)):
                     left = mine[name] if name in mine else zeros(theirs[name])

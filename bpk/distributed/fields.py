@@ -144,19 +144,21 @@ def put(param: Tensor, field: str, value: Any, noted: Noted | None) -> None:
 
 def rule_of(extension: BackpropExtension, batch_averages: bool) -> OverBatches:
     """How an extension's fields add up over batches."""
-    rule, reason = extension.over_batches, ""
+    rule, reason, do = extension.over_batches, "", "use another quantity."
     if extension.has_module_extensions:
         reason = "nothing tells how what a hand-written module extension returns adds up"
     elif not isinstance(rule, OverBatches):
-        reason = rule or f"{type(extension).__name__} does not declare over_batches"
+        reason, _, way_out = (rule or f"{type(extension).__name__} does not declare over_batches").partition("\n")
+        do = way_out or do
     elif rule.approximates and not batch_averages:
         reason = rule.approximates
+        do = "use another quantity, or batch_averages=True where the batches' weighted mean will do."
     if reason or not isinstance(rule, OverBatches):
         raise ValueError(
             explain(
                 f"Fields of {extension} cannot be put together over processes.",
                 f"{reason}.",
-                "use another quantity, or batch_averages=True where the batches' weighted mean will do.",
+                do,
             )
         )
     return rule

@@ -103,6 +103,8 @@ def over_processes(
     """
     forms, rank = common_forms(mine, group), dist.get_rank(group)
     whole, size = together(sizes), sizes[rank]
+    for rule in rules.values():
+        rule.require(*(s for s in sizes if s is not None))
     owners = owners_of(forms, len(sizes)) if by_owner else {}
     known = dict(places(mine))
     held = {place: held_of(known.get(place), form, device) for place, form in forms.items()}

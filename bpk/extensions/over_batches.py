@@ -60,6 +60,9 @@ class OverBatches(ABC):
     leading: str | None = None
     """The part whose sum over processes `about` needs for the others, if there is one."""
 
+    def require(self, *sizes: Size) -> None:
+        """Refuse batches of these sizes, if their statistics would be others in one large batch. Default: none are."""
+
     @abstractmethod
     def scaled(self, part: Parts, size: Size) -> Parts:
         """The statistic of one batch as a total, in memory of its own."""

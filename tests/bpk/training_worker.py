@@ -94,11 +94,12 @@ def refused(rank: int) -> None:
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(Net(False).double()), bpk.extend(nn.CrossEntropyLoss())
     x, y = (part.split(SIZES)[rank] for part in global_batch())
-    exts = E.Variance(), E.HMP(), E.BatchGrad(), E.KFRA()
+    exts = E.Variance(), E.HMP(), E.BatchGrad(), E.KFRA(), E.ClippedGrad()
     with bpk.backpack(*exts):
         loss_fn(model(x), y).backward()
     told("graph of one batch", lambda: bpk.distributed.all_reduce(model, exts[1]))
     told("batch_averages", lambda: bpk.distributed.all_reduce(model, exts[3]))
+    told("other norms in one large batch", lambda: bpk.distributed.all_reduce(model, exts[4]))
     told("has no rows", lambda: bpk.distributed.gather(model, exts[0]))
     bpk.distributed.all_reduce(model, exts[0])
     told("put together before", lambda: bpk.distributed.all_reduce(model, exts[0]))

@@ -14,13 +14,23 @@ FIRST = (
     "support",
     "support_matrix",
     "verify",
+    "accumulate",
+    "Accumulated",
+    "Summed",
+    "ntk",
+    "eigenpairs",
+    "predictive_covariance",
+    "projected_gradients",
+    "taylor",
+    "laplacian",
+    "input_hessian_diag",
     "register",
     "unregister",
     "check_rule",
 )
 """The functions of `bpk`, in the order in which they are needed."""
 LAST = ("memory_cleanup", "convert_module_to_backpack", "install_as_backpack")
-ELSEWHERE = ("Autodiff", "CTX", "Rule", "context", "extensions")
+ELSEWHERE = ("Autodiff", "CTX", "Rule", "context", "distributed", "extensions", "operators", "preconditioners")
 """Names of `bpk` that other pages describe."""
 
 SAME_NAME = {"bpk.support": f"{bpk.support.__module__}.{bpk.support.__name__}"}
@@ -51,13 +61,32 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Modules for graphs written by hand.",
         ("bpk.custom_module.branching", "bpk.custom_module.permute", "bpk.custom_module.slicing"),
     ),
+    "operators": (
+        "Matrices of a data set to multiply with: [guide](../operators.md).",
+        tuple(f"bpk.operators.{name}" for name in bpk.operators.__all__),
+    ),
+    "preconditioners": (
+        "What changes gradients between the backward pass and the optimizer: [guide](../preconditioners.md).",
+        tuple(f"bpk.preconditioners.{name}" for name in bpk.preconditioners.__all__),
+    ),
+    "distributed": (
+        "Fields of many processes: [guide](../cluster.md).",
+        tuple(f"bpk.distributed.{name}" for name in bpk.distributed.__all__),
+    ),
+    "kernels": (
+        "Posteriors for `bpk.predictive_covariance`, and what `bpk.eigenpairs` returns: [guide](../kernels.md).",
+        ("bpk.kernels.Diagonal", "bpk.kernels.Kronecker", "bpk.kernels.LowRank", "bpk.kernels.Eigenpairs"),
+    ),
     "hessianfree": (
         "Products with the full Hessian, GGN and Jacobians, by plain autograd.",
         ("bpk.hessianfree.hvp", "bpk.hessianfree.ggnvp", "bpk.hessianfree.rop", "bpk.hessianfree.lop"),
     ),
     "utils": (
         "Helpers.",
-        ("bpk.utils.kroneckers", "bpk.utils.subsampling", "bpk.utils.convert_parameters", "bpk.utils.examples"),
+        tuple(
+            f"bpk.utils.{name}"
+            for name in ("kroneckers", "ekfac", "damped", "subsampling", "convert_parameters", "examples")
+        ),
     ),
 }
 

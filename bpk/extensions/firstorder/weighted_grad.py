@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from bpk.extensions.backprop_extension import FAIL_ERROR
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
-from bpk.extensions.over_batches import Parts, Size, Sums
+from bpk.extensions.over_batches import Size, Sums
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
@@ -46,24 +47,16 @@ class WeightedByNorm(Sums):
         """The norm of a batch of this size, where that of a sample's term of the summed loss is one."""
         return (size.samples if self.loss_reduction == "mean" else 1) * size.weight(-1)
 
-    def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
-        self.require_one_scale(of_total, of_other)
-        return super().merge(total, of_total, other, of_other)
-
-    def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
-        self.require_one_scale(of_total, size)
-        return super().add(total, of_total, part, size)
-
-    def require_one_scale(self, one: Size, other: Size) -> None:
-        """Refuse batches whose samples would have other norms in one large batch."""
-        scales = [self.scale(size) for size in (one, other, one + other)]
+    def require(self, *sizes: Size) -> None:
+        whole = reduce(Size.__add__, sizes)
+        scales = [self.scale(size) for size in (*sizes, whole)]
         if max(scales) - min(scales) > 1e-6 * max(scales):
+            divisors = ", ".join(f"{size.divisor} for {size.samples} samples" for size in sizes)
             raise ValueError(
                 explain(
                     "Gradients that are weighted by their norms do not add up over these batches.",
-                    f"with loss_reduction={self.loss_reduction!r} and a loss that divides by {one.divisor} for "
-                    f"{one.samples} samples and by {other.divisor} for {other.samples} (None: it sums), samples would "
-                    "have other norms in one large batch.",
+                    f"with loss_reduction={self.loss_reduction!r} and a loss that divides by {divisors} (None: it "
+                    "sums), samples would have other norms in one large batch.",
                     "use a loss that sums (reduction='sum'), with loss_reduction='sum': norms are those of each "
                     "sample's own loss then, in any batch.",
                 )
