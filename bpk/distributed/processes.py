@@ -25,8 +25,19 @@ def join() -> bool:
     It stays: a second one could not be told from the first by those that come to it late.
     """
     if dist.is_available() and not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
-        dist.init_process_group()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            dist.init_process_group(
+                store=of_this_life(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+            )
+        else:
+            dist.init_process_group()
     return are_there()
+
+
+def of_this_life() -> dist.Store:
+    """A part of `torchrun`'s store that no earlier life of a process has seen: their addresses are still in the rest."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore(f"bpk, life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 class Processes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +142,24 @@ def test_triangles(n: int) -> None:
     x = x + x.T
     assert folded(x).numel() == n * (n + 1) // 2
     assert torch.equal(unfolded(folded(x), n), x)
+
+
+def test_torchrun_goes_on_from_the_checkpoints(tmp_path: Path) -> None:
+    """A rank that dies in its first life: the next one passes what is left, and gets what a run without death gets."""
+    for kind in ("lives", "dies"):
+        options = ("--nproc-per-node", "2", "--max-restarts", "1", "-m", "tests.bpk.restarted_worker")
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *options, str(tmp_path), kind],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    lives, dies = (torch.load(tmp_path / f"{kind}.pt") for kind in ("lives", "dies"))
+    torch.testing.assert_close(dies, lives, rtol=0, atol=0)
+    passed = {
+        (kind, rank): int((tmp_path / f"{kind}.{rank}").read_text()) for kind in ("lives", "dies") for rank in (0, 1)
+    }
+    assert passed["lives", 0] == passed["lives", 1] == 15
+    assert passed["dies", 1] < 15, "it went on, and did not begin again"
