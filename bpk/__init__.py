@@ -16,6 +16,7 @@ roots, and products with curvature blocks.
 
 from bpk import context, distributed, extensions, operators, preconditioners
 from bpk.context import CTX, backpack, disable
+from bpk.costing.cost import Cost, cost
 from bpk.dataset import Accumulated, accumulate
 from bpk.dropin import install_as_backpack
 from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
@@ -35,6 +36,7 @@ __all__ = [
     "CTX",
     "Accumulated",
     "Autodiff",
+    "Cost",
     "Fields",
     "Rule",
     "Summed",
@@ -43,6 +45,7 @@ __all__ = [
     "check_rule",
     "context",
     "convert_module_to_backpack",
+    "cost",
     "disable",
     "distributed",
     "eigenpairs",
