@@ -3,7 +3,7 @@
     python -m benchmarks.cost [PROBLEM ...] [--json FILE]
 
 Each row is a process of its own: the estimate, then the quantity on the whole batch, its processor time (median of
-seven) and peak memory as the system counts it (`benchmarks/memory.py`). A ratio of 1 is a perfect estimate, and 0.5 to 2 the aim.
+seven) and peak memory as the system counts it (`benchmarks/memory.py`). A ratio of 1 is a perfect estimate.
 """
 
 from __future__ import annotations

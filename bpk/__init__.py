@@ -14,7 +14,7 @@ roots, and products with curvature blocks.
 (torch.Size([3, 4]), torch.Size([3, 4]))
 """
 
-from bpk import context, distributed, extensions, operators, preconditioners
+from bpk import context, distributed, extensions, operators, plot, preconditioners
 from bpk.context import CTX, backpack, disable
 from bpk.costing.cost import Cost, cost
 from bpk.dataset import Accumulated, accumulate
@@ -58,6 +58,7 @@ __all__ = [
     "memory_cleanup",
     "ntk",
     "operators",
+    "plot",
     "preconditioners",
     "predictive_covariance",
     "projected_gradients",

@@ -90,7 +90,7 @@ def cost(
 ) -> Cost:
     """What a forward and backward pass of a batch takes with quantities: time, peak memory, columns and rounds.
 
-    Passes of `n` and `2 n` of the `N` samples are measured, `n = max(4, N / 16)`, with as many columns at a time as the
+    Passes of `n` and `2 n` of the `N` samples are measured, `n = max(4, N / 8)`, with as many columns at a time as the
     whole batch would send under its limit of memory. What a pass takes is affine in its samples then (quadratic where a
     field has a number for each pair of samples; `4 n` are measured then, too), and the whole batch follows:
     `t(N) = a + b N`, with `a, b >= 0` through both measurements. Copies of model and loss compute this: neither
@@ -125,7 +125,7 @@ def cost(
     BatchGrad    ...
     DiagGGNExact ...              10       1
     all 2        ...              10       1
-    Of 64 samples, from 4 and 8 of them.
+    Of 64 samples, from 8 and 16 of them.
     >>> round(cost["BatchGrad"].kept / (4 * (20 * 30 + 30 + 30 * 10 + 10)))  # a gradient for each sample, and their sum
     65
     """
@@ -148,7 +148,7 @@ def cost(
 
 def sizes(n: int, pairs: bool) -> tuple[int, ...]:
     """Of how many samples passes are measured."""
-    least = max(4, n // 16)
+    least = max(4, n // 8)
     found = (least, 2 * least, 4 * least) if pairs else (least, 2 * least)
     return found if found[-1] < n else (n,)
 
