@@ -14,8 +14,9 @@ roots, and products with curvature blocks.
 (torch.Size([3, 4]), torch.Size([3, 4]))
 """
 
-from bpk import context, distributed, extensions, operators, preconditioners
+from bpk import context, distributed, extensions, operators, plot, preconditioners
 from bpk.context import CTX, backpack, disable
+from bpk.costing.cost import Cost, cost
 from bpk.dataset import Accumulated, accumulate
 from bpk.dropin import install_as_backpack
 from bpk.extending import convert_module_to_backpack, extend, memory_cleanup
@@ -35,6 +36,7 @@ __all__ = [
     "CTX",
     "Accumulated",
     "Autodiff",
+    "Cost",
     "Fields",
     "Rule",
     "Summed",
@@ -43,6 +45,7 @@ __all__ = [
     "check_rule",
     "context",
     "convert_module_to_backpack",
+    "cost",
     "disable",
     "distributed",
     "eigenpairs",
@@ -55,6 +58,7 @@ __all__ = [
     "memory_cleanup",
     "ntk",
     "operators",
+    "plot",
     "preconditioners",
     "predictive_covariance",
     "projected_gradients",

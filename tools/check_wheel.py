@@ -37,6 +37,9 @@ def use_it() -> None:
     from bpk.extensions import BatchGrad, DiagGGNExact
     from bpk.rules import REGISTRY
 
+    for optional in ("matplotlib", "safetensors", "sklearn", "tabulate", "torchvision", "scipy"):
+        if importlib.util.find_spec(optional) is not None:
+            sys.exit(f"the wheel brought {optional!r}, which it must not need")
     for stranger in ("rules", "jacobians", "tests", "benchmarks"):
         if importlib.util.find_spec(stranger) is not None:
             sys.exit(f"the wheel installed a top-level package {stranger!r}")

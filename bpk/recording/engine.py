@@ -1,4 +1,4 @@
-"""What `bpk` needs of torch that has no public name: here, and in no other file of `bpk`.
+"""What `bpk` needs of torch that has no public name: here, in `fsdp.py`, in `costing/allocated.py`, and nowhere else.
 
 Each entry says what replaces it if it goes. Most are used by torch's own Python code (checkpointing, multi-gradient
 hooks, DDP), so they are stable in practice. A test says which of `ENTRIES` a version of torch lacks. What `jacobians`

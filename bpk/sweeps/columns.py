@@ -25,9 +25,11 @@ class ColumnSweep(Player):
 
     Where columns begin is up to those that inherit. Before they become too many, those under way go all the way to the
     end, and others start then. Signed ones that are more than they need to be are merged on the way, if they `merge`.
+    `started` counts columns, and `rounds` how often some went all the way.
     """
 
     merges = False
+    started, rounds = 0, 0
 
     @abstractmethod
     def starting(self, step: Step) -> list[Starting]:
@@ -111,6 +113,8 @@ class Run:
                 self.send(step.links[wrt], key, mat, signs)
         if of_params.of_params:
             self.collect(step, of_params, of_params.of_params)
+        self.sweep.rounds += not self.count
+        self.sweep.started += len(next(iter(mats.values())))
         self.count += len(next(iter(mats.values())))
 
     def merge(self, step: Step) -> None:

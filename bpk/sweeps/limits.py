@@ -15,18 +15,19 @@ LIVE = 3
 """How many times the columns exist: those that arrive at a layer, those that it sends, and what it needs for both."""
 
 
-def columns_at_a_time(plan: Plan, chunk_size: int | None, memory: int | None) -> int | None:
+def columns_at_a_time(plan: Plan, chunk_size: int | None, memory: int | None, growth: float = 1.0) -> int | None:
     """How many columns may exist at the same time (`None`: all of them).
 
     Args:
         plan: The calls that they pass.
         chunk_size: What the user says about it.
         memory: What the user says about the bytes that they may take.
+        growth: How much larger than the plan's the batch is that is asked about.
     """
     if chunk_size is not None:
         return chunk_size
     output = plan.steps[0].call.inputs[0]
-    column = LIVE * plan.largest * output.element_size()
+    column = LIVE * round(growth * plan.largest) * output.element_size()
     if memory is None:
         if output.device.type != "cpu":
             return None

@@ -54,6 +54,7 @@ class ByPosition(SquareRoot):
         mat = times_root_of_factor(mat, step)
         for number, part in enumerate(mat.split(max(1, self.at_most or len(mat)))):
             index = next(iter(step.links))
+            self.started, self.rounds = self.started + len(part), self.rounds + 1
             found += self.send_positions(step, index, ("loss", step.number, number), part, where)
         return found
 

@@ -1,4 +1,4 @@
-"""What is used of torch without a public name: it is all in three files, and the installed version has it."""
+"""What is used of torch without a public name: it is all in four files, and the installed version has it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ import pytest
 import torch
 import torch.distributed.fsdp  # so that its entries can be looked up
 
+from bpk.costing import allocated
 from bpk.jacobians.core import engine as below
 from bpk.recording import engine, fsdp
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINES = {ROOT / name for name in ("bpk/recording/engine.py", "bpk/recording/fsdp.py", "jacobians/core/engine.py")}
+ENGINES = {
+    ROOT / name
+    for name in (
+        "bpk/recording/engine.py",
+        "bpk/recording/fsdp.py",
+        "bpk/costing/allocated.py",
+        "jacobians/core/engine.py",
+    )
+}
 TREES = {
     path: ast.parse(path.read_text(encoding="utf-8"))
     for folder in ("bpk", "rules", "jacobians")
@@ -24,7 +33,9 @@ NOT_TORCH = {"_getframe", "_print"}
 """Names of Python and of sympy."""
 
 
-@pytest.mark.parametrize("entry", [*engine.ENTRIES, *fsdp.ENTRIES, *below.ENTRIES, *below.IN_PRACTICE])
+@pytest.mark.parametrize(
+    "entry", [*engine.ENTRIES, *fsdp.ENTRIES, *allocated.ENTRIES, *below.ENTRIES, *below.IN_PRACTICE]
+)
 def test_torch_has_it(entry: str) -> None:
     """Where this fails, the docstring of what uses the entry says what replaces it."""
     assert eval(entry, {"torch": torch}) is not Ellipsis
@@ -55,7 +66,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.attr
 
 
-def test_private_names_are_in_three_files() -> None:
+def test_private_names_are_in_four_files() -> None:
     allowed = {*own_names(), *(entry.rpartition(".")[2] for entry in below.IN_PRACTICE), *NOT_TORCH}
     found = {
         f"{path.relative_to(ROOT)}:{line} {name}"

@@ -61,7 +61,10 @@ def imports(code: str, package: str) -> bool:
 
 def lacks_packages(code: str) -> bool:
     """Whether a package is missing that a block imports, and that `bpk` does not need."""
-    return any(imports(code, p) and importlib.util.find_spec(p) is None for p in ("torchvision", "laplace"))
+    return any(
+        imports(code, p) and importlib.util.find_spec(p) is None
+        for p in ("torchvision", "laplace", "curvlinops", "matplotlib")
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,0 +1,1 @@
+"""`bpk.cost`: time and memory of a pass before it runs."""
