@@ -35,7 +35,7 @@ def join() -> bool:
 
 
 def of_this_life() -> dist.Store:
-    """A part of `torchrun`'s store that no earlier life of a process has seen: their addresses are still in the rest."""
+    """A part of `torchrun`'s store that no earlier life of a process has seen: the rest has their addresses."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return dist.PrefixStore(f"bpk, life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
