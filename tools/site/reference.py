@@ -14,6 +14,8 @@ FIRST = (
     "support",
     "support_matrix",
     "verify",
+    "cost",
+    "Cost",
     "accumulate",
     "Accumulated",
     "Summed",
@@ -30,7 +32,7 @@ FIRST = (
 )
 """The functions of `bpk`, in the order in which they are needed."""
 LAST = ("memory_cleanup", "convert_module_to_backpack", "install_as_backpack")
-ELSEWHERE = ("Autodiff", "CTX", "Rule", "context", "distributed", "extensions", "operators", "preconditioners")
+ELSEWHERE = ("Autodiff", "CTX", "Rule", "context", "distributed", "extensions", "operators", "plot", "preconditioners")
 """Names of `bpk` that other pages describe."""
 
 SAME_NAME = {"bpk.support": f"{bpk.support.__module__}.{bpk.support.__name__}"}
