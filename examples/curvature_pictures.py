@@ -58,6 +58,8 @@ def main() -> None:
         bpk.plot.gradient_noise(model, BATCH, noise).set_title("Gradient noise")
         bpk.plot.kronecker_spectra(model, "kflr", spectra).set_title("Kronecker spectra")
         bpk.plot.histograms(history, over_training, label="log10 of the diagonal").set_title("Curvature over training")
+        for each in (strip, noise, spectra, over_training):
+            each.minorticks_off()  # hundreds of them on logarithmic axes, in a file for the site
 
     plot("", draw, (10.0, 7.0))
     compare_diag_ggn(x, y, model, loss_fn, entries=3)

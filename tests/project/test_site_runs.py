@@ -68,7 +68,7 @@ def test_stored_output_belongs_to_the_script(script: examples.Script) -> None:
     assert script.is_current, f"{script.path.name} has changed since it was run: make docs-examples"
     assert html.unescape(script.output.strip()), "it printed nothing"
     if script.picture is not None:
-        assert 1_000 < script.picture.stat().st_size < (60_000 if script.picture.suffix == ".svg" else 250_000)
+        assert 1_000 < script.picture.stat().st_size < (80_000 if script.picture.suffix == ".svg" else 250_000)
         assert f"]({os.path.relpath(script.picture, examples.STORED)})" in script.page()
 
 
