@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -25,11 +26,22 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
     """
     content = io.BytesIO()
     torch.save(dict(state), content)
+    with replacing(path) as file:
+        file.write(MAGIC + hashlib.sha256(content.getbuffer()).digest())
+        file.write(content.getbuffer())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into that takes the place of the one before once it is whole, and leaves that alone otherwise.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as file:
-            file.write(MAGIC + hashlib.sha256(content.getbuffer()).digest())
-            file.write(content.getbuffer())
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bpk.dataset.checkpoint import not_written, settle
+from bpk.dataset.checkpoint import not_written, replacing
 from bpk.dataset.rows import Stored
 from bpk.extensions.over_batches import Rows, Size
 from bpk.jacobians.core.errors import explain
@@ -81,21 +81,12 @@ class OnDisk(Stored):
     def finish(self, key: tuple[str, str], factor: float) -> None:
         """Write the rows of the loss itself."""
         numpy = import_numpy()
-        rows, goal, part = (self.path(key, ending) for ending in ("rows", "npy", "npy.part"))
-        kind = numpy.dtype(self.types[key])
-        try:
-            with open(rows, "rb") as source, open(part, "wb") as file:
-                head = {"descr": kind.str, "fortran_order": False, "shape": (self.count, *self.shapes[key])}
-                numpy.lib.format.write_array_header_1_0(file, head)
-                while piece := source.read(PIECE):
-                    file.write((numpy.frombuffer(piece, kind) * kind.type(factor)).data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, goal)
-            settle(goal.parent)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise not_written(goal, error) from error
+        rows, kind = self.path(key, "rows"), numpy.dtype(self.types[key])
+        with replacing(self.path(key, "npy")) as file, open(rows, "rb") as source:
+            head = {"descr": kind.str, "fortran_order": False, "shape": (self.count, *self.shapes[key])}
+            numpy.lib.format.write_array_header_1_0(file, head)
+            while piece := source.read(PIECE):
+                file.write((numpy.frombuffer(piece, kind) * kind.type(factor)).data)
         rows.unlink()
 
     # ---- checkpoints ------------------------------------------------------------------------------

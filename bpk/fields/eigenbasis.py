@@ -60,12 +60,12 @@ def decomposed(factor: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:
                     "freeze the parameter (requires_grad=False), or use KFAC or DiagGGNMC for it.",
                 )
             )
-        return factor.new_zeros(len(factor)).to_dense().index_add(0, row, factor.coalesce().values()), None
+        return diagonal(factor), None
     if not factor.isfinite().all():  # what was not finite stays so, and where it was
         return torch.full_like(factor[0], torch.nan), torch.full_like(factor, torch.nan)
-    diagonal = factor.diagonal()
-    if int(factor.count_nonzero()) == int(diagonal.count_nonzero()):
-        return diagonal, None
+    entries = factor.diagonal()
+    if int(factor.count_nonzero()) == int(entries.count_nonzero()):
+        return entries, None
     values, vectors = eigh(wide(factor))
     return values, vectors.to(factor.dtype).contiguous()
 
@@ -84,8 +84,7 @@ def projected(uses: Uses, outputs: int, left: Tensor | None, right: Tensor | Non
         known = [part for part in parts if part is not None]
         if len(known) == len(parts):
             return add_up(known)
-    columns = sum(len(block) for key in uses.keys[:1] for block in [uses.of_samples(range(1)).rows(key)])
-    step = max(1, PIECE // max(1, columns * uses.param.numel()))
+    step = max(1, PIECE // max(1, uses.lead[0] * uses.param.numel()))
     total: Tensor | None = None
     for start in range(0, uses.count, step):
         rows = uses.of_samples(range(start, min(start + step, uses.count))).all_rows()

@@ -30,12 +30,10 @@ class Products(Rows):
         return self.memo("lead", self._lead)
 
     def _lead(self) -> tuple[int, int]:
-        sizes = {}
-        for use in self.uses:
-            for key, mat in use.arrived.blocks.items():
-                sizes[key] = len(mat), mat.shape[1] if use.samples is None else self.batch_size
-            sizes |= {key: rows.shape[:2] for key, rows in use.arrived.of_params.get(use.name, {}).items()}
-        return sum(sizes[key][0] for key in self.keys), sizes[self.keys[0]][1]
+        sizes = {
+            key: len(block) for use in self.uses for blocks in self.blocks_of(use) for key, block in blocks.items()
+        }
+        return sum(sizes[key] for key in self.keys), self.count
 
     def gram(self, split: int | None = None, aligned: bool = False) -> Tensor:
         """`<rows_vn, rows_wm>` `[V, n, V, n]`: those of the first `split` samples with those of the others, or all.
@@ -142,8 +140,7 @@ class Products(Rows):
             yield wide(self.all_rows()[:, start:stop]).reshape(v, stop - start, p)
             return
         for some in outer.pieces(start, stop, v * p):
-            few = Products(self.param, self.batch_size, False, False)
-            few.uses = [restricted(use, some) for use in self.uses]
+            few = self.of_samples(range(some.start, some.stop))
             yield wide(few.all_rows()).reshape(v, some.stop - some.start, p)
 
     @property
@@ -170,14 +167,6 @@ class Products(Rows):
         numbers = torch.arange(self.param.numel(), device=self.param.device).view(self.param.shape)
         shown = [[part.matrix(numbers) for part in parts] for parts in (left, right)]
         return len(left) == len(right) and all(map(torch.equal, *shown))
-
-
-def restricted(use: Use, some: slice) -> Use:
-    """A use by some samples."""
-    arrived = use.arrived.merged(type(use.arrived)())
-    arrived.blocks = {key: mat[:, some] for key, mat in arrived.blocks.items()}
-    arrived.of_params = {name: {k: r[:, some] for k, r in of.items()} for name, of in arrived.of_params.items()}
-    return replace(use, call=use.call.subset(range(some.start, some.stop)), arrived=arrived)
 
 
 def by_sample(part: Outer, samples: Tensor, n: int) -> Outer | None:

@@ -24,7 +24,7 @@ from bpk.plan.quantity import Quantity
 from bpk.plan.samples import Attribution
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
-from bpk.plan.survey import may_mix, mixes, require_layers, require_whole_batch, upstream
+from bpk.plan.survey import mixes, require_layers, require_whole_batch, upstream
 from bpk.plan.whole import one_sample, place_or_merge
 from bpk.recording import engine
 from bpk.recording.bystanders import Onlookers
@@ -168,7 +168,7 @@ class Inspection:
     def is_served(self, record: Record) -> bool:
         """Whether the rule of a layer can do all that extensions may ask of it at this call."""
         rule = record.rule
-        if rule is None or record.problem or (may_mix(rule) and mixes(record)):
+        if rule is None or record.problem or mixes(record):
             return False
         return not self.second_order or not (isinstance(rule, Loss) or rule.obstacle(record.call()))
 
