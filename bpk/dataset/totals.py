@@ -51,23 +51,6 @@ class Totals:
         total = rule.scaled(part, size)
         return total if self.size is None else rule.merge(zeros(total), self.size, total, size)
 
-    def merge(self, other: Totals) -> None:
-        """Add the totals of other batches."""
-        if other.size is None:
-            return
-        if self.size is None:
-            self.parts, self.size = other.parts, other.size
-        else:
-            for field, rule in self.rules.items():
-                rule.require(self.size, other.size)
-                mine, theirs = self.parts[field], other.parts[field]
-                for name in dict.fromkeys((*mine, *theirs)):
-                    left = mine[name] if name in mine else zeros(theirs[name])
-                    right = theirs[name] if name in theirs else zeros(mine[name])
-                    mine[name] = rule.merge(left, self.size, right, other.size)
-            self.size = self.size + other.size
-        self.loss, self.batches = self.loss + other.loss, self.batches + other.batches
-
     def whole(self) -> dict[str, dict[str, Any]]:
         """The fields of one large batch, by parameter."""
         found: dict[str, dict[str, Any]] = {}
