@@ -109,7 +109,8 @@ class AtLosses:
 
     def when_passed(self, step: Step) -> None:
         """Save what is final."""
-        self.parameters.save_values(step.params[name] for name in step.last)
+        if step.last:
+            self.parameters.save_values([step.params[name] for name in step.last])
         if not self.sweeps.observers and not self.to_come:
             step.let_go()
             self.passed(step)

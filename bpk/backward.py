@@ -14,6 +14,7 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -50,7 +51,8 @@ class Backward:
         self.inspection = Inspection(self.extensions, context.checks_objective)
         self.hooks = Hooks(context.extension_hook)
         self.noted = None if context.adds_up else local.begin()
-        self.parameters = Parameters(self.extensions, self.sweeps.listens, self.hooks.run, context.adds_up, self.noted)
+        when_done = None if self.hooks.hook is None else self.hooks.run
+        self.parameters = Parameters(self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted)
         self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, self.run_hook_early)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters)
         self.kept: list[Record] = []
@@ -62,17 +64,23 @@ class Backward:
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         """Work on one call; if anything fails, leave nothing half-done behind."""
         onlookers = self.inspection.onlookers
-        onlookers.look()
+        if onlookers.retaining:
+            onlookers.look()
         try:
             grad = record.gradient(grads)
             assert grad is not None
-            with CTX.quietly(), without_autocast(grad.device):
-                self.work_on(record, grad)
+            with CTX.quietly():
+                if torch.is_autocast_enabled(grad.device.type):
+                    with without_autocast(grad.device):
+                        self.work_on(record, grad)
+                else:
+                    self.work_on(record, grad)
         except BaseException:
             self.abort()
             raise
         finally:
-            onlookers.put_back()
+            if onlookers.before:
+                onlookers.put_back()
 
     def close(self) -> None:
         """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
@@ -151,7 +159,7 @@ class Backward:
     def leave(self, record: Record) -> None:
         """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""
         if not (self.context.retain_graph or engine.keeps_graph()):
-            waits = self.hooks.waits_for(record.module)
+            waits = self.hooks.hook is not None and self.hooks.waits_for(record.module)
             if waits and record.left is not None:
                 self.hooks.store(record.module, record.left)
             record.release(keeps_fields=waits)
@@ -172,8 +180,9 @@ class Backward:
         module = step.record.module
         if step.consumer is None and step.rule is not PASSAGE and not isinstance(module, Plain):
             self.reached[module] = None
-            self.hooks.visit(module)
-            self.hooks.run(module)
+            if self.hooks.hook is not None:
+                self.hooks.visit(module)
+                self.hooks.run(module)
 
 
 class Ending:

@@ -15,13 +15,12 @@ from bpk.fields.values import require_own
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
-from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.inspection import Inspection
 from bpk.plan.step import Step, matched
 from bpk.recording import engine
 from bpk.recording.inner_products import InnerProduct, inner_products
-from bpk.recording.record import Record, is_trained
+from bpk.recording.record import Record
 from bpk.sweeps.functions import SideBySide, reach_functions
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import Gradient, Observer, not_by_hand
@@ -35,25 +34,30 @@ class Observing:
         self.inspection = inspection
         self.parameters = parameters
         self.hands = sweeps.hands(parameters.save)
+        self.first = {key: sweep for key, sweep in sweeps.observers.items() if isinstance(sweep, Gradient)}
         self.spread = SideBySide(inspection, parameters)
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> None:
         """Autograd is at a call; in second order, it is `planned`."""
-        trained = {name: p for name, p in record.params.items() if is_trained(p)}
+        trained = record.trained()
         function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
         if trained and not function:
             require_own(record, trained)
-        written = self.apply_by_hand(record, grad)
-        observers = {key: sweep for key, sweep in self.sweeps.observers.items() if key not in written}
+        observers, first = self.sweeps.observers, self.first
+        written = self.apply_by_hand(record, grad) if self.hands else ()
+        if written:
+            observers = {key: sweep for key, sweep in observers.items() if key not in written}
+            first = {key: sweep for key, sweep in first.items() if key not in written}
         if not observers:
             return
-        first: dict[Hashable, Gradient] = {k: sweep for k, sweep in observers.items() if isinstance(sweep, Gradient)}
-        if first and any(source.trained for source in self.inspection.sources[record].values()):
-            reach_functions(record, grad, first, self.spread)
+        for source in self.inspection.sources[record].values() if first else ():
+            if source.trained:
+                reach_functions(record, grad, first, self.spread)
+                break
         if record.rule is None or not (trained or len(observers) > len(first)):
             return
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
-        if first and not isinstance(record.rule, Loss):
+        if first and not record.is_loss:
             self.reach_in_first_order(record, grad, trained, first, states)
         for key, sweep in observers.items():
             if key not in first and planned is not None:

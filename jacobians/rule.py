@@ -45,6 +45,17 @@ class Rule(Kronecker, TaylorProduct):
     knows_diagonals: bool = False
     reads_values: bool = True
     """Whether the products depend on the values of the inputs, and not on their shapes alone."""
+    is_loss: bool = False
+    """Whether it describes a loss rather than a layer."""
+    may_mix: bool = False
+    """Whether there are calls whose outputs depend on several samples each (a family that says when: see `mixing`)."""
+    may_refuse: bool = False
+    """Whether there are calls which second-order quantities cannot pass (see `obstacle`)."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.may_mix = cls.mixing is not Rule.mixing
+        cls.may_refuse = cls.may_mix or cls.obstacle is not Rule.obstacle
 
     def __init__(
         self,

@@ -28,15 +28,16 @@ class Parameters:
     """Collects what sweeps bring to parameters, and saves a parameter's fields once all of it is there.
 
     `by_functions` are parameters (by `id`) that plain functions use as well: what observers find is final only when
-    backward has ended. `listens` says for each extension which sweep it listens to; `when_done` is called with a module
-    none of whose parameters waits any more. `adds_up`: see `Settings`; `noted`: see `Backward`.
+    backward has ended. `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to
+    know) is called with a module none of whose parameters waits any more. `adds_up`: see `Settings`; `noted`: see
+    `Backward`.
     """
 
     def __init__(
         self,
         extensions: Sequence[Quantity],
         listens: Sequence[Hashable],
-        when_done: Callable[[nn.Module], None],
+        when_done: Callable[[nn.Module], None] | None,
         adds_up: bool = False,
         noted: Noted | None = None,
     ) -> None:
@@ -108,7 +109,10 @@ class Parameters:
 
     def save_values(self, params: Iterable[Tensor]) -> None:
         """All columns have reached these parameters; if they were those of the last loss, save the fields."""
-        for state in () if self.more_losses else [self.states[id(p)] for p in params if id(p) in self.states]:
+        for param in () if self.more_losses else params:
+            state = self.states.get(id(param))
+            if state is None:
+                continue
             for key, (uses, batch_size) in state.pending.items():
                 self.evaluate(state, key, uses, batch_size, combining=False)
             for index, value in state.values.items():
@@ -124,9 +128,11 @@ class Parameters:
         """Whether uses of a parameter other than by `record` are still to come, or functions use it."""
         if id(param) in self.states and self.states[id(param)].awaited_uses:
             return True
-        calls = (ref() for ref in self.calls.get(id(param), ()))
-        to_come = any(call is not None and call.open and call is not record for call in calls)
-        return to_come or id(param) in self.by_functions
+        for ref in self.calls.get(id(param), ()):
+            call = ref()
+            if call is not None and call.open and call is not record:
+                return True
+        return id(param) in self.by_functions
 
     def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
         """One more use of a parameter has been reached by an observer."""
@@ -175,7 +181,9 @@ class Parameters:
 
     def finish(self, state: ParameterState, final: bool = False) -> None:
         """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
+        heard = 0
         for index, (extension, key) in enumerate(zip(self.extensions, self.listens, strict=True)):
+            heard += key in state.uses
             waits = extension.needs_gradient and state.awaited_gradients > 0 and not final
             if waits or index in state.done or key not in state.uses:
                 continue
@@ -188,14 +196,14 @@ class Parameters:
                 self.totals.keep(index, uses)
                 continue
             self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
-        if state.uses and len(state.done) == sum(key in state.uses for key in self.listens):
+        if state.uses and len(state.done) == heard:
             state.uses, state.gradients = {}, []
             self.announce(state)
 
     def announce(self, state: ParameterState) -> None:
         """Tell of modules that wait for nothing any more."""
-        for module in state.modules:
-            if not self.is_waiting(module):
+        for module in state.modules if self.when_done is not None else ():
+            if self.when_done is not None and not self.is_waiting(module):
                 self.when_done(module)
 
     def finish_all(self) -> None:

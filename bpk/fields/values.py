@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
-from bpk.recording.membership import around
+from bpk.recording.membership import around, parameters_in
 from bpk.recording.record import Record
 
 Parts = dict[str, dict[str, Tensor]]
@@ -55,19 +55,23 @@ def own(values: Mapping[int, Any], index: int) -> Any:
 
 def remove_stale(
     models: Iterable[nn.Module],
-    reached: Container[int],
+    reached: Iterable[int],
     saved: Container[tuple[int, str]],
     extensions: Sequence[Quantity],
 ) -> None:
     """Remove fields that were not `saved` from models some of whose parameters (by `id`) were reached."""
+    names = [extension.savefield for extension in extensions]
     for model in models:
-        params = list(model.parameters())
-        if not any(id(p) in reached for p in params):
+        params = parameters_in(model)
+        for key in reached:
+            if key in params:
+                break
+        else:
             continue
-        for extension in extensions:
-            for p in params:
-                if (id(p), extension.savefield) not in saved:
-                    p.__dict__.pop(extension.savefield, None)
+        for name in names:
+            for key, p in params.items():
+                if name in p.__dict__ and (key, name) not in saved:
+                    del p.__dict__[name]
 
 
 def holds(model: nn.Module, param: Tensor) -> bool:

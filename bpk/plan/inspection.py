@@ -10,7 +10,6 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.objective import (
     Outside,
     inside_of_loss,
@@ -101,7 +100,7 @@ class Inspection:
             for source in self.sources[record].values():
                 if source.trained:
                     self.by_functions.update(map(id, source.trained))
-        if isinstance(root.rule, Loss) and not placement.left:  # calls that were left to autograd are seen
+        if root.is_loss and not placement.left:  # calls that were left to autograd are seen
             require_layers(root, above, self.sources)
         for record in above:
             self.check(record)
@@ -137,19 +136,19 @@ class Inspection:
     def check_objective(self, root: Record, above: list[Record], node: Node) -> None:
         """Refuse objectives that are more than extended losses, as far as active extensions would not see the rest."""
         parts = [self.outside]
-        if isinstance(root.rule, Loss):
+        if root.is_loss:
             parts.append(inside_of_loss(root, node))
             if self.second_order:
                 require_linear(root, self.outside)
         for part in parts:
-            if self.second_order and isinstance(root.rule, Loss):
+            if self.second_order and root.is_loss:
                 require_losses_only(above, part)
             require_no_penalty((*above, root), self.sources, part)
 
     def check(self, record: Record) -> None:
         """Refuse empty batches, what some active extension cannot do at a call, and samples that are not there."""
         inputs = record.inputs
-        if not inputs or not inputs[0].numel() or isinstance(record.rule, Loss):
+        if not inputs or not inputs[0].numel() or record.is_loss:
             require_batch(record)
         self.require(record)
         for extension in self.subsampled:
@@ -168,9 +167,11 @@ class Inspection:
     def is_served(self, record: Record) -> bool:
         """Whether the rule of a layer can do all that extensions may ask of it at this call."""
         rule = record.rule
-        if rule is None or record.problem or mixes(record):
+        if rule is None or record.problem or (rule.may_mix and mixes(record)):
             return False
-        return not self.second_order or not (isinstance(rule, Loss) or rule.obstacle(record.call()))
+        if not self.second_order or not rule.may_refuse:
+            return True
+        return not rule.is_loss and rule.obstacle(record.call()) is None
 
     def by_hand(self, record: Record) -> bool:
         """Whether a user wrote something by hand for this layer."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.sources import Sources
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
@@ -59,7 +58,7 @@ def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
     while waiting:
         node = waiting.pop()
         call = owner_of(node)
-        if call is not None and isinstance(call.rule, Loss):
+        if call is not None and call.is_loss:
             losses.append(node)
             found.losses[call] = node
         elif not found.ends_at(node):

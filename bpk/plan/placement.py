@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.attribution import NotInFront, attribute, confirms
 from bpk.plan.forms import Form, form_of, prove, recall, remember
 from bpk.plan.graph import Source
@@ -130,7 +129,7 @@ def feeding(record: Record, sources: Sources) -> dict[int, Source]:
 
 def is_stuck(record: Record) -> bool:
     """Whether a layer without parameters rearranges the batch axis, so that autograd rather than its rule passes it."""
-    if record.params or record.rule is None or isinstance(record.rule, Loss) or record.problem:
+    if record.params or record.rule is None or not record.rule.may_refuse or record.is_loss or record.problem:
         return False
     call = record.call()
     return record.rule.obstacle(call) is not None and record.rule.mixing(call) is None
@@ -138,20 +137,25 @@ def is_stuck(record: Record) -> bool:
 
 def reads_parameters(record: Record, sources: Sources) -> bool:
     """Whether a call is given parameters alone, and nothing that other calls have computed."""
-    return not any(source.targets for source in sources[record].values()) and is_given_parameters(record)
+    for source in sources[record].values():
+        if source.targets:
+            return False
+    return is_given_parameters(record)
 
 
 def is_moved(root: Record, above: list[Record], sources: Sources, second_order: bool) -> bool:
     """Whether anything in the graph might have moved or merged the batch axis."""
+    n = root.batch_size
     for record in above:
-        if (second_order or record.params) and record.batch_size != root.batch_size:
+        if (second_order or record.params) and record.batch_size != n:
             return True
     for record in (*above, root):
         for index, source in sources[record].items():
-            if source.targets and (source.stretch is not None or record.axis(index)):
+            if source.targets and (source.stretch is not None or (not record.aligned and record.axis(index))):
                 return True
-            if any(producer.out_axis(producer.places[edge[1]]) for producer, edge in source.targets):
-                return True
+            for producer, edge in source.targets:
+                if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
+                    return True
     return False
 
 

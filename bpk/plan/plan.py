@@ -21,7 +21,7 @@ from bpk.plan.step import Link, Step, matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
 from bpk.recording.bystanders import make_quiet
-from bpk.recording.record import Record, is_trained
+from bpk.recording.record import Record
 from bpk.recording.state import CTX, EVERY_CALL
 
 
@@ -51,8 +51,9 @@ class Plan:
         self.of: dict[Record, Step] = {}
         self.largest = 1
         for record in (*losses, *above):
-            _, call = matched(record.output, record.call())
-            params = {name: p for name, p in record.params.items() if is_trained(p)} if record.params else {}
+            call = record.call()
+            call = matched(call.output, call)[1]
+            params = record.trained()
             rows, n = attribution.rows(record), attribution.batch_size(record)
             node = nodes[record]
             self.of[record] = Step(record, record.rule, call, node, params, rows, n, mixed=attribution.mixed)
@@ -68,7 +69,10 @@ class Plan:
     def link(self, step: Step, index: int, source: Source) -> Link:
         """What feeds an input: a call, or a stretch, whose inputs are the outputs of calls."""
         if source.stretch is None:
-            producer = self.of[source.targets[0][0]]
+            record, _ = source.targets[0]
+            producer = self.of[record]
+            if step.record.aligned and record.aligned:
+                return Link(producer)
             entrance, exit = source.entrance, source.exits[0]
             if entrance == exit:
                 return Link(producer)

@@ -45,7 +45,8 @@ class Attribution:
 
     def batch_size(self, record: Record) -> int:
         """`N`."""
-        return self.sizes.get(id(record), record.batch_size)
+        known = self.sizes.get(id(record))
+        return record.batch_size if known is None else known
 
     def is_one_sample(self, record: Record) -> bool:
         """Whether all rows of a call are those of the only sample."""

@@ -61,7 +61,9 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
         return None
     direct = owner(edge) or recover(edge) or recover_product(edge, held)
     if direct is not None:
-        direct.use(direct.places[edge[1]])
+        number = direct.places[edge[1]]
+        if number not in direct.used:
+            direct.use(number)
         return Source(consumer, index, ((direct, edge),))
     targets: dict[tuple[int, int], tuple[Record, Edge]] = {}
     leaves: list[Tensor] = []

@@ -84,7 +84,7 @@ class Step:
     mixed: bool = False
 
     def __post_init__(self) -> None:
-        self.is_loss = isinstance(self.rule, Loss)
+        self.is_loss = self.rule is not None and self.rule.is_loss
 
     @property
     def source(self) -> Source | None:
@@ -136,7 +136,7 @@ class Step:
     def let_go(self) -> None:
         """Drop what rules have computed for this call."""
         self.views = {}
-        if self.source is None:
+        if self.consumer is None:
             self.record.seen = None
 
 
@@ -149,14 +149,8 @@ def promoted(mat: Tensor, call: Call) -> Tensor:
 
 def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:
     """Bring a call and its gradient to one dtype (autocast mixes them)."""
-    tensors = [grad, *call.inputs, *call.params.values()]
-    kinds = {t.dtype for t in tensors}
-    if len(kinds) == 1:
-        return grad, call
-    kinds = {kind for kind in kinds if kind.is_floating_point}
-    if len(kinds) <= 1:
-        return grad, call
-    dtype = grad.dtype
-    for kind in kinds:
-        dtype = torch.promote_types(dtype, kind)
-    return grad.to(dtype), call.cast(dtype)
+    dtype, differ = grad.dtype, False
+    for x in (*call.inputs, *call.params.values()):
+        if x.dtype is not grad.dtype and x.dtype.is_floating_point:
+            dtype, differ = torch.promote_types(dtype, x.dtype), True
+    return (grad.to(dtype), call.cast(dtype)) if differ else (grad, call)

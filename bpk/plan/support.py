@@ -17,7 +17,6 @@ from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.quantity import FAIL_ERROR, FAIL_SILENT, Quantity, is_of_batch
-from bpk.plan.survey import may_mix
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -122,7 +121,7 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     elif rule is None and record.output.dim() == 0:
         answer = Support(Kind.REFUSED, NO_LOSS, WRITE_LOSS.format(name=type(record.module).__name__))
     else:
-        asks = rule is not None and (extension.second_order or may_mix(rule))
+        asks = rule is not None and (extension.second_order or rule.may_mix)
         answer = support(extension, rule, record.call() if asks else None, type(record.module).__name__)
     if answer.kind is not Kind.REFUSED:
         if rule is not None and answer.reason:

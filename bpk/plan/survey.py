@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from torch import nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.losses.loss import Loss
-from bpk.jacobians.rule import Rule
 from bpk.plan.quantity import Quantity
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -28,17 +26,17 @@ def upstream(record: Record, sources: Sources) -> list[Record]:
     return list(found)
 
 
-def may_mix(rule: Rule) -> bool:
-    """Whether there are calls of a layer whose outputs depend on several samples each."""
-    return type(rule).mixing is not Rule.mixing
-
-
 def mixes(record: Record) -> bool:
     """Whether a call's outputs depend on several samples each."""
     rule = record.rule
-    if rule is None or record.problem or isinstance(rule, Loss) or not may_mix(rule):
+    if rule is None or not rule.may_mix or rule.is_loss or record.problem:
         return False
     return rule.mixing(record.call()) is not None
+
+
+def mixing(records: Iterable[Record]) -> list[Record]:
+    """Those whose outputs depend on several samples each."""
+    return [r for r in records if r.rule is not None and r.rule.may_mix and mixes(r)]
 
 
 def require_layers(loss: Record, records: list[Record], sources: Sources) -> None:

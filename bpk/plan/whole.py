@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.placement import Placement, is_stuck, leave, place
 from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.sources import Sources
 from bpk.plan.support import require_support
-from bpk.plan.survey import mixes, upstream
+from bpk.plan.survey import mixes, mixing, upstream
 from bpk.recording.record import Record
 
 
@@ -41,17 +40,17 @@ def place_or_merge(
     second_order = any(e.second_order for e in extensions)
     sampled = [e for e in extensions if e.second_order and e.subsampling is not None]
     apart = any(e.needs_apart for e in extensions)
-    if not all(isinstance(root.rule, Loss) for root in roots) or not may_merge(extensions):
+    if not may_merge(extensions) or not all(root.is_loss for root in roots):
         return {root: place(root, sources, second_order, by_hand, apart) for root in roots}, False
-    mixing = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
-    if not mixing:
+    mixed = {r: None for root in roots for r in mixing(upstream(root, sources)) if not by_hand(r)}
+    if not mixed:
         try:
             return {root: place(root, sources, second_order, by_hand, apart) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
     for root in roots if sampled else ():
         require_rows(root, upstream(root, sources), sampled[0])
-    return {root: merge(root, sources, extensions, by_hand, mixing) for root in roots}, True
+    return {root: merge(root, sources, extensions, by_hand, mixed) for root in roots}, True
 
 
 def merge(
@@ -59,11 +58,11 @@ def merge(
     sources: Sources,
     extensions: Sequence[Quantity],
     by_hand: Callable[[Record], bool],
-    mixing: Iterable[Record],
+    mixed: Iterable[Record],
 ) -> Placement:
     """Leave to autograd what mixes samples, or has no rule."""
     first = [e for e in extensions if not e.second_order]
-    for record in mixing:
+    for record in mixed:
         for extension in first:  # the user is told what they get
             require_support(extension, record, lambda _: True)
     apart = any(e.needs_apart for e in first)

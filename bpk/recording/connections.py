@@ -21,9 +21,10 @@ class Connected:
 
     `edges` lead to the inputs. `results` are those that are differentiable, by number; `places` says which of them an
     output of the graph node is, and `used` are those that something behind the call has asked for. `binding` says how
-    the rule sees them. The batch axis may be found elsewhere, `shifted`. `rows` says where autograd's graph has them in
-    inputs and results (of calls written down from the graph). A call is `aligned` if rule and graph see the same
-    tensors, as of most. Where `hooks` are given, tensors are computed again on demand.
+    the rule sees them, and which `problem` it has with the call (`""`: none). The batch axis may be found elsewhere,
+    `shifted`. `rows` says where autograd's graph has them in inputs and results (of calls written down from the graph).
+    A call is `aligned` if rule and graph see the same tensors, as of most. Where `hooks` are given, tensors are
+    computed again on demand.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Connected:
     ) -> None:
         binding.inputs = ()  # they move on where they are changed in place, maybe to nodes behind this call
         self.binding = binding
+        self.problem = binding.problem
         self.edges = edges
         self.places = places
         self.rows = rows
@@ -73,11 +75,6 @@ class Connected:
         numbers = list(self.places.values())
         self._inputs = tuple(found[: -len(numbers)])
         self._results = dict(zip(numbers, found[-len(numbers) :], strict=True))
-
-    @property
-    def problem(self) -> str:
-        """Why the rule cannot serve this call (`""`: it can)."""
-        return self.binding.problem
 
     def use(self, number: int) -> None:
         """Something behind the call depends on this result."""
@@ -143,7 +140,7 @@ class Connected:
         """The size of the batch axis."""
         for k, x in enumerate(self.inputs):
             if x.dim() and (not self.binding.axes or self.binding.axes[k] is not None):
-                return x.shape[self.axis(k)]
+                return x.shape[0 if self.aligned else self.axis(k)]
         return 1
 
     def gradient(self, grads: tuple[Tensor | None, ...]) -> Tensor | None:

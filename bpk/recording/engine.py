@@ -56,28 +56,20 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 """What a node is called that collects the gradient of a leaf."""
 
 
-def current_task() -> int:
-    """Identifies the running backward pass (-1 outside of one).
+current_task = torch._C._current_graph_task_id
+"""Identifies the running backward pass (-1 outside of one).
 
-    If it goes: a mark that the first hook of a pass sets, and `when_finished` removes.
-    """
-    return torch._C._current_graph_task_id()
+If it goes: a mark that the first hook of a pass sets, and `when_finished` removes."""
 
+current_node = torch._C._current_autograd_node
+"""The node of the graph that the engine is about to evaluate, or is evaluating.
 
-def current_node() -> Node:
-    """The node of the graph that the engine is about to evaluate, or is evaluating.
+If it goes: a weak reference to the node in each hook."""
 
-    If it goes: a weak reference to the node in each hook.
-    """
-    return torch._C._current_autograd_node()
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the running backward pass was started with `retain_graph=True`.
 
-
-def keeps_graph() -> bool:
-    """Whether the running backward pass was started with `retain_graph=True`.
-
-    If it goes: `keep_graph` of the frame that `roots` finds.
-    """
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+If it goes: `keep_graph` of the frame that `roots` finds."""
 
 
 def roots() -> list[tuple[Node, int]] | None:
@@ -112,17 +104,13 @@ def run(end: Tensor, beginning: Tensor, vector: Tensor) -> None:
     run_backward((end,), (vector,), True, False, (beginning,), allow_unreachable=True, accumulate_grad=False)
 
 
-def multithreaded() -> bool:
-    """Whether backward passes that this thread starts may run in threads of devices.
+multithreaded = torch._C._is_multithreading_enabled
+"""Whether backward passes that this thread starts may run in threads of devices.
 
-    If it goes: `torch.autograd.set_multithreading_enabled(...).prev`.
-    """
-    return torch._C._is_multithreading_enabled()
+If it goes: `torch.autograd.set_multithreading_enabled(...).prev`."""
 
-
-def set_multithreaded(mode: bool) -> None:
-    """Decide that. If it goes: `torch.autograd.set_multithreading_enabled`, which does the same and more."""
-    torch._C._set_multithreading_enabled(mode)
+set_multithreaded = torch._C._set_multithreading_enabled
+"""Decide that. If it goes: `torch.autograd.set_multithreading_enabled`, which does the same and more."""
 
 
 def is_compiled() -> bool:

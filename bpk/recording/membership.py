@@ -74,6 +74,21 @@ def extended_modules() -> Iterator[nn.Module]:
                 waiting.append(child)
 
 
+def parameters_in(model: nn.Module) -> dict[int, nn.Parameter]:
+    """All parameters of a model, by `id`: what `model.parameters()` goes through, without its generators."""
+    found, seen, waiting = dict[int, nn.Parameter](), set[int](), [model]
+    while waiting:
+        module = waiting.pop()
+        seen.add(id(module))
+        for p in module._parameters.values():
+            if p is not None:
+                found[id(p)] = p
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                waiting.append(child)
+    return found
+
+
 class Held:
     """Which parameters extended modules hold, as of when it is asked first: these get fields, and no others."""
 

@@ -12,9 +12,9 @@ from bpk.recording import engine
 
 
 class Probe(threading.local):
-    """A graph of one node, kept to ask the engine for the number of the backward pass that it would run next.
+    """A leaf, kept to ask the engine for the number of the backward pass that it would run next.
 
-    Each thread has its own graph; `runs` counts those of all.
+    Each thread has its own leaf; `runs` counts those of all.
     """
 
     lock: ClassVar[threading.Lock] = threading.Lock()
@@ -25,19 +25,16 @@ class Probe(threading.local):
         with torch.inference_mode(False), torch.enable_grad():
             self.leaf = torch.zeros(1, requires_grad=True, device="cpu")
             self.seed = torch.ones(1, device="cpu")
-            self.output = self.leaf * 1
-        node = self.output.grad_fn
-        assert node is not None
-        node.register_prehook(self.look)
+        self.leaf.register_hook(self.look)
 
-    def look(self, grads: tuple[Tensor, ...]) -> None:
+    def look(self, grad: Tensor) -> None:
         """Runs inside the engine."""
         self.seen = engine.current_task()
 
     def passes(self) -> int:
         """The number of backward passes that were started in this process, those of probes left out."""
         with self.lock:
-            engine.run(self.output, self.leaf, self.seed)
+            engine.run(self.leaf, self.leaf, self.seed)
             Probe.runs += 1
             return self.seen - Probe.runs
 

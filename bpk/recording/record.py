@@ -58,7 +58,7 @@ class Record(Connected):
     `given` are the shapes of the tensors with which the whole model was called. `contexts` are those that the thread of
     the forward pass is in. `handed` refers to the tensors that the layer was given and has returned, for as long as
     they live. `drawn` is the state of the generators before the call. `left` is what was left of the output on the
-    module. `open`: a backward pass is awaited.
+    module. `open`: a backward pass is awaited. `released`: the tensors are gone.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Record(Connected):
         super().__init__(binding, inputs, edges, results, places, hooks, rows)
         self.module = module
         self.rule = rule
+        self.is_loss = rule is not None and rule.is_loss
         self.params = parameters_of(module, rule) if params is None else params
         self.training = module.training
         self.given = CTX.given
@@ -88,6 +89,7 @@ class Record(Connected):
         self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
         self.left: Tensor | None = None
         self.open = True
+        self.released = False
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
 
@@ -99,6 +101,14 @@ class Record(Connected):
     def output(self) -> Tensor:
         """The first result."""
         return next(iter(self.results.values())) if self.results else NOTHING
+
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters of the call that get fields, by name."""
+        found: dict[str, Tensor] = {}
+        for name, p in self.params.items():
+            if p.requires_grad and p.is_leaf:
+                found[name] = p
+        return found
 
     @property
     def path(self) -> str:
@@ -114,18 +124,13 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        form, given = (self.shifted, *self.used), self.inputs
-        if (
-            self.seen is not None
-            and self.seen[0] == form
-            and [x._version for x in given] == self.versions[: len(given)]
-        ):
-            return self.seen[2]
-        inputs = list(given)
-        if self.rule is not None and self.rule.reads_values:
-            inputs = [self.unchanged(k, self.rule) for k in range(len(inputs))]
-        same = self.seen is not None and self.seen[0] == form
-        if self.seen is None or not same or any(x is not y for x, y in zip(inputs, self.seen[1], strict=True)):
+        form, inputs = (self.shifted, *self.used), list(self.inputs)
+        known = self.seen is not None and self.seen[0] == form
+        for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
+            if x._version != version and self.rule is not None and self.rule.reads_values:
+                inputs[index] = self.unchanged(index, self.rule)
+            known = known and self.seen is not None and inputs[index] is self.seen[1][index]
+        if self.seen is None or not known:
             if self.plain:
                 call = self.call_on(inputs)
             else:
@@ -187,7 +192,7 @@ class Record(Connected):
 
     def release(self, keeps_fields: bool = False) -> None:
         """Let go of the tensors of the forward pass, also of those left on the module unless it `keeps_fields`."""
-        self.close()
+        self.open, self.released = False, True
         LIVE.discard(weakref.ref(self))
         if not keeps_fields and self.left is not None:
             forget(self.module, self.left)
@@ -195,11 +200,6 @@ class Record(Connected):
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
         self.recomputed = None
-
-    @property
-    def released(self) -> bool:
-        """Whether the tensors are gone."""
-        return self._results is not None and not self._results
 
 
 def calls_by_parameter() -> dict[int, list[weakref.ref[Record]]]:

@@ -49,7 +49,8 @@ class ColumnSweep(Player):
         starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
         if step.is_loss:
             step.reached = True
-        self.run.merge(step)
+        if self.merging is not None:
+            self.run.merge(step)
         if starting:
             self.make_room(step.number, sum(lazy.count for lazy in starting))
         self.run.visit(step)
@@ -145,7 +146,8 @@ class Run:
             return
         step.reached = True
         for key, mat in columns.blocks.items():
-            columns.blocks[key] = step.cast(mat)
+            if mat.dtype is not step.call.output.dtype:
+                columns.blocks[key] = step.cast(mat)
         hand = self.sweep.hand
         if hand is not None and hand.serves(step):
             self.pass_by_hand(step, columns)
@@ -190,8 +192,10 @@ class Run:
 
     def send(self, link: Link, key: Hashable, mat: Tensor, signs: Tensor | None, unshared: bool = False) -> None:
         """Hand columns at an input to the call that feeds it; `unshared`: nobody else looks at their memory."""
-        waiting = self.waiting.setdefault(link.producer, Columns())
-        waiting.add(key, link.back(mat), signs)
+        waiting = self.waiting.get(link.producer)
+        if waiting is None:
+            waiting = self.waiting[link.producer] = Columns()
+        waiting.add(key, mat if link.entrance is None else link.back(mat), signs)
         if unshared and link.entrance is None:
             waiting.unshared.add(key)
         else:
@@ -199,7 +203,9 @@ class Run:
 
     def collect(self, step: Step, columns: Columns, names: Iterable[str]) -> None:
         """Note what has come to parameters of a call."""
-        found = self.sweep.uses(step, columns) if step.params else {}
+        if not step.params:
+            return
+        found = self.sweep.uses(step, columns)
         for name in names:
             if name in found:
                 self.uses.setdefault(id(step.params[name]), []).append(found[name])

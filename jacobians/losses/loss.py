@@ -38,6 +38,7 @@ class Loss(Curvature):
     A family gives `sqrt_hessian` and `hessian_mat_prod` (and `hessian_columns`, where there is no square root).
     """
 
+    is_loss = True
     least_axes = 1
     """How many axes a batch of predictions has at least."""
 
