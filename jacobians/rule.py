@@ -9,7 +9,6 @@ Shapes: `V` free columns, `N` samples, `*out`/`*in` without the batch axis, `*p`
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.again import call_again
-from bpk.jacobians.core.binding import Binding, in_front
+from bpk.jacobians.core.binding import Binding, in_front, named_arguments
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import Reader
 from bpk.jacobians.core.example import Example
@@ -86,8 +85,8 @@ class Rule(Kronecker, TaylorProduct):
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         """From the arguments of a forward call to what the rule sees. Default: the tensors among them, as they are."""
         if kwargs:
-            args = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
-        return Binding(module, tuple(x for x in args if isinstance(x, Tensor)))
+            args = tuple(named_arguments(module, args, kwargs).arguments.values())
+        return Binding(module, tuple([x for x in args if isinstance(x, Tensor)]))
 
     def join(
         self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from bpk.jacobians.attention.function import DotProductRule, ScaledDotProductAttention, read_attention
 from bpk.jacobians.attention.layer import AttentionLayer
 from bpk.jacobians.attention.parts import PROJECTIONS, Settings
-from bpk.jacobians.core.binding import Axis, Binding
+from bpk.jacobians.core.binding import Axis, Binding, named_arguments
 from bpk.jacobians.core.conversion import reading
 from bpk.jacobians.core.example import case
 
@@ -27,7 +26,7 @@ class MultiheadAttentionRule(AttentionLayer):
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         assert isinstance(module, nn.MultiheadAttention)
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound = named_arguments(module, args, kwargs)
         bound.apply_defaults()
         given = bound.arguments
         inputs: list[Tensor] = [given["query"], given["key"], given["value"]]

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.binding import Binding, tensors_in
+from bpk.jacobians.core.binding import Binding, substitute, tensors_in
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.function_module import FunctionModule
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.families.several import SeveralOutputs
-from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss, is_loss
+from bpk.jacobians.losses.loss import GENERIC_LOSS, is_loss
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import leave_on
@@ -24,6 +24,7 @@ from bpk.recording.before import BEFORE, Before, keep
 from bpk.recording.bystanders import passes_on
 from bpk.recording.graph_nodes import Edge, parameter_edges
 from bpk.recording.identity import alias, together
+from bpk.recording.membership import parameters_in
 from bpk.recording.ownership import give, owner_of
 from bpk.recording.record import Record, parameters_of
 from bpk.recording.state import CTX
@@ -91,7 +92,7 @@ def treatment_of(
     for p in params.values():
         if p.requires_grad and not p.is_leaf:  # functions compute them: a parametrisation, a hypernetwork
             return Treatment.PASSAGE
-    if not isinstance(rule, Loss):
+    if rule is None or not rule.is_loss:
         for x in (*results.values(), *binding.inputs):
             if x.is_complex():  # rules have products with real numbers; autograd knows what to conjugate
                 return Treatment.LEAVE
@@ -181,9 +182,11 @@ def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
 
 def require_names(written: Record, node: Node) -> None:
     """Refuse a rule that leaves out a parameter which the layer uses: it would get no field."""
+    others: dict[str, Tensor] = {}
     named = {id(p) for p in written.params.values()}
-    own = written.module.named_parameters()
-    others: dict[str, Tensor] = {name: p for name, p in own if p.requires_grad and id(p) not in named}
+    if any(key not in named and p.requires_grad for key, p in parameters_in(written.module).items()):
+        own = written.module.named_parameters()
+        others = {name: p for name, p in own if p.requires_grad and id(p) not in named}
     for name in parameter_edges(node, written.edges, others) if others else ():
         kind = type(written.module).__name__
         raise RuleError(
@@ -226,25 +229,14 @@ def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: di
     if rule is None:
         return Binding(module, tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
     binding = rule.bind(module, args, kwargs)
-    is_of_loss = isinstance(rule, Loss)
     for k, x in enumerate(binding.inputs):
         if x.is_nested:
             reason = "it was given a nested tensor, whose samples have different lengths."
             return dataclasses.replace(binding, problem=reason, do="pad the samples to one length (with a mask).")
-        if is_of_loss and x.is_complex():
+        if rule.is_loss and x.is_complex():
             reason = "it was given complex numbers, and Hessians are those with respect to real ones."
             return dataclasses.replace(binding, problem=reason, do="compute a real prediction from them in the model.")
-        if binding.axis(k) is None and x.requires_grad and not binding.problem:
+        if binding.axes and binding.axes[k] is None and x.requires_grad and not binding.problem:
             reason = f"its input {k} has no batch axis, and depends on parameters."
             return dataclasses.replace(binding, problem=reason, do="repeat it for every sample, batch axis first.")
     return binding
-
-
-def substitute(output: Any, changed: Mapping[int, Tensor]) -> Any:
-    """Nested results with some tensors replaced."""
-    if isinstance(output, Tensor):
-        return changed.get(id(output), output)
-    if isinstance(output, (tuple, list)):
-        parts = [substitute(part, changed) for part in output]
-        return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)  # a named tuple
-    return output

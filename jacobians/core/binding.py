@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,22 @@ class WithArguments:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+SIGNATURES: WeakKeyDictionary[type[nn.Module], inspect.Signature] = WeakKeyDictionary()
+"""Of the forward passes of classes: to find one takes longer than many a layer."""
+
+
+def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """The arguments of a forward call, by the names that the layer has for them."""
+    if "forward" in module.__dict__:
+        return inspect.signature(module.forward).bind(*args, **kwargs)
+    kind = type(module)
+    if kind not in SIGNATURES:
+        SIGNATURES[kind] = inspect.signature(kind.forward)
+    bound = SIGNATURES[kind].bind(module, *args, **kwargs)
+    del bound.arguments[next(iter(bound.arguments))]
+    return bound
+
+
 def in_front(x: Tensor, axis: Axis, n: int) -> Tensor:
     """Move the batch axis to the front; without one, repeat for `n` samples."""
     if axis is None:
@@ -77,3 +95,13 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from tensors_in(part)
+
+
+def substitute(output: Any, changed: Mapping[int, Tensor]) -> Any:
+    """Nested results with some tensors replaced."""
+    if isinstance(output, Tensor):
+        return changed.get(id(output), output)
+    if isinstance(output, (tuple, list)):
+        parts = [substitute(part, changed) for part in output]
+        return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)  # a named tuple
+    return output
