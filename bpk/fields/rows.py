@@ -185,8 +185,11 @@ class Rows:
     def _all_rows(self) -> Tensor:
         if not self.simple:
             return join([self.rows(key) for key in self.keys])
-        use, mats = self.uses[0], [mat for mat, _ in self.blocks()]
-        if len(mats) == 1 or torch.is_grad_enabled():
+        use, blocks = self.uses[0], self.blocks()
+        if len(blocks) == 1:
+            return self.rows_of(use, blocks[0][0], self.spare)
+        mats = [mat for mat, _ in blocks]
+        if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, self.spare) for mat in mats])
         shape = (sum(map(len, mats)), *mats[0].shape[1:2], *use.call.params[use.name].shape)
         use.call.spare = self.spare

@@ -11,7 +11,7 @@ from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.membership import around, parameters_in
-from bpk.recording.record import Record
+from bpk.recording.record import Record, has_parameter
 
 Parts = dict[str, dict[str, Tensor]]
 """By field: what adds up over batches, by name."""
@@ -76,14 +76,15 @@ def remove_stale(
 
 def holds(model: nn.Module, param: Tensor) -> bool:
     """Whether a parameter is one of the model's."""
-    return any(param is p for p in model.parameters())
+    return id(param) in parameters_in(model)
 
 
 def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
     """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
-    own = record.module._parameters
     for name, param in params.items():
-        if own.get(name) is not param and not any(holds(model, param) for model in around([record.module])[1]):
+        if has_parameter(record.module, name, param):
+            continue
+        if not any(holds(model, param) for model in around([record.module])[1]):
             raise RuntimeError(
                 explain(
                     f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",

@@ -26,6 +26,7 @@ from bpk.plan.sources import Sources, consumers_first
 from bpk.plan.survey import mixes
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
+from bpk.recording.graph_nodes import Edge
 from bpk.recording.record import Record
 
 MOST = 16
@@ -79,7 +80,7 @@ def is_alive(form: Any) -> bool:
 def form_of(records: Sequence[Record], sources: Sources, *details: Hashable) -> Hashable:
     """The form of a graph, by its calls, and whatever else what is found depends on."""
     numbers = {record: number for number, record in enumerate(records)}
-    return details, tuple(form_of_call(record, numbers, sources[record]) for record in records)
+    return details, tuple([form_of_call(record, numbers, sources[record]) for record in records])
 
 
 def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, Source]) -> Hashable:
@@ -87,28 +88,38 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
 
     What the layer's options say does not matter: rules work row by row, or are not used.
     """
-    fed = tuple(
-        (index, tuple((numbers[r], r.places[edge[1]]) for r, edge in source.targets), form_of_stretch(source))
-        for index, source in sources.items()
-    )
+    fed = list[Hashable]()
+    for index, source in sources.items():
+        stretch = None if source.stretch is None else form_of_stretch(source.stretch, source)
+        for target, edge in source.targets:
+            fed.append((index, numbers[target], target.places[edge[1]]))
+        fed.append((index, stretch))
     shapes = tuple([x.shape for x in (*record.inputs, *record.results.values())])
-    seen = (record.given, shapes, tuple(record.binding.axes))
-    return weakref.ref(record.module), record.rule, record.training, seen, fed
+    return (
+        weakref.ref(record.module),
+        record.rule,
+        record.training,
+        record.given,
+        shapes,
+        tuple(record.binding.axes),
+        *fed,
+    )
 
 
-def form_of_stretch(source: Source) -> Hashable:
+def form_of_stretch(end: Edge, source: Source) -> Hashable:
     """Plain autograd in front of an input: its functions, and how they are connected."""
-    if source.stretch is None:
-        return None
     numbers: dict[Node | None, int] = {node: number for number, node in enumerate(source.nodes)}
     ends = {edge: -1 - number for number, (_, edge) in enumerate(source.targets)}
     form = []
     for node in source.nodes:
         kind = type(node)
         read = matters(kind)
-        connected = [(numbers.get(above, ends.get((above, nr))), nr) for above, nr in map(beyond, node.next_functions)]
+        connected = list[Hashable]()
+        for edge in node.next_functions:
+            above, nr = beyond(edge) if type(edge[0]) in engine.PASSING_ON else edge
+            connected += (numbers.get(above, ends.get((above, nr))), nr)
         form.append((kind, engine.output_shapes(node), read and read(node), *connected))
-    return source.stretch[1], tuple(form)
+    return end[1], tuple(form)
 
 
 # ---- proofs ------------------------------------------------------------------------------------------

@@ -52,6 +52,16 @@ def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
     return found
 
 
+def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
+    """Whether this is the module's parameter of that name, its own or one of a child (`"child.weight"`)."""
+    *path, last = name.split(".")
+    for child in path:
+        if child not in module._modules or module._modules[child] is None:
+            return False
+        module = module._modules[child]  # type: ignore[assignment]  # it is there
+    return module._parameters.get(last) is param
+
+
 class Record(Connected):
     """One recorded call of a layer: module, rule, inputs, results, and how these are connected to the graph.
 

@@ -71,9 +71,8 @@ class Gradient(Observer):
         return ("gradient", self.samples)
 
     def visit(self, step: Step) -> Columns:
-        columns = Columns()
-        columns.add("gradient", self.rows(step.grad)[None])
-        return columns
+        grad = step.grad if self.samples is None else self.rows(step.grad)
+        return Columns({"gradient": grad[None]}, signs={"gradient": None})
 
 
 class Collector(Protocol):
