@@ -98,9 +98,7 @@ class AtLosses:
         for key, player in self.sweeps.players.items():
             settling = Settling(self.parameters, key)
             player.begin(plan, settling, at_most if key in self.sweeps.combining else None, self.hands.get(key))
-        play(
-            plan, self.sweeps.players.values(), not self.hands.keys().isdisjoint(self.sweeps.players), self.when_passed
-        )
+        play(plan, self.sweeps.players.values(), self.when_passed)
         self.touched.update(step.record for step in plan.steps if step.reached)
         if not self.to_come:
             self.finish()

@@ -15,7 +15,7 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 from bpk.recording import engine
 from bpk.recording.bystanders import quieten_inside
-from bpk.recording.graph_nodes import Edge
+from bpk.recording.graph_nodes import Edge, is_linear
 from bpk.recording.ports import Port
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
@@ -64,6 +64,11 @@ class Source:
     def functions(self) -> frozenset[str]:
         """The names of the functions of a stretch."""
         return frozenset(node.name() for node in self.nodes)
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether all of them are linear, so that there is no second derivative (almost everywhere)."""
+        return all(is_linear(node) for node in self.nodes if node.name() != engine.ACCUMULATE)
 
     def pull(self, mat: Tensor) -> dict[int, Tensor]:
         """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch, by number of the target."""

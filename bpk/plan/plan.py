@@ -58,6 +58,7 @@ class Plan:
             node = nodes[record]
             self.of[record] = Step(record, record.rule, call, node, params, rows, n, mixed=attribution.mixed)
             self.of[record].runs = node is None or record in losses or engine.will_run(node)
+            self.of[record].find_gradients = self.find_gradients
             self.largest = max(self.largest, call.output.numel())
         for record, step in list(self.of.items()):
             for index, source in sources[record].items():
@@ -109,7 +110,7 @@ class Plan:
     def clear(self) -> None:
         """Let go of the graph: steps refer to each other."""
         for step in self.steps:
-            step.links, step.consumer = {}, None
+            step.links, step.consumer, step.find_gradients = {}, None, None
         self.steps, self.of = [], {}
 
     def find_gradients(self) -> None:

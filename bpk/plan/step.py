@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -82,6 +83,7 @@ class Step:
     runs: bool = True
     is_loss: bool = False
     mixed: bool = False
+    find_gradients: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.is_loss = self.rule is not None and self.rule.is_loss
@@ -105,7 +107,9 @@ class Step:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient at the call's output (see `Plan.find_gradients`); at a loss, its factor in the objective."""
+        """The gradient at the call's output, found when it is asked for; at a loss, its factor in the objective."""
+        if self.gradient is None and self.find_gradients is not None:
+            self.find_gradients()
         if self.gradient is None:
             reader = self.consumer
             assert reader is not None and reader.rule is not None

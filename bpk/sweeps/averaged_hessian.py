@@ -25,8 +25,6 @@ from bpk.sweeps.stretch_residual import StretchResidual
 class AveragedHessian(Averaged):
     """Averaged matrices of a curvature that has residuals."""
 
-    needs_gradients = True
-
     def __init__(self, curvature: Curvature, mc_samples: int | None, samples: tuple[int, ...] | None) -> None:
         super().__init__(mc_samples, samples)
         self.curvature = curvature
@@ -38,6 +36,8 @@ class AveragedHessian(Averaged):
     def add_residual(self, step: Step) -> None:
         """Add the residual of a call, jointly over its inputs."""
         if isinstance(step.call, StretchCall):
+            if step.call.source.is_linear:
+                return
             found = StretchResidual(step.call.source, step.grad).columns()
             if found is not None:
                 parts = found[0][: len(step.links)]

@@ -21,8 +21,6 @@ class ByHand(Player):
     What is one tensor `[V, N, *x]` also passes plain autograd between two layers.
     """
 
-    needs_gradients = True
-
     @property
     def key(self) -> Hashable:
         return ("by hand", self.samples)

@@ -9,6 +9,8 @@ the sum of `2 D` signed columns (see `polarised`).
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -36,8 +38,13 @@ class Merging:
 
     def __init__(self, plan: Plan, at_most: int | None) -> None:
         self.room = None if at_most is None else at_most * plan.largest
-        work = torch.tensor([multiplications(step) if step.runs else 0.0 for step in plan.steps], dtype=torch.float64)
-        self.to_come = work.flip(0).cumsum(0).flip(0).tolist()
+        self.plan = plan
+
+    @cached_property
+    def to_come(self) -> list[float]:
+        """What it takes to send a column of one sample through all calls from each step on."""
+        work = [multiplications(step) if step.runs else 0.0 for step in reversed(self.plan.steps)]
+        return list(accumulate(work))[::-1]
 
     def pays(self, count: int, size: int, n: int, step: Step) -> bool:
         """Whether sending `2 size` columns through all calls from `step` on, not `count`, saves more than it costs.

@@ -31,7 +31,6 @@ class SignedHessian(ColumnSweep):
     the gradient); from there they travel like the square root of the GGN.
     """
 
-    needs_gradients = True
     merges = True
 
     @property
@@ -120,6 +119,8 @@ class SignedHessian(ColumnSweep):
         """The residual of a stretch, in as many groups as it takes."""
         call = step.call
         assert isinstance(call, StretchCall)
+        if call.source.is_linear:
+            return []
         rows = None if call.merged else call.rows_by_sample()
         residual = StretchResidual(call.source, step.grad, rows, call.merged)
         diag = residual.diagonal() if 0 in step.links and takes(step.links[0].producer) else None

@@ -29,8 +29,6 @@ class Sweep(ABC):
     second_order = True
     needs_root = False
     """Whether it starts from a square root of the loss Hessian, which must then be positive semi-definite."""
-    needs_gradients = False
-    """Whether it asks for the gradient at the outputs of calls."""
 
     def __init__(self, samples: tuple[int, ...] | None = None) -> None:
         self.samples = samples
@@ -141,18 +139,15 @@ def not_by_hand(where: str) -> UnsupportedLayer:
     )
 
 
-def play(plan: Plan, players: Iterable[Player], needs_gradients: bool, when_passed: Callable[[Step], None]) -> None:
+def play(plan: Plan, players: Iterable[Player], when_passed: Callable[[Step], None]) -> None:
     """Let sweeps pass all calls of a plan, consumers first.
 
     Args:
         plan: The plan.
         players: The sweeps, ready to begin.
-        needs_gradients: Whether somebody asks for gradients, also if no sweep does.
         when_passed: Called after each call.
     """
     players = list(players)
-    if needs_gradients or any(player.needs_gradients for player in players):
-        plan.find_gradients()
     for step in plan.steps if players else ():
         if not step.runs:
             continue
