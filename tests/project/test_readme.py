@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<output>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 OWN_PROCESS = "install_as_backpack()"
 GENERATED = re.compile(
-    r"(matrix|benchmarks|measuring|command_line|how_it_works)\.md|(rules|quantities|examples|reference)/\w+\.md"
+    r"(matrix|benchmarks|measuring|command_line|how_it_works)\.md|(rules|quantities|examples|notebooks|reference)/\w+\.md"
 )
 """Pages that exist on the site only; its own test (test_site.py) follows the links to them."""
 TORCHVISION = "from _torchvision import import_torchvision\nimport_torchvision()\n"
