@@ -59,19 +59,16 @@ VARIANTS = (LIGHT, DARK, replace(LIGHT, ending="-phone", phone=True), replace(DA
 """By what they append to the name of the file."""
 
 
-def draw(
-    model: nn.Sequential, x: Tensor, y: Tensor, data: str, out: Path, looks: Sequence[Look] = (LIGHT,)
-) -> list[Path]:
+def draw(model: nn.Sequential, x: Tensor, y: Tensor, data: str, out: Path, looks: Sequence[Look] = (LIGHT,)) -> None:
     """Read `batch_l2`, `variance`, `diag_ggn_exact`, `diag_h` and `kflr` off the parameters and draw them."""
-    params, drawn = dict(model.named_parameters()), []
+    params = dict(model.named_parameters())
     for look in looks:
         with plt.rc_context(look.style()), torch.no_grad():
             batch = (params, model(x), x, y)
             figure = _two_panels(data, *batch) if look.phone else _all_panels(data, *batch)
-            drawn.append(out.with_name(f"{out.stem}{look.ending}{out.suffix}"))
-            _save(figure, drawn[-1], 170 if look.phone else 100, look.ground)
+            file = out.with_name(f"{out.stem}{look.ending}{out.suffix}")
+            _save(figure, file, 170 if look.phone else 100, look.ground)
             plt.close(figure)
-    return drawn
 
 
 def _save(figure: Figure, out: Path, dots: int, ground: str) -> None:
