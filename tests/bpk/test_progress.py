@@ -66,15 +66,16 @@ def on_a_terminal(columns: int, *command: str) -> str:
 
 
 @pytest.mark.parametrize("columns", [80, 24, 7, 1, 0])
-@pytest.mark.parametrize("code", [LOOP, VERIFY], ids=["loop", "verify"])
-def test_one_line_of_a_terminal_is_written_anew(columns: int, code: str) -> None:
-    written = on_a_terminal(columns, sys.executable, "-W", "ignore", "-c", code)
+def test_one_line_of_a_terminal_is_written_anew(columns: int) -> None:
+    """By a loop, and by `verify` after it."""
+    written = on_a_terminal(columns, sys.executable, "-W", "ignore", "-c", LOOP + VERIFY)
     states = written.split("\r")
     assert "\n" not in written and len(states) > 3, written
     assert all(len(state) < (columns or FALLBACK) for state in states), "it would wrap"
     assert not states[-1] and not states[-2].strip(), "the line is cleared"
     if columns == 80:
-        assert any(re.search(r" of \d+, \d:\d\d:\d\d left", state) for state in states), states
+        for what in ("a step with a long name", "step"):
+            assert any(re.match(rf"{what} \d+ of \d+, \d:\d\d:\d\d left", state) for state in states), states
 
 
 def test_check_shows_its_line_between_the_reports(tmp_path: Path) -> None:
