@@ -98,32 +98,36 @@ def test_elsewhere_there_is_a_line_now_and_then(
     assert 1 <= len(lines) <= 3 and all(re.fullmatch(r"step \d of 3(, [\d:]+ left)?", line) for line in lines)
 
 
-def test_notebooks_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their standard error is no terminal, and writes a line anew after a carriage return."""
-    written = io.StringIO()
+def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is written to a notebook, on a clock that ticks whenever it is looked at."""
+    clock, written = itertools.count(0, 1), io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    clock = itertools.count(0, 1)
     monkeypatch.setattr("bpk.progress.time.monotonic", lambda: next(clock))
+    return written
+
+
+def test_notebooks_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their standard error is no terminal, and writes a line anew after a carriage return."""
+    notebook = in_a_notebook(monkeypatch)
     assert list(followed("epoch", range(4))) == [0, 1, 2, 3]
-    states = written.getvalue().split("\r")
-    assert re.search(r"epoch 2 of 4, 0:00:\d\d left", written.getvalue()), states
-    assert not {"\n", "\033"} & set(written.getvalue())
+    states = notebook.getvalue().split("\r")
+    assert re.search(r"epoch 2 of 4, 0:00:\d\d left", notebook.getvalue()), states
+    assert not {"\n", "\033"} & set(notebook.getvalue())
     assert Line().columns() == FALLBACK and not states[-1]
 
 
 def test_a_line_is_cleared_where_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.StringIO()
-    monkeypatch.setattr("sys.stderr", written)
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    clock = itertools.count(0, 1)
-    monkeypatch.setattr("bpk.progress.time.monotonic", lambda: next(clock))
-    with pytest.raises(ValueError, match="no"):
+    notebook = in_a_notebook(monkeypatch)
+
+    def failing() -> None:
         for step in followed("step", range(4)):
             if step == 2:
                 raise ValueError("no")
-    del step
-    assert not written.getvalue().rpartition("\r")[2]
+
+    with pytest.raises(ValueError, match="no"):
+        failing()
+    assert "step 2 of 4" in notebook.getvalue() and not notebook.getvalue().rpartition("\r")[2]
 
 
 def test_what_fits() -> None:

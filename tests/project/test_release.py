@@ -8,12 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,9 +16,9 @@ import pytest
 
 pytest.importorskip("mkdocs", reason="the site needs pip install -e '.[docs]'")
 
-from tests.project.built_site import ROOT
+from tests.project.built_site import ROOT, served
 from tests.project.test_packaging import PROJECT
-from tests.project.test_site_browser import CHROMIUM, OPTIONS, Quiet
+from tests.project.test_site_browser import CHROMIUM, OPTIONS
 from tools import release
 
 VERSION = PROJECT["project"]["version"]
@@ -83,18 +78,6 @@ def test_the_newest_version_comes_first_whatever_was_published_last(tmp_path: Pa
     assert [entry["version"] for entry in listed] == ["0.10.0", "0.9.1", "0.9.0"]
     assert [entry["aliases"] for entry in listed] == [["latest"], [], []]
     assert "url=0.10.0/" in (site / "index.html").read_text()
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """Where a folder is served."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 def test_published_versions_stay(tmp_path: Path) -> None:

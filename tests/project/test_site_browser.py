@@ -9,11 +9,8 @@ import io
 import json
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ import pytest
 
 import bpk
 from bpk.support.table import WORDS
-from tests.project.built_site import ROOT, built_site
+from tests.project.built_site import ROOT, built_site, served
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PAGES = [
@@ -121,23 +118,12 @@ def test_the_filter_shows_what_is_asked_for(layer: str, extension: str, kind: st
     assert set(shown) == wanted and count == len(wanted) > 0 and head == ["layer", *columns]
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    """Serves files without a log."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where the built site is served."""
     folder, _ = built_site(tmp_path_factory)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
+    with served(folder) as where:
+        yield where
 
 
 @pytest.fixture(scope="module")
