@@ -2,6 +2,7 @@
 # make examples  runs every script in examples/, each of which checks itself against autograd
 # make test      runs the tests
 # make docs      builds the documentation site in out/site
+# make release   builds wheel and site of the tag on this commit, in out/release
 # make bench     measures every quantity as a ratio to plain forward+backward
 # make check-models   runs models of torchvision, transformers and timm against plain autograd (an hour)
 # Each sets up .venv by itself (Python >= 3.10); a second call finds it ready.
@@ -12,11 +13,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo examples test lint doctest docs docs-serve docs-examples bench check-models clean
+.PHONY: help demo examples test lint doctest docs docs-serve docs-examples release bench check-models clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '1,8s/^# //p' Makefile
 
 demo: $(VENV)/.has-demo
 	$(PY) examples/demo.py $(ARGS)
@@ -55,6 +56,11 @@ docs-serve: $(VENV)/.has-docs
 # runs the examples whose stored output belongs to an older source
 docs-examples: $(VENV)/.has-demo $(VENV)/.has-docs
 	OMP_NUM_THREADS=1 $(PY) -m tools.site.examples $(ARGS)
+
+# wheel and site of the tag on this commit, into out/release
+release: export NO_MKDOCS_2_WARNING = 1
+release: $(VENV)/.has-dev $(VENV)/.has-docs
+	$(PY) -m tools.release $(ARGS)
 
 bench: $(VENV)/.has-bench
 	$(PY) -m benchmarks $(ARGS)

@@ -13,7 +13,7 @@ from _plots import dots
 from bpk.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
 
 
-def curvature(model: nn.Module, block_of: Callable[[str], str]) -> None:
+def curvature(what: str, model: nn.Module, block_of: Callable[[str], str]) -> None:
     """Run a backward pass first with `BatchGrad`, `DiagGGNExact`, `DiagHessian` and `KFAC`; prints a line per block."""
     blocks: dict[str, list[nn.Parameter]] = {}
     for name, p in model.named_parameters():
@@ -27,7 +27,7 @@ def curvature(model: nn.Module, block_of: Callable[[str], str]) -> None:
         top = max(largest_eigenvalue(p.kfac) for p in params)
         print(f"  {block:<22} {size:>10}  {norm:>10.3f}  {ggn:>9.2f}  {hessian:>13.2f}  {top:>15.2f}")
         traces[block] = ggn.item()
-    dots("Curvature of each block", "trace of the GGN", traces)
+    dots(f"Curvature of each block of {what}", "trace of the GGN", traces)
 
 
 def largest_eigenvalue(factors: list[Tensor]) -> float:

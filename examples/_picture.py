@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -12,54 +16,103 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
+from PIL import Image
 from torch import Tensor, nn
 
-INK, PALE = "#22303c", "#9aa7b1"
 NOISY, QUIET = "#d1495b", "#30638e"
 LAYERS = {"0.weight": ("conv 1", "#edae49"), "3.weight": ("conv 2", "#30638e"), "6.weight": ("linear", "#d1495b")}
 
 
-def draw(model: nn.Sequential, x: Tensor, y: Tensor, data: str, out: Path) -> None:
+@dataclass(frozen=True)
+class Look:
+    """What a picture is drawn for: colours of ground, letters and axes, and whether there is room for all panels."""
+
+    ending: str
+    ground: str = "white"
+    ink: str = "#22303c"
+    pale: str = "#9aa7b1"
+    digits: str = "gray_r"
+    phone: bool = False
+
+    def style(self) -> dict[str, Any]:
+        """For matplotlib."""
+        return {
+            "font.size": 9,
+            "axes.titlesize": 10,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.facecolor": self.ground,
+            "axes.edgecolor": self.pale,
+            "text.color": self.ink,
+            "axes.labelcolor": self.ink,
+            "xtick.color": self.ink,
+            "ytick.color": self.ink,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "image.cmap": self.digits,
+        }
+
+
+LIGHT = Look("")
+DARK = Look("-dark", ground="#16191d", ink="#d7dde3", pale="#66717b", digits="gray")
+VARIANTS = (LIGHT, DARK, replace(LIGHT, ending="-phone", phone=True), replace(DARK, ending="-phone-dark", phone=True))
+"""By what they append to the name of the file."""
+
+
+def draw(model: nn.Sequential, x: Tensor, y: Tensor, data: str, out: Path, looks: Sequence[Look] = (LIGHT,)) -> None:
     """Read `batch_l2`, `variance`, `diag_ggn_exact`, `diag_h` and `kflr` off the parameters and draw them."""
     params = dict(model.named_parameters())
-    style = {
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.edgecolor": PALE,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with plt.rc_context(style), torch.no_grad():
-        figure = plt.figure(figsize=(13, 9.2), layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=(0.84, 1), hspace=0.04)
-        figure.suptitle(f"One backward pass of bpk: {data}, batch of {len(x)}", fontsize=14, fontweight="bold")
-        left, right = top.subfigures(1, 2, width_ratios=(1.25, 1), wspace=0.03)
-        _samples(left, params, model(x), x, y)
-        _filters(right, params)
-        axes = bottom.subplots(1, 3)
-        _noise(axes[0], params, len(x))
-        _curvature(axes[1], params)
-        _classes(axes[2], figure, params)
-        figure.savefig(out, dpi=100, facecolor="white", pil_kwargs={"optimize": True})
-        plt.close(figure)
+    for look in looks:
+        with plt.rc_context(look.style()), torch.no_grad():
+            batch = (params, model(x), x, y)
+            figure = _two_panels(data, *batch) if look.phone else _all_panels(data, *batch)
+            file = out.with_name(f"{out.stem}{look.ending}{out.suffix}")
+            _save(figure, file, 170 if look.phone else 100, look.ground)
+            plt.close(figure)
 
 
-def _samples(area: SubFigure, params: dict[str, nn.Parameter], logits: Tensor, x: Tensor, y: Tensor) -> None:
+def _save(figure: Figure, out: Path, dots: int, ground: str) -> None:
+    """As a PNG of 200 colours, a third of the bytes of one of all colours."""
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=dots, facecolor=ground)
+    Image.open(drawn).convert("RGB").quantize(200, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+
+
+def _all_panels(data: str, params: dict[str, nn.Parameter], logits: Tensor, x: Tensor, y: Tensor) -> Figure:
+    """Samples, filters, noise, curvature and classes."""
+    figure = plt.figure(figsize=(13, 9.2), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(0.84, 1), hspace=0.04)
+    figure.suptitle(f"One backward pass of bpk: {data}, batch of {len(x)}", fontsize=14, fontweight="bold")
+    left, right = top.subfigures(1, 2, width_ratios=(1.25, 1), wspace=0.03)
+    _samples(left, params, logits, x, y, most=8)
+    _filters(right, params)
+    axes = bottom.subplots(1, 3)
+    _noise(axes[0], params, len(x))
+    _curvature(axes[1], params)
+    _classes(axes[2], figure, params)
+    return figure
+
+
+def _two_panels(data: str, params: dict[str, nn.Parameter], logits: Tensor, x: Tensor, y: Tensor) -> Figure:
+    """Samples and noise, at a size that can be read on a phone."""
+    figure = plt.figure(figsize=(4.3, 7.2), layout="constrained")
+    figure.suptitle(f"One backward pass of bpk:\n{data}, batch of {len(x)}", fontsize=10, fontweight="bold")
+    top, bottom = figure.subfigures(2, 1, hspace=0.04)
+    _samples(top, params, logits, x, y, most=5)
+    _noise(bottom.subplots(), params, len(x))
+    return figure
+
+
+def _samples(area: SubFigure, params: dict[str, nn.Parameter], logits: Tensor, x: Tensor, y: Tensor, most: int) -> None:
     """The digits whose gradients are the longest and the shortest, and the distribution over the batch."""
     norms = (sum(p.batch_l2 for p in params.values()) * len(x) ** 2).sqrt()  # of each sample's own loss
     order = norms.argsort(descending=True).tolist()
-    count = min(8, len(order) // 2) or 1
+    count = min(most, len(order) // 2) or 1
     grid = area.add_gridspec(3, count, height_ratios=(1, 1, 0.95))
     for row, (chosen, colour) in enumerate(((order[:count], NOISY), (order[-count:], QUIET))):
         for column, n in enumerate(chosen):
             axis = area.add_subplot(grid[row, column])
-            axis.imshow(x[n, 0], cmap="gray_r", interpolation="nearest")
+            axis.imshow(x[n, 0], interpolation="nearest")
             axis.set(xticks=[], yticks=[])
             for spine in axis.spines.values():
                 spine.set(visible=True, color=colour, linewidth=1.6)
@@ -69,12 +122,12 @@ def _samples(area: SubFigure, params: dict[str, nn.Parameter], logits: Tensor, x
             if column == 0:
                 axis.set_title("largest ‖gₙ‖" if row == 0 else "smallest ‖gₙ‖", color=colour, fontsize=9)
     axis = area.add_subplot(grid[2, :])
-    colours = [NOISY] * count + [PALE] * (len(order) - 2 * count) + [QUIET] * count
+    colours = [NOISY] * count + [plt.rcParams["axes.edgecolor"]] * (len(order) - 2 * count) + [QUIET] * count
     axis.bar(range(len(order)), norms[order], color=colours[: len(order)], width=0.8)
     axis.set(yscale="log", xlabel="samples of the batch, sorted", ylabel="‖gₙ‖")
     axis.margins(x=0.01)
     area.suptitle(
-        "Which samples carry gradient: norm of every sample's gradient (BatchL2Grad)",
+        "Gradient norm of every sample (BatchL2Grad)",
         fontsize=10,
         fontweight="bold",
         x=0.01,
@@ -131,7 +184,7 @@ def _noise(axis: Axes, params: dict[str, nn.Parameter], n: int) -> None:
     axis.set(xscale="log", yscale="log", xlabel="noise: variance of the batch gradient", ylabel="signal: its square")
     _clip_to_decades(axis, params, n)
     low, high = axis.get_xlim()
-    axis.plot([low, high], [low, high], color=INK, linewidth=1, linestyle="--")
+    axis.plot([low, high], [low, high], color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
     axis.set_xlim(low, high)
     axis.set_title("Signal and noise of every weight (Variance)")
     axis.legend(frameon=False, markerscale=2.5, loc="upper left", title="signal beyond noise", alignment="left")
@@ -158,8 +211,8 @@ def _curvature(axis: Axes, params: dict[str, nn.Parameter]) -> None:
             ggn, hessian, s=7, alpha=0.6, color=colour, linewidths=0, label=f"{label}: {negative:.0%} negative"
         )
     top = torch.cat(values).quantile(0.995).item() * 1.2
-    axis.plot([0, top], [0, top], color=INK, linewidth=1, linestyle="--")
-    axis.axhline(0, color=PALE, linewidth=0.8)
+    axis.plot([0, top], [0, top], color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
+    axis.axhline(0, color=plt.rcParams["axes.edgecolor"], linewidth=0.8)
     axis.set(
         xlim=(0, top), ylim=(-0.18 * top, 1.1 * top), xlabel="diagonal of the GGN", ylabel="diagonal of the Hessian"
     )

@@ -29,23 +29,27 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def plot(title: str, draw: Callable[[Any], None], size: tuple[float, float] = (6.4, 3.2)) -> None:
-    """Let `draw(axes)` draw into a file, where `--plot FILE` is on the command line; else do nothing."""
-    arguments = sys.argv[1:]
-    if "--plot" not in arguments:
+def plot(title: str, draw: Callable[[Any], None], size: tuple[float, float] = (4.8, 2.6)) -> None:
+    """Let `draw(axes)` draw: into a file, where `--plot FILE` is on the command line, or into a notebook."""
+    arguments, notebook = sys.argv[1:], "ipykernel" in sys.modules
+    if "--plot" not in arguments and not notebook:
         return
     import matplotlib
 
-    matplotlib.use("Agg")
+    if not notebook:
+        matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    out = Path(arguments[arguments.index("--plot") + 1])
-    out.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         axes.set_title(title)
         axes.set_prop_cycle(color=COLOURS)
         draw(axes)
+        if notebook:
+            plt.show()
+            return
+        out = Path(arguments[arguments.index("--plot") + 1])
+        out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, facecolor="white", metadata={"Date": None} if out.suffix == ".svg" else None)
         plt.close(figure)
 
@@ -95,4 +99,4 @@ def dots(title: str, x: str, values: Mapping[str, float]) -> None:
 
 def height(values: Mapping[str, float]) -> tuple[float, float]:
     """Width and height that rows of text need."""
-    return 6.4, 0.9 + 0.27 * len(values)
+    return 4.8, 0.8 + 0.24 * len(values)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import bpk
 from _digits import Digits, load_digits
-from _picture import draw
+from _picture import VARIANTS, draw
 from _quantities import QUANTITIES, Audit, Pairs, Quantity
 from _reference import Net
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw(model, x, y, digits.name, out)
+    draw(model, x, y, digits.name, out, VARIANTS if options.variants else VARIANTS[:1])
     console.print(f"Picture: [bold]{out}[/]")
     if not worst < TOLERANCE:
         console.print(f"[red]A quantity differs from autograd by {worst:.1e} (allowed: {TOLERANCE:.0e}).[/]")
@@ -84,6 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--download", action="store_true", help="let torchvision fetch MNIST into that folder first")
     parser.add_argument("--out", default="out/demo.png", help="where the picture goes (default: %(default)s)")
+    parser.add_argument("--variants", action="store_true", help="draw it also for dark pages and for phones")
     return parser.parse_args(argv)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import bpk
 from _check import agree
 from _digits import load_digits
+from _training import trained
 from bpk.extensions import BatchGrad, BatchL2Grad
 
 SHARE, EPOCHS = 0.05, 12
@@ -27,18 +28,6 @@ def with_wrong_labels(y: Tensor) -> tuple[Tensor, Tensor]:
     spoilt = y.clone()
     spoilt[wrong] = (y[wrong] + torch.randint(1, 10, wrong.shape)) % 10
     return spoilt, wrong
-
-
-def trained(x: Tensor, y: Tensor) -> nn.Sequential:
-    """A small network after some epochs of SGD."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 32), nn.ReLU(), nn.Linear(32, 10))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(x)).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-    return model
 
 
 def picture(image: Tensor) -> list[str]:
@@ -54,7 +43,9 @@ def main() -> None:
     print(f"{len(x)} images, {len(wrong)} with a wrong label")
 
     # the gradient of every sample, in one backward pass
-    model, loss_fn = bpk.extend(trained(x, y)), bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 32), nn.ReLU(), nn.Linear(32, 10))
+    model = bpk.extend(trained(network, x, y, EPOCHS, rate=0.1))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
     with bpk.backpack(BatchGrad(), BatchL2Grad()):
         loss_fn(model(x), y).backward()
     print("fields:", {name: list(p.grad_batch.shape) for name, p in model.named_parameters()})

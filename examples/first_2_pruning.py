@@ -20,21 +20,10 @@ import bpk
 from _check import compare_diag_ggn
 from _digits import load_digits
 from _plots import lines
+from _training import trained
 from bpk.extensions import DiagGGNExact
 
 EPOCHS, SHARES = 25, (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-
-
-def trained(x: Tensor, y: Tensor) -> nn.Sequential:
-    """A small network after some epochs of SGD."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(x)).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-    return model
 
 
 def pruned(model: nn.Sequential, scores: list[Tensor], share: float) -> nn.Sequential:
@@ -50,7 +39,8 @@ def pruned(model: nn.Sequential, scores: list[Tensor], share: float) -> nn.Seque
 def main() -> None:
     torch.manual_seed(0)
     digits = load_digits()
-    model = trained(digits.train_x, digits.train_y)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(digits.train_x[0].numel(), 64), nn.ReLU(), nn.Linear(64, 10))
+    model = trained(network, digits.train_x, digits.train_y, EPOCHS, rate=0.05)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {digits.name}")
 
     # the curvature of the loss along every weight, in one backward pass

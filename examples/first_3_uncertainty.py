@@ -19,22 +19,11 @@ from torch import Tensor, nn
 import bpk
 from _check import agree
 from _digits import load_digits
+from _training import trained
 from bpk.extensions import KFLR
 from bpk.kernels import Kronecker
 
 EPOCHS, PRIOR = 20, 1.0
-
-
-def trained(x: Tensor, y: Tensor) -> nn.Sequential:
-    """A small network after some epochs of SGD."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 32), nn.Tanh(), nn.Linear(32, 10))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(x)).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-    return model
 
 
 def probit(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -64,7 +53,8 @@ def main() -> None:
     digits = load_digits()
     x, y, unseen = digits.train_x, digits.train_y, digits.test_x
     noise = unseen.flatten(1)[:, torch.randperm(unseen[0].numel())].reshape(unseen.shape)  # the same pixels, elsewhere
-    model = trained(x, y)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 32), nn.Tanh(), nn.Linear(32, 10))
+    model = trained(network, x, y, EPOCHS, rate=0.1)
 
     # Kronecker factors of the GGN of all data, in one backward pass
     bpk.extend(model)

@@ -25,6 +25,7 @@ from _digits import Digits, load_digits
 from _plots import lines
 from bpk.extensions import KFAC, KFLR
 from bpk.hessianfree.ggnvp import ggn_vector_product_from_plist
+from bpk.progress import followed
 from bpk.utils.kroneckers import apply_inv_kfac_mat_prod, inv_kfac_mat_prod, kfacs_to_mat
 
 BATCH, STEPS, EVERY, SEEDS = 128, 120, 10, 2
@@ -102,7 +103,7 @@ def train(digits: Digits, name: str, rate: float, steps: int, seed: int) -> tupl
     kfac = Preconditioned(model.parameters(), rate) if name == "KFAC" else None
     optimizer = kfac or torch.optim.SGD(model.parameters(), rate, momentum=0.9)
     losses, seconds = [], 0.0
-    for step in range(steps + 1):
+    for step in followed(f"{name}, learning rate {rate}: step", range(steps + 1)):
         if step % EVERY == 0:
             with torch.no_grad(), bpk.disable():
                 losses.append(loss_fn(model(digits.train_x), digits.train_y).item())

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import bpk
 from _blocks import curvature, gradient_norms, verified
 from bpk.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
+from bpk.progress import followed
 
 LINES = (
     "the cat sat on the mat",
@@ -89,7 +90,7 @@ def main() -> None:
     model = bpk.extend(LanguageModel(len(LETTERS), x.shape[1]))
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(STEPS):
+    for _ in followed("step", range(STEPS)):
         optimizer.zero_grad()
         loss_fn(model(x), y.flatten()).backward()
         optimizer.step()
@@ -104,7 +105,7 @@ def main() -> None:
     with bpk.backpack(BatchGrad(), DiagGGNExact(), DiagHessian(), KFAC(mc_samples=10)):
         loss_fn(model(x), y).backward()
     print("curvature for the first six letters of each line:")
-    curvature(model, lambda name: name.rpartition(".")[0])
+    curvature("a Transformer", model, lambda name: name.rpartition(".")[0])
     verified(model, loss_fn, x, y)
 
 

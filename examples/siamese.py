@@ -73,7 +73,7 @@ def main() -> None:
         print(
             f"  a {labels[0]} and a {labels[1]}: gradient norm {norms[k]:.4f}, probability of being the same {said:.2f}"
         )
-    curvature(model, lambda name: name.partition(".")[0])
+    curvature("a Siamese network", model, lambda name: name.partition(".")[0])
     verified(model, loss_fn, (a[:8], b[:8]), same[:8])
 
 

@@ -36,7 +36,7 @@ def main() -> None:
     with bpk.backpack(BatchGrad(), DiagGGNExact(), DiagHessian(), KFAC()):
         loss_fn(model(x), y).backward()
 
-    curvature(model, lambda name: ".".join(name.split(".")[:2]))
+    curvature("SqueezeNet", model, lambda name: ".".join(name.split(".")[:2]))
     for label, norm in zip(y.tolist(), gradient_norms(model).tolist(), strict=True):
         print(f"  an image of a {label}: gradient norm {norm:.3f}")
     verified(model, loss_fn, x, y, passes=20)

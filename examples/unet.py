@@ -72,7 +72,7 @@ def main() -> None:
     print(f"pixels that are wrong in held-out images of {stroke[0].numel()}, and the norms of their gradients:")
     for label, count, norm in zip(digits.test_y.tolist(), wrong.tolist(), gradient_norms(model).tolist(), strict=False):
         print(f"  a {label}: {count:>2} pixels, gradient norm {norm:.3f}")
-    curvature(model, lambda name: name.partition(".")[0])
+    curvature("a U-Net", model, lambda name: name.partition(".")[0])
     verified(model, loss_fn, x[:2], stroke[:2])
 
 

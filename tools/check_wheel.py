@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -29,7 +30,9 @@ def under_link(path: Path) -> bool:
 
 
 def use_it() -> None:
-    """Compute two quantities and find the rules, with nothing but the installed wheel."""
+    """Find the rules, compute quantities and verify them, with nothing but the wheel and what it asks for."""
+    from importlib.metadata import requires
+
     import torch
     from torch import nn
 
@@ -37,6 +40,9 @@ def use_it() -> None:
     from bpk.extensions import BatchGrad, DiagGGNExact
     from bpk.rules import REGISTRY
 
+    needed = {re.match(r"[\w-]+", line)[0] for line in requires("bpk") or () if "extra ==" not in line}  # type: ignore[index]
+    if needed != {"torch", "sympy"}:
+        sys.exit(f"the wheel asks for {sorted(needed)}, and must need no more than torch and sympy")
     for optional in ("matplotlib", "safetensors", "sklearn", "tabulate", "torchvision", "scipy"):
         if importlib.util.find_spec(optional) is not None:
             sys.exit(f"the wheel brought {optional!r}, which it must not need")
@@ -51,6 +57,11 @@ def use_it() -> None:
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad, msg=name)
         assert p.diag_ggn_exact.shape == p.shape, name
+    data = torch.utils.data.TensorDataset(torch.randn(6, 1, 4, 4), torch.arange(6) % 3)
+    found = bpk.accumulate(model, loss_fn, torch.utils.data.DataLoader(data, batch_size=4), DiagGGNExact())
+    assert found.samples == 6
+    inputs, targets = torch.randn(4, 1, 4, 4), torch.tensor([0, 1, 2, 0])
+    print(bpk.verify(model, loss_fn, inputs, targets, raise_on_error=True).summary())
     print(f"bpk from {Path(bpk.__file__).parent.name}/ in site-packages: {len(list(REGISTRY))} rules")
 
 

@@ -1,15 +1,21 @@
-"""The first steps as notebooks, made of the scripts: `python -m tools.notebooks` writes docs/notebooks/.
+"""The first steps as notebooks, made of the scripts and run: `python -m tools.notebooks` writes docs/notebooks/.
 
 The docstring becomes the text on top, functions and the parts of `main()` become cells, and a comment with an empty
-line before it the text of its part.
+line before it the text of its part. Each cell keeps what it printed and drew.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import json
+import os
 import re
+import sys
+import tempfile
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +59,47 @@ def parts_of(body: str) -> list[tuple[str, str]]:
     return cells
 
 
-def notebook(script: Path) -> str:
-    """The notebook of a script, in the format of Jupyter (nbformat 4.5)."""
+def outputs_of(cells: Sequence[tuple[str, str]]) -> list[list[dict[str, Any]]]:
+    """What each cell prints and draws, run one after another in the folder of the notebooks."""
+    found: list[list[dict[str, Any]]] = []
+    before, path, arguments = Path.cwd(), list(sys.path), list(sys.argv)
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder) / "drawn.svg"
+        space: dict[str, Any] = {"__name__": "__main__"}
+        os.chdir(NOTEBOOKS)
+        sys.argv = ["notebook", "--plot", str(picture)]
+        try:
+            for kind, text in cells:
+                printed = io.StringIO()
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(text if kind == "code" else "", "cell", "exec"), space)
+                found.append(outputs(printed.getvalue(), picture))
+                picture.unlink(missing_ok=True)
+        finally:
+            os.chdir(before)
+            sys.path[:], sys.argv = path, arguments
+    return found
+
+
+def outputs(printed: str, picture: Path) -> list[dict[str, Any]]:
+    """As Jupyter stores them."""
+    found: list[dict[str, Any]] = []
+    if printed:
+        found.append({"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)})
+    if picture.exists():
+        data = {"image/svg+xml": picture.read_text(encoding="utf-8").splitlines(keepends=True)}
+        found.append({"data": data, "metadata": {}, "output_type": "display_data"})
+    return found
+
+
+def notebook(script: Path, stored: Sequence[list[dict[str, Any]]] | None = None) -> str:
+    """The notebook of a script, in the format of Jupyter (nbformat 4.5), with what its cells gave (or: run now)."""
+    sources = cells_of(script.read_text(encoding="utf-8"))
+    given = outputs_of(sources) if stored is None else stored
     cells: list[dict[str, Any]] = []
-    for number, (kind, text) in enumerate(cells_of(script.read_text(encoding="utf-8"))):
+    for number, ((kind, text), printed) in enumerate(zip(sources, given, strict=True)):
         cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
-        cells.append(cell | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
+        cells.append(cell | ({"execution_count": None, "outputs": printed} if kind == "code" else {}))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     whole = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"

@@ -14,6 +14,7 @@ from bpk.command_line.locate import from_file, line_of_method, lines_of_rules
 from bpk.jacobians.checks.report import Report
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.rule import Rule
+from bpk.progress import Line, sofar
 from bpk.rules import REGISTRY
 
 EXAMPLES = """examples:
@@ -49,9 +50,11 @@ def run(options: argparse.Namespace) -> bool:
     rules = rules_of(module, options.file)
     places = [f"{shown(options.file)}:{line}" for line in lines_of_rules(options.file, len(rules))]
     require_no_duplicate(rules, places)
-    right = 0
-    for rule, place in zip(rules, places, strict=True):
+    right, line = 0, Line()
+    for done, (rule, place) in enumerate(zip(rules, places, strict=True)):
+        line.show(*sofar("rule", done, len(rules), line.seconds()), rule.name)
         head, found = f"{place}  {rule.name}", checked(rule, module, options.seed)
+        line.close()
         if isinstance(found, str):
             print(f"WRONG  {head}", *(f"  {line}".rstrip() for line in found.splitlines()), "", sep="\n")
             continue

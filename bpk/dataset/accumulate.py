@@ -73,7 +73,7 @@ def accumulate(
         batch_averages: Allow quantities that are no sums over batches (KFRA), as weighted means of those of batches.
         checkpoint: A file from which a run that was killed goes on, bit for bit on a processor.
         every: After how many batches it is written.
-        progress: Show how far it is (default: on terminals).
+        progress: Show how far it is (default: on terminals and in notebooks).
         chunk_size: As in `bpk.backpack`.
         memory: As in `bpk.backpack`.
         split: In many processes (`torchrun`), whether each takes every so many-th batch of the loader (default: unless

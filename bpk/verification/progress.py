@@ -1,31 +1,46 @@
-"""What is going on, in one line of the terminal."""
+"""How far a verification is: first what `bpk` computes, then the references, which take most of the time."""
 
 from __future__ import annotations
 
-import sys
+import time
+
+from bpk.progress import Line, left
 
 
-class Progress:
-    """Counts steps out of `total` and shows them on the terminal (`None`: only if there is one)."""
+class Progress(Line):
+    """Shows the step, the time left, and what is going on.
 
-    def __init__(self, total: int, show: bool | None) -> None:
-        self.total, self.done, self.text = total, 0, ""
-        self.shown = sys.stderr.isatty() if show is None else show
+    Args:
+        quantities: How many of them there are, each with two steps.
+        show: Whether to show anything, as for `Line`.
+    """
+
+    def __init__(self, quantities: int, show: bool | None) -> None:
+        super().__init__(show)
+        self.quantities, self.done, self.text = quantities, 0, ""
+        self.half = self.begun = self.start
 
     def step(self, text: str) -> None:
         """One more step begins: `text`."""
+        self.begun = time.monotonic()
+        if self.done % self.quantities == 0:
+            self.half = self.begun
         self.done, self.text = self.done + 1, text
-        self.write(f"[{self.done}/{self.total}] {text}")
+        self.show(*self.parts())
 
     def detail(self, text: str) -> None:
         """What is going on within the step."""
-        self.write(f"[{self.done}/{self.total}] {self.text}, {text}")
+        self.show(*self.parts(), text)
 
-    def close(self) -> None:
-        """Clear the line."""
-        self.write(f"{'':99}\r")
+    def parts(self) -> list[str]:
+        """The step and its text; the time left of the references, from those before this one.
 
-    def write(self, text: str) -> None:
-        """Put a text in the place of the line."""
-        if self.shown:
-            print(f"\r{text:<100.100}", end="", file=sys.stderr, flush=True)
+        What `bpk` computes in the first half says nothing of how long autograd takes for them.
+        """
+        parts = [f"step {self.done} of {2 * self.quantities}", self.text]
+        compared = self.done - 1 - self.quantities
+        if compared > 0:
+            each = (self.begun - self.half) / compared
+            rest = each * (self.quantities - compared) - (time.monotonic() - self.begun)
+            parts.insert(1, left(rest))
+        return parts

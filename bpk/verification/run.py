@@ -72,7 +72,7 @@ def verify(
             of each parameter (at least one) are compared.
         memory: Limit in GiB for fields; parameters are spread over several backward passes to stay below.
         raise_on_error: Raise `AssertionError` with the table if anything is wrong.
-        progress: Show a bar (by default: on a terminal).
+        progress: Show how far it is, and the time left (by default: on terminals and in notebooks).
 
     Returns:
         A table, which is true if something was compared and nothing is wrong.
@@ -95,7 +95,7 @@ def verify(
     with undisturbed(dtype, devices):
         problem = Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed)
         effort = Effort(entries, samples, passes, memory, rtol, atol)
-        bar = Progress(2 * len(wanted), progress)
+        bar = Progress(len(wanted), progress)
         try:
             result = Verification(tuple(rows(problem, wanted, effort, use_converter, bar)))
         finally:

@@ -24,15 +24,38 @@ function filterGroup(body, shown, layer, kind) {
   return rows;
 }
 
+// a table without rows goes with its heading
+function filterBox(box, wanted) {
+  const rows = filterTable(box.querySelector("table"), ...wanted);
+  box.hidden = rows === 0;
+  if (box.previousElementSibling) box.previousElementSibling.hidden = box.hidden;
+  return rows;
+}
+
+// the filter as the part of an address after its question mark, to come back to or to pass on
+function queryOf(names, wanted) {
+  const query = new URLSearchParams();
+  names.forEach((name, k) => { if (wanted[k].trim()) query.set(name, wanted[k].trim()); });
+  return query.toString();
+}
+
 function startFilters() {
-  const fields = ["layer", "extension", "kind"].map((name) => document.getElementById(`filter-${name}`));
+  const names = ["layer", "extension", "kind"];
+  const fields = names.map((name) => document.getElementById(`filter-${name}`));
   if (fields.includes(null)) return;
   const update = () => {
     const wanted = fields.map((field) => field.value);
-    const counts = [...document.querySelectorAll(".matrix table")].map((table) => filterTable(table, ...wanted));
-    document.getElementById("filter-count").textContent = `${counts.reduce((a, b) => a + b, 0)} rows`;
+    const rows = [...document.querySelectorAll(".matrix")].reduce((sum, box) => sum + filterBox(box, wanted), 0);
+    document.getElementById("filter-count").textContent = rows ? `${rows} rows` : "no rows";
+    const query = queryOf(names, wanted);
+    history.replaceState(null, "", location.pathname + (query && `?${query}`) + location.hash);
   };
-  fields.forEach((field) => field.addEventListener("input", update));
+  const asked = new URLSearchParams(location.search);
+  fields.forEach((field, k) => {
+    field.value = asked.get(names[k]) || "";
+    if (!field.value) field.value = ""; // a choice that the list does not have
+    field.addEventListener("input", update);
+  });
   update();
 }
 

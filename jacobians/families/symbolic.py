@@ -47,7 +47,7 @@ class Derivation:
 
         expression = self.symbolic[order]
         words = {s: rf"\mathrm{{{s.name}}}".replace("_", r"\_") for s in expression.free_symbols if _is_word(s.name)}
-        return str(sympy.latex(expression, symbol_names=words))
+        return str(sympy.latex(expression, symbol_names=words, mul_symbol="dot"))
 
 
 def _is_word(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -405,9 +406,11 @@ def _mlp_of(seed: int) -> Data:
     return mlp()
 
 
-def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     bpk.verify(*mlp(), E.BatchGrad())
     assert capsys.readouterr().err == ""
+    clock = itertools.count(0, 20)
+    monkeypatch.setattr("bpk.progress.time.monotonic", lambda: next(clock))
     bpk.verify(*mlp(), E.BatchGrad(), progress=True)
     assert "BatchGrad" in capsys.readouterr().err
 

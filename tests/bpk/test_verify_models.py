@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -453,10 +455,16 @@ def test_summary_says_why() -> None:
     assert bpk.verification.Verification(rows).reasons() == ["  5 not checked (5 quantities): no"]
 
 
-def test_progress_says_what_it_is_doing(capsys: pytest.CaptureFixture[str]) -> None:
-    bpk.verify(*network(), E.DiagHessian(), progress=True)
+def test_progress_says_what_it_is_doing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0, 20)
+    monkeypatch.setattr("bpk.progress.time.monotonic", lambda: next(clock))
+    bpk.verify(*network(), E.DiagHessian(), E.BatchGrad(), progress=True)
     shown = capsys.readouterr().err
     assert "backward pass 1 of 1, at 2" in shown and "Hessian of 2.weight" in shown
+    steps = re.findall(r"^step (\d) of 4(, [\d:]+ left)?, (bpk|autograd): ", shown, re.MULTILINE)
+    of = [(step, who) for step, _, who in steps]
+    assert list(dict.fromkeys(of)) == [("1", "bpk"), ("2", "bpk"), ("3", "autograd"), ("4", "autograd")], shown
+    assert all(bool(time) == (step == "4") for step, time, _ in steps), "only references foretell references"
 
 
 def test_certain_predictions_of_two_losses() -> None:

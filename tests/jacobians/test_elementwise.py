@@ -143,7 +143,7 @@ def test_branches_not_taken_do_not_poison_gradients() -> None:
 
 def test_latex() -> None:
     assert derive("where(x > 0, x, negative_slope*x)").latex() == (
-        r"\begin{cases} x & x > 0 \\ \mathrm{negative\_slope} x & \text{otherwise} \end{cases}"
+        r"\begin{cases} x & x > 0 \\ \mathrm{negative\_slope} \cdot x & \text{otherwise} \end{cases}"
     )
 
 

@@ -28,11 +28,13 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_demo_checks_every_quantity_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "demo.png"
-    done = demo("--steps", "5", "--batch", "12", "--out", str(picture))
+    done = demo("--steps", "5", "--batch", "12", "--out", str(picture), "--variants")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("✓") == 18
     assert "✗" not in done.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    drawn = {file.name: file.read_bytes() for file in picture.parent.iterdir()}
+    assert drawn.keys() == {"demo.png", "demo-dark.png", "demo-phone.png", "demo-phone-dark.png"}
+    assert all(content.startswith(b"\x89PNG") for content in drawn.values())
 
 
 def write_as_mnist(folder: Path) -> None:

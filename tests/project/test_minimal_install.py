@@ -1,4 +1,4 @@
-"""`bpk` needs torch and sympy, and nothing else: every other package that an extra names is out of reach here.
+"""`bpk` needs torch and sympy, and nothing else: einops and all packages that extras name are out of reach here.
 
 `tools/check_wheel.sh` installs the wheel into an empty environment; this one shows which use would ask for more.
 """

@@ -158,7 +158,8 @@ def test_a_release_is_checked_before_somebody_approves_it() -> None:
     jobs = WORKFLOWS["release.yml"]["jobs"]
     commands = commands_of(jobs["build"])
     assert jobs["publish"]["needs"] == "build" and jobs["publish"]["environment"] == "pypi"
-    assert ".ci/run" in commands and "tools/check_wheel.sh" in commands
+    assert ".ci/run" in commands and "tools/check_wheel.sh" in commands and "make release" in commands
+    assert "make release" in commands_of(WORKFLOWS["docs.yml"]["jobs"]["build"])
     [tag] = [step["run"] for step in jobs["build"]["steps"] if "GITHUB_REF_NAME" in step.get("run", "")]
     for name, status in ((f"v{VERSION}", 0), (VERSION, 1), (f"v{VERSION}.1", 1)):
         env = {**os.environ, "GITHUB_REF_NAME": name}

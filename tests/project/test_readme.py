@@ -23,11 +23,12 @@ import bpk
 from bpk.rules import REGISTRY
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<output>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 OWN_PROCESS = "install_as_backpack()"
 GENERATED = re.compile(
-    r"(matrix|benchmarks|measuring|command_line|how_it_works)\.md|(rules|quantities|examples|reference)/\w+\.md"
+    r"(matrix|benchmarks|measuring|command_line|how_it_works)\.md|(rules|quantities|examples|notebooks|reference)/\w+\.md"
 )
 """Pages that exist on the site only; its own test (test_site.py) follows the links to them."""
 TORCHVISION = "from _torchvision import import_torchvision\nimport_torchvision()\n"
@@ -107,12 +108,24 @@ def compare(promised: str | None, printed: str, where: str) -> None:
         pytest.fail(f"{where} promises\n{promised}\nand prints\n{printed}")
 
 
+def test_the_readme_has_a_picture_for_phones_and_for_dark_pages() -> None:
+    """And Install stands above it."""
+    install, picture = README.partition("## Install")[2].split("<picture>")
+    sources = re.findall(r'media="([^"]+)" srcset="([^"]+)"', picture.partition("</picture>")[0])
+    assert {("phone" in name, "dark" in name) for _, name in sources} == {(True, True), (True, False), (False, True)}
+    for media, name in sources:
+        assert ("max-width" in media) == ("phone" in name) and ("dark" in media) == ("dark" in name)
+    assert "pip install ." in install
+
+
 def test_the_readme_shows_code() -> None:
     assert len(blocks(ROOT / "README.md")) > 5
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+?)(?:#[^)]*)?\)", page.read_text()):
+    text = page.read_text()
+    pictures = re.findall(r'<(?:img|source) [^>]*(?:src|srcset)="([^"#]+)', text)
+    for target in (*re.findall(r"\]\(([^)#\s]+?)(?:#[^)]*)?\)", text), *pictures):
         if not (target.startswith("http") or (page.parent.name == "docs" and GENERATED.fullmatch(target))):
             assert (page.parent / target).exists(), target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -152,6 +153,19 @@ def test_the_drawing_names_files_that_have_a_part() -> None:
     assert all((ROOT / file).is_file() for file in called)
 
 
+def test_the_drawing_for_phones_has_the_same_boxes() -> None:
+    """Each box once, below the one before, and within the width."""
+    assert sorted(k for band in drawing.ON_A_PHONE for k in band) == list(range(len(drawing.BOXES)))
+    frames = re.findall(
+        r'<rect class="box[^"]*" x="(\d+)" y="(\d+)" rx="5" width="(\d+)" height="(\d+)"', drawing.narrow()
+    )
+    places = [tuple(map(int, frame)) for frame in frames]
+    assert len(places) == len(drawing.BOXES) and all(x + width <= drawing.NARROW for x, _, width, _ in places)
+    assert all(before[1] + before[3] < after[1] for before, after in itertools.pairwise(places))
+    for _, _, _, title, files, _ in drawing.BOXES:
+        assert all(drawing.escape(text) in drawing.narrow() for text in (title, *files.split(", ")))
+
+
 def test_functions_that_rules_serve_are_listed() -> None:
     section = matrix.page().partition("## Functions")[2]
     for name in ("torch.relu", "Tensor.permute", "torch.nn.functional.cross_entropy", "operator.add"):
@@ -202,7 +216,19 @@ def test_shapes_on_rule_pages_are_those_of_the_layer() -> None:
 
 def test_every_public_name_has_a_place_in_the_reference() -> None:
     assert sorted((*reference.FIRST, *reference.LAST, *reference.ELSEWHERE)) == sorted(bpk.__all__)
-    assert "::: bpk.jacobians.Autodiff" in reference.pages()["reference/rules.md"]
+    rules_page = reference.pages()["reference/rules.md"]
+    assert "::: bpk.jacobians.Autodiff" in rules_page
+    shown = (*reference.FAMILIES, *reference.AROUND, *reference.LAST_OF_RULES)
+    assert sorted(shown) == sorted(bpk.jacobians.__all__)
+
+
+def test_the_reference_shows_functions_and_not_the_modules_of_their_names() -> None:
+    """What lies beside `accumulate` in its file, and methods of contexts, is nothing for users."""
+    page = reference.pages()["reference/bpk.md"]
+    assert "::: bpk.dataset.accumulate.accumulate\n    options:\n      heading: bpk.accumulate\n" in page
+    assert "::: bpk.support.of_model.support\n" in page and "::: bpk.extend\n" in page
+    assert "::: bpk.backpack\n    options:\n      members: false\n" in page
+    assert reference.pages()["reference/rules.md"].startswith("# bpk.jacobians\n")
 
 
 def test_hyperparameters_say_where_they_come_from() -> None:
@@ -231,7 +257,9 @@ def test_links_to_the_repository_lead_to_pages() -> None:
 
 def test_the_checker_finds_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<h1 id="top">A</h1><a href="b.html#here">b</a><a href="none.html">none</a>')
-    (tmp_path / "b.html").write_text('<script src="https://example.org/x.js"></script><img src="big.png">')
+    (tmp_path / "b.html").write_text(
+        '<script src="https://example.org/x.js"></script><picture><source srcset="big.png"><img src="a.html"></picture>'
+    )
     (tmp_path / "big.png").write_bytes(bytes(links.LIMIT))
     site = links.Site(tmp_path)
     assert [text.rpartition(" ")[2] for text in site.broken()] == ["anchor", "file", "https://example.org/x.js"]
@@ -246,7 +274,7 @@ def test_the_site_builds_and_holds_together(tmp_path_factory: pytest.TempPathFac
     assert [*site.broken(), *site.heavy()] == []
     texts = {site.short(path): path.read_text() for path in site.pages}
     assert len(texts) > 80
-    assert '<svg class="chart"' in texts["index.html"] and "BackPACK" in texts["index.html"]
+    assert '<figure class="chart"' in texts["index.html"] and "BackPACK" in texts["index.html"]
     for name, text in texts.items():
         assert "&gt;&gt;&gt; " not in re.sub(r"<code>.*?</code>", "", text, flags=re.DOTALL), f"{name}: a bare session"
         assert 'name="viewport"' in text, name

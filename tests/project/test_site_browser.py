@@ -5,14 +5,12 @@ The browser is Chromium (Debian: `apt install chromium`), driven by playwright (
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import pytest
 
 import bpk
 from bpk.support.table import WORDS
-from tests.project.built_site import ROOT, built_site
+from tests.project.built_site import ROOT, built_site, served
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PAGES = [
@@ -31,6 +29,8 @@ PAGES = [
     "rules/activation/",
     "custom_layer/",
     "how_it_works/",
+    "notebooks/first_2_pruning/",
+    "examples/",
     "examples/demo/",
     "examples/kfac_training/",
     "models/",
@@ -54,6 +54,30 @@ LOOKS = """() => {
     return [document.documentElement.scrollWidth, bright(style.backgroundColor), bright(style.color)];
 }"""
 """Width of a page, and how bright its ground and its letters are, of 255."""
+
+CUT = """() => [...document.querySelectorAll("article *")].filter((e) => {
+    const style = getComputedStyle(e);
+    const hinted = style.backgroundAttachment.includes("local") && style.backgroundAttachment.includes("scroll");
+    const box = e.matches(".matrix, .md-nav__list, .visually-hidden") || e.closest("svg, math, .matrix");
+    return e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1 && style.overflowX !== "visible" && !hinted && !box;
+}).map((e) => e.outerHTML.slice(0, 100))"""
+"""What is wider than its place, and neither shows it by a shadow nor lets anybody scroll there."""
+
+DRAWN = """() => [...document.querySelectorAll("article figure.chart, article svg.drawing, article .chart svg.axis")]
+  .filter((e) => e.getClientRects().length).map((e) => [
+    e.getBoundingClientRect().right,
+    Math.min(...[...e.querySelectorAll("text")].filter((t) => t.getClientRects().length)
+      .map((t) => parseFloat(getComputedStyle(t).fontSize) * (t.getCTM() ? t.getCTM().a : 1)), 99),
+    Math.max(...[...e.querySelectorAll("text")].map((t) => t.getBoundingClientRect().right), 0),
+  ])"""
+"""Right edges of charts and drawings, the size of their smallest letters, and where their text ends."""
+
+PRIMES = """() => [...document.querySelectorAll(".formula .prime")].map((e) => {
+    const size = (x) => parseFloat(getComputedStyle(x).fontSize);
+    const gap = e.getBoundingClientRect().left - e.previousElementSibling.getBoundingClientRect().right;
+    return [e.textContent, size(e) / size(e.closest("math")), gap / size(e)];
+})"""
+"""Primes, how large they are beside the formula, and how far from their letter."""
 
 FILTER = """
 const [code, head, rows, ...wanted] = JSON.parse(require("fs").readFileSync(0));
@@ -94,23 +118,12 @@ def test_the_filter_shows_what_is_asked_for(layer: str, extension: str, kind: st
     assert set(shown) == wanted and count == len(wanted) > 0 and head == ["layer", *columns]
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    """Serves files without a log."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where the built site is served."""
     folder, _ = built_site(tmp_path_factory)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
+    with served(folder) as where:
+        yield where
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +201,8 @@ def test_the_matrix_is_filtered_in_the_browser(visit: Visit, address: str) -> No
     page.fill("#filter-layer", "LSTM")
     page.fill("#filter-extension", "KFAC")
     assert rows.count() == 2 and {rows.nth(k).get_attribute("data-layer") for k in range(2)} == {"LSTM", "LSTMCell"}
-    assert page.locator(".matrix thead").first.locator("th:visible").all_inner_texts() == ["layer", "KFAC"]
+    columns = [name for name in dict.fromkeys(c.extension for c in bpk.support_matrix().cells) if "KFAC" in name]
+    assert page.locator(".matrix thead").first.locator("th:visible").all_inner_texts() == ["layer", *columns]
     assert page.locator(".matrix tr.group:visible").all_inner_texts() == ["Recurrent"]
     assert page.locator("#filter-count").inner_text() == "2 rows"
     page.fill("#filter-layer", "")
@@ -224,3 +238,135 @@ def test_a_click_makes_it_dark_and_stays_so(visit: Visit, address: str) -> None:
     page.locator(".md-tabs__link", has_text="Support matrix").click()
     page.wait_for_url("**/matrix/")
     assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"
+
+
+@browsed
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_nothing_is_cut_off_without_a_hint(visit: Visit, address: str, size: dict[str, int]) -> None:
+    page = visit.page
+    page.set_viewport_size(size)
+    for path in (*PAGES, "rules/losses/", "quantities/variance/", "quantities/pchmp/"):
+        page.goto(address + path, wait_until="load")
+        assert page.evaluate(CUT) == [], path
+
+
+@browsed
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_shadow_tells_that_a_formula_goes_on(visit: Visit, address: str, scheme: str) -> None:
+    """It is seen at the right edge, and no more once the formula is scrolled to its end."""
+    page = visit.page
+    page.set_viewport_size(PHONE)
+    page.emulate_media(color_scheme=scheme)
+    page.goto(address + "rules/activation/", wait_until="load")
+    formulas = page.locator(".formula")
+    widths = formulas.evaluate_all("all => all.map((e) => e.scrollWidth - e.clientWidth)")
+    wide = formulas.nth(max(range(len(widths)), key=widths.__getitem__))
+    wide.scroll_into_view_if_needed()
+    before = edge_of(page, wide)
+    wide.evaluate("e => { e.scrollLeft = e.scrollWidth; }")
+    after = edge_of(page, wide)
+    assert max(widths) > 50 and abs(before - after) > 20, (before, after)
+
+
+def edge_of(page: Any, element: Any) -> float:
+    """How bright the uppermost pixels at the right edge are."""
+    from PIL import Image
+
+    box = element.bounding_box()
+    clip = {"x": box["x"] + box["width"] - 2, "y": box["y"], "width": 2, "height": 3}
+    pixels = Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("L").tobytes()
+    return sum(pixels) / len(pixels)
+
+
+@browsed
+def test_primes_and_products_can_be_read(visit: Visit, address: str) -> None:
+    page = visit.page
+    page.goto(address + "rules/activation/", wait_until="load")
+    primes = page.evaluate(PRIMES)
+    assert {text for text, _, _ in primes} == {"\u2032", "\u2033"} and len(primes) > 40
+    assert all(size == 1 and 0 <= gap < 0.25 for _, size, gap in primes), primes
+    gelu = page.locator("h2#gelu ~ .formula").nth(1)
+    dots = gelu.locator("mo", has_text="\u00b7")
+    assert dots.count() >= 3 and all(box["width"] > 2 for box in (d.bounding_box() for d in dots.all()))
+
+
+@browsed
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_charts_and_drawings_fit_and_can_be_read(visit: Visit, address: str, size: dict[str, int]) -> None:
+    page = visit.page
+    page.set_viewport_size(size)
+    for path, least in (("", 2), ("benchmarks/", 6), ("how_it_works/", 1)):
+        page.goto(address + path, wait_until="load")
+        drawn = page.evaluate(DRAWN)
+        assert len(drawn) >= least, path
+        for right, letters, text in drawn:
+            assert right <= size["width"] and text <= size["width"] and letters >= 9.5, (path, right, text, letters)
+
+
+@browsed
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_picture_is_made_for_the_screen(visit: Visit, address: str, size: dict[str, int], scheme: str) -> None:
+    page = visit.page
+    page.set_viewport_size(size)
+    page.emulate_media(color_scheme=scheme)
+    page.goto(address, wait_until="load")
+    shown = page.locator("article picture img:visible")
+    assert shown.count() == 1
+    shown.scroll_into_view_if_needed()
+    shown.evaluate("e => e.decode()")
+    source = shown.evaluate("e => e.currentSrc").rpartition("/")[2]
+    assert source == f"demo{'-phone' * (size == PHONE)}{'-dark' * (scheme == 'dark')}.png"
+    place = page.locator("h2#install").bounding_box()["y"]
+    assert place < shown.bounding_box()["y"], "Install comes first"
+
+
+@browsed
+def test_tables_without_rows_go_and_the_address_keeps_the_filter(visit: Visit, address: str) -> None:
+    page = visit.page
+    page.goto(f"{address}matrix/", wait_until="load")
+    assert page.locator("h2#losses:visible").count() == 1 and "?" not in page.url
+    page.fill("#filter-layer", "Loss")
+    page.select_option("#filter-kind", "refused")
+    assert page.locator(".matrix:visible").count() == 1 == page.locator("h2#losses:visible").count()
+    assert page.locator("h2#layers:visible").count() == 0
+    assert page.url.endswith("matrix/?layer=Loss&kind=refused")
+    rows = page.locator(".matrix tbody tr[data-layer]:visible").all_inner_texts()
+    page.reload(wait_until="load")
+    assert page.locator("#filter-layer").input_value() == "Loss"
+    assert page.locator(".matrix tbody tr[data-layer]:visible").all_inner_texts() == rows != []
+    page.goto(f"{address}matrix/?layer=nothing&kind=nonsense", wait_until="load")
+    assert page.locator(".matrix:visible").count() == 0 and page.locator("#filter-count").inner_text() == "no rows"
+    page.fill("#filter-layer", "")
+    assert page.locator(".matrix:visible").count() == 2 and page.url.endswith("matrix/")
+
+
+@browsed
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_thumbnails_can_be_read_and_told_apart(visit: Visit, address: str, size: dict[str, int]) -> None:
+    page = visit.page
+    page.set_viewport_size(size)
+    page.goto(f"{address}examples/", wait_until="load")
+    titles = page.locator(".gallery b").all_inner_texts()
+    images = page.locator(".gallery img")
+    assert len(titles) == images.count() == len(set(titles)) > 10
+    for image in images.all():
+        image.scroll_into_view_if_needed()
+        image.evaluate("e => e.decode()")
+        name = image.get_attribute("src")
+        scale = image.evaluate("e => getComputedStyle(e).objectFit === 'none' ? 1 : e.clientWidth / e.naturalWidth") * (
+            2 if name.endswith(".png") else 1
+        )  # drawn for screens with two dots in a place
+        assert scale >= 0.72, f"letters of 12 pixels are drawn with {12 * scale:.0f} in {name}"
+
+
+@browsed
+def test_the_reference_begins_with_what_users_call(visit: Visit, address: str) -> None:
+    page = visit.page
+    first = {"bpk": "bpk.extend", "rules": "bpk.jacobians.Elementwise", "operators": "bpk.operators.GGN"}
+    for name, heading in first.items():
+        page.goto(f"{address}reference/{name}/", wait_until="load")
+        assert page.locator("article h2").first.inner_text().strip("\u00b6 ") == heading
+    page.goto(f"{address}reference/bpk/", wait_until="load")
+    shown = " ".join(page.locator("article h2, article h3").all_inner_texts())
+    assert "bpk.accumulate" in shown and not {"add_up", "begin", "should_store_io"} & set(shown.split())

@@ -18,7 +18,8 @@ from bpk.command_line import main  # noqa: E402
 from bpk.extensions.backprop_extension import BackpropExtension  # noqa: E402
 from bpk.extensions.registry import every_extension  # noqa: E402
 from bpk.support.table import SupportTable  # noqa: E402
-from tools.site import command_line, drawing, quantities  # noqa: E402
+from tools.notebooks import cells_of  # noqa: E402
+from tools.site import command_line, drawing, notebooks, quantities  # noqa: E402
 from tools.site.definitions import DEFINITIONS  # noqa: E402
 from tools.site.docstrings import run  # noqa: E402
 from tools.site.generated import generated  # noqa: E402
@@ -60,6 +61,8 @@ def test_python_on_generated_pages_is_a_file_or_has_been_run() -> None:
         known |= {quantities.compared(type(listed))[0].strip("\n"), quantities.written(type(listed)).strip("\n")}
     known |= {f"# {name}\n{text}".strip("\n") for name, text in command_line.FILES.items()}
     known |= {quantities.MISTAKES.strip("\n"), drawing.EXAMPLE.strip("\n")}
+    for script in notebooks.SCRIPTS:  # test_notebooks.py runs them
+        known |= {text.strip("\n") for _, text in cells_of(script.read_text(encoding="utf-8"))}
     count = 0
     for path, text in generated().items():
         for block in blocks(text, "python"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -52,31 +53,94 @@ PHASES = (
     (588, 110, "an extension: a few lines"),
 )
 """Top and height of the bands behind the boxes, with what they say."""
+ON_A_PHONE = ((0, 1, 7), (2, 3, 8, 4, 9, 5, 10), (6,))
+"""The boxes one below another, by band; those of the right column are set in."""
+NARROW, IN = 340, 34
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A box in its place."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    lines: tuple[tuple[str, str], ...]
+    """Style and text."""
+    kind: str
+
+    def svg(self) -> str:
+        """Frame and text."""
+        frame = f'<rect class="box box-{self.kind}" x="{self.x}" y="{self.y}" rx="5"'
+        text = [
+            f'<text class="{style}" x="{self.x + 12}" y="{self.y + 22 + 20 * k}">{escape(text)}</text>'
+            for k, (style, text) in enumerate(self.lines)
+        ]
+        return "\n".join([f'{frame} width="{self.width}" height="{self.height}"/>', *text])
+
+
+def wide() -> str:
+    """Two columns: what happens, and whom it asks."""
+    placed, arrows = [], []
+    for kind, x, y, *texts in BOXES:
+        lines = tuple(zip(("strong", "file", "small"), texts, strict=True))
+        placed.append(Placed(x, y, WIDTH, HEIGHT, lines, kind))
+    for start, end in ((placed[start], placed[end]) for start, end in ARROWS):
+        if start.x == end.x:
+            arrows.append((start.x + 40, start.y + HEIGHT, end.x + 40, end.y - 2))
+        else:
+            arrows.append((start.x + WIDTH, start.y + HEIGHT // 2, end.x - 2, end.y + HEIGHT // 2))
+    return svg("wide-screen", 700, PHASES, arrows, placed, LABEL)
+
+
+def narrow() -> str:
+    """One column: whom a box asks stands below it, set in."""
+    placed: dict[int, Placed] = {}
+    phases, y = [], 0
+    for boxes, (_, _, label) in zip(ON_A_PHONE, PHASES, strict=True):
+        top, y = y, y + 36
+        for k in boxes:
+            kind, x, _, title, files, what = BOXES[k]
+            lines = (("strong", title), *(("file", f) for f in files.replace(", ", ",\n").split("\n")), ("small", what))
+            inset = IN if x != BOXES[0][1] else 0
+            placed[k] = Placed(8 + inset, y, NARROW - 16 - inset, 10 + 20 * len(lines), lines, kind)
+            y += placed[k].height + 18
+        phases.append((top, y - top - 8, label.partition(":")[0]))
+    arrows = []
+    for start, end in ((placed[start], placed[end]) for start, end in ARROWS):
+        along = 24 if start.x == end.x else 180
+        arrows.append((along, start.y + start.height, along, end.y - 2))
+    return svg("phone", NARROW, phases, arrows, list(placed.values()), 36)
+
+
+def svg(
+    name: str,
+    width: int,
+    phases: Sequence[tuple[int, int, str]],
+    arrows: Sequence[tuple[int, int, int, int]],
+    boxes: Sequence[Placed],
+    label: int,
+) -> str:
+    """Bands, arrows and boxes as SVG that follows the colours of the page."""
+    height = phases[-1][0] + phases[-1][1] + 8
+    lines = [
+        f'<svg class="drawing {name}" viewBox="0 0 {width} {height}" role="img" '
+        'aria-label="From forward pass to field">',
+        f'<defs><marker id="tip-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto"><path d="M0 0 L8 4 L0 8 z"/></marker></defs>',
+    ]
+    for top, tall, text in phases:
+        lines.append(f'<rect class="phase" x="4" y="{top}" width="{width - 8}" height="{tall}" rx="6"/>')
+        lines.append(f'<text class="label" x="{label}" y="{top + 20}">{text}</text>')
+    tip = f'marker-end="url(#tip-{name})"'
+    lines += [f'<line class="arrow" x1="{a}" y1="{b}" x2="{c}" y2="{d}" {tip}/>' for a, b, c, d in arrows]
+    return "\n".join([*lines, *(box.svg() for box in boxes), "</svg>"])
 
 
 def drawing() -> str:
-    """The boxes and arrows as SVG that follows the colours of the page."""
-    lines = [
-        '<div class="wide">',
-        '<svg class="drawing" viewBox="0 0 700 706" role="img" aria-label="From forward pass to field">',
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0 L8 4 L0 8 z"/></marker></defs>',
-    ]
-    for top, height, text in PHASES:
-        lines.append(f'<rect class="phase" x="4" y="{top}" width="692" height="{height}" rx="6"/>')
-        lines.append(f'<text class="label" x="{LABEL}" y="{top + 20}">{text}</text>')
-    for start, end in ARROWS:
-        (_, x1, y1, *_), (_, x2, y2, *_) = BOXES[start], BOXES[end]
-        if x1 == x2:
-            ends = (x1 + 40, y1 + HEIGHT, x2 + 40, y2 - 2)
-        else:
-            ends = (x1 + WIDTH, y1 + HEIGHT // 2, x2 - 2, y2 + HEIGHT // 2)
-        lines.append('<line class="arrow" x1="{}" y1="{}" x2="{}" y2="{}" marker-end="url(#tip)"/>'.format(*ends))
-    for kind, x, y, *texts in BOXES:
-        lines.append(f'<rect class="box box-{kind}" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="5"/>')
-        for k, (text, style) in enumerate(zip(texts, ("strong", "file", "small"), strict=True)):
-            lines.append(f'<text class="{style}" x="{x + 12}" y="{y + 22 + 20 * k}">{escape(text)}</text>')
-    return "\n".join([*lines, "</svg></div>"])
+    """For wide screens and for phones: the page shows one of them."""
+    return f'<div markdown="0">\n{wide()}\n{narrow()}\n</div>'
 
 
 PAGE = """# How it works

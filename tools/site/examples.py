@@ -13,13 +13,14 @@ import argparse
 import ast
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.site.markdown import code_block, details, table
+from tools.site.markdown import code_block, details, escape, table
 from tools.site.names import title
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,8 @@ STORED = ROOT / "docs" / "examples"
 MARK = "source "
 PLOTS = "_plots.py"
 """Scripts that import it draw where they get `--plot FILE`."""
+PANEL = 500
+"""Points: wider pictures have several panels."""
 DEMO = ROOT / "docs" / "demo.png"
 """What the demo draws, which the README and the start page show, too."""
 
@@ -105,7 +108,8 @@ class Script:
         """Run the script, and store what it prints and draws; raise where it fails."""
         draw: list[str] = []
         if self.picture:
-            draw = ["--out" if self.picture == DEMO else "--plot", str(self.picture.relative_to(ROOT))]
+            where = str(self.picture.relative_to(ROOT))
+            draw = ["--out", where, "--variants"] if self.picture == DEMO else ["--plot", where]
         done = subprocess.run(
             [sys.executable, f"examples/{self.path.name}", *draw],
             capture_output=True,
@@ -147,14 +151,30 @@ def scripts() -> list[Script]:
     return [Script(path) for path in sorted(SCRIPTS.glob("[a-z]*.py"))]
 
 
+def card(script: Script) -> str:
+    """A picture that leads to the page of its script, with the title and what it shows."""
+    assert script.picture is not None
+    small = script.picture.with_name(f"{script.picture.stem}-phone.png")
+    shown = os.path.relpath(small if small.exists() else script.picture, STORED)
+    words = "".join(f"<code>{escape(w)}</code>" if k % 2 else escape(w) for k, w in enumerate(script.title.split("`")))
+    panels = ' class="panels"' if intrinsic_width(script.picture) > PANEL else ""
+    picture = f'<img{panels} src="{shown}" alt="" loading="lazy">'
+    return f'<a href="{script.name}/">{picture}<b>{escape(title(script.name))}</b><span>{words}</span></a>'
+
+
+def intrinsic_width(picture: Path) -> float:
+    """Points, as an SVG says in its first lines; 0 for others."""
+    found = re.search(r'width="([\d.]+)pt"', picture.read_text()[:1000]) if picture.suffix == ".svg" else None
+    return float(found[1]) if found else 0.0
+
+
 def pages() -> dict[str, str]:
     """The pages of all examples that have been run, and their table."""
     known = [script for script in scripts() if script.stored.exists()]
     rows = [[f"[{title(s.name)}]({s.name}.md)", s.title] for s in known]
     intro = "Each script checks itself against plain autograd. `make examples` runs them all."
-    drawn = [(s, os.path.relpath(s.picture, STORED)) for s in known if s.picture]
-    pictures = "\n\n".join(f"[![{title(s.name)}]({picture})]({s.name}.md)" for s, picture in drawn)
-    gallery = f'## What they draw\n\n<div class="gallery" markdown="1">\n\n{pictures}\n\n</div>'
+    cards = "\n".join(card(script) for script in known if script.picture)
+    gallery = f'## What they draw\n\n<div class="gallery" markdown="0">\n{cards}\n</div>'
     index = f"# Examples\n\n{intro}\n\n{table(['script', 'what it shows'], rows)}\n\n{gallery}\n"
     return {"examples/index.md": index} | {f"examples/{s.name}.md": s.page() for s in known}
 

@@ -6,9 +6,15 @@ import re
 from functools import cache
 from pathlib import Path
 
-from tools.site import command_line, drawing, examples, matrix, measured, quantities, reference, rules
+from tools.site import command_line, drawing, examples, matrix, measured, notebooks, quantities, reference, rules
 
-SECTIONS = {"Rules": "rules/", "Quantities": "quantities/", "Examples": "examples/", "API reference": "reference/"}
+SECTIONS = {
+    "First steps": "notebooks/",
+    "Rules": "rules/",
+    "Quantities": "quantities/",
+    "Examples": "examples/",
+    "API reference": "reference/",
+}
 """Titles in the navigation, and the folders whose pages they list."""
 
 REPOSITORY = (
@@ -32,6 +38,7 @@ def generated() -> dict[str, str]:
         **rules.pages(),
         **quantities.pages(),
         **examples.pages(),
+        **notebooks.pages(),
         **reference.pages(),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -12,7 +13,13 @@ from tools.site.generated import filled, generated, linked, navigation
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Add the generated pages to the sections of `nav` that bear their names."""
+    """Add the generated pages to the sections of `nav` that bear their names.
+
+    The header lists versions only where there are some beside this one (`tools/release.py`): elsewhere, browsers would
+    look for a list that is not there.
+    """
+    if os.environ.get("BPK_SITE_LISTS_VERSIONS"):
+        config.extra["version"] = {"provider": "mike", "default": "latest"}
     generated.cache_clear()  # the pages are made anew while the site is served
     pages = navigation(generated())
     nav: list[Any] = config.nav or []

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 LIMIT = 1_000_000
 """Bytes of a page with all that it loads."""
-LOADING = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src")}
+LOADING = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "srcset")}
 REL_LOADS = ("stylesheet", "icon", "preload")
 
 
@@ -39,7 +39,7 @@ class Page(HTMLParser):
         for name in ("id", "name"):
             if value := given.get(name):
                 self.ids.add(value)
-        for name in ("href", "src"):
+        for name in ("href", "src", "srcset"):
             if not (value := given.get(name)):
                 continue
             loads = (tag, name) in LOADING and (tag != "link" or given.get("rel") in REL_LOADS)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from latex2mathml.converter import convert
 
-PRIME = "<mi>&#x02032;</mi>"
-"""How latex2mathml writes `f'`: as an operator it stands closer."""
+PRIME = re.compile(r"<msup>(<mi>\w</mi>)<m[io]>(&#x0203[23];)</m[io]></msup>")
+"""How latex2mathml writes `f'` and `f''`: a superscript, for which many fonts have but a speck.
+
+As text of full size it is what fonts for text have drawn it for: raised, and close to its letter."""
 
 
 def escape(text: str) -> str:
@@ -42,5 +44,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def math(latex: str) -> str:
     """LaTeX as a displayed formula in MathML, which browsers show without script."""
     words = re.sub(r"\\(?:mathrm|operatorname)\{([^{}]*)\}", lambda m: rf"\text{{{m[1]}}}".replace(r"\_", "_"), latex)
-    found = convert(words, display="block").replace(PRIME, PRIME.replace("mi>", "mo>"))
+    found = PRIME.sub(r'<mrow>\1<mtext class="prime">\2</mtext></mrow>', convert(words, display="block"))
     return f'<div class="formula" markdown="0">{found}</div>'

@@ -14,7 +14,7 @@ from tools.site.markdown import escape, table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
 LAYERS = RESULTS.with_name("layers.json")
-WIDTH, LEFT, ROW = 640, 170, 24
+ROW = 24
 PEERS = ("bpk", "backpack", "torch.func", "loop", "opacus")
 NAMES = {
     "bpk": "bpk",
@@ -146,37 +146,37 @@ def measuring() -> str:
 
 
 def chart(found: dict[str, dict[str, float]], unit: str, base: float) -> str:
-    """A bar from `base` for bpk, marks for the others, on a logarithmic axis; SVG in the colours of the page."""
+    """A bar from `base` for bpk, marks for the others, on a logarithmic axis; SVG in the colours of the page.
+
+    Places along the axis are percentages, and letters have one size: the drawing fits a phone.
+    """
     used = [name for name in PEERS if any(name in cells for cells in found.values())]
     every = [value for cells in found.values() for name, value in cells.items() if name in used]
     low, high = min(*every, base) * 0.85, max(every) * 1.15
 
     def x(value: float) -> float:
-        return LEFT + (WIDTH - LEFT - 10) * log(value / low) / log(high / low)
+        return 100 * log(value / low) / log(high / low)
 
-    bottom = 34 + ROW * len(found)
+    bottom = ROW * len(found)
     lines = [
-        '<div class="wide" markdown="0">',
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {bottom + 40}" role="img" aria-label="{unit}, logarithmic axis">',
+        '<figure class="chart" markdown="0">',
+        f"<ul>{''.join(f'<li>{sign(name)} {NAMES[name]}</li>' for name in used)}</ul>",
+        f'<div class="names">{"".join(f"<span>{escape(quantity)}</span>" for quantity in found)}</div>',
+        f'<svg class="axis" height="{bottom + 40}" role="img" aria-label="{unit}, logarithmic axis">',
     ]
     for tick in ticks(low, high):
-        kind = "grid one" if tick == base else "grid"
-        lines.append(f'<line class="{kind}" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="30" y2="{bottom}"/>')
-        lines.append(f'<text x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
-    lines.append(f'<text x="{WIDTH - 10}" y="{bottom + 34}" text-anchor="end">{unit}</text>')
-    for k, (quantity, cells) in enumerate(found.items()):
-        y = 34 + ROW * (k + 0.5)
-        lines.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{escape(quantity)}</text>')
+        place, kind = f"{x(tick):.2f}%", "grid one" if tick == base else "grid"
+        lines.append(f'<line class="{kind}" x1="{place}" x2="{place}" y1="0" y2="{bottom}"/>')
+        whole = "" if log10(tick).is_integer() or tick == base else ' class="between"'
+        lines.append(f'<text{whole} x="{place}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
+    lines.append(f'<text x="100%" y="{bottom + 34}" text-anchor="end">{unit}</text>')
+    for k, cells in enumerate(found.values()):
+        y = ROW * (k + 0.5)
         left, right = sorted((x(base), x(cells["bpk"])))
-        bar = f'<rect class="mark-0" x="{left:.1f}" y="{y - 6}" width="{right - left:.1f}" height="12" rx="1">'
+        bar = f'<rect class="mark-0" x="{left:.2f}%" y="{y - 6}" width="{right - left:.2f}%" height="12" rx="1">'
         lines.append(f"{bar}<title>bpk: {cells['bpk']:.2f}</title></rect>")
-        for name in used[:0:-1]:
-            if name in cells:
-                lines.append(mark(name, x(cells[name]), y, f"{NAMES[name]}: {cells[name]:.2f}"))
-    lines.append('<rect class="mark-0" x="4" y="8" width="16" height="12" rx="1"/><text x="25" y="18">bpk</text>')
-    for k, name in enumerate(used[1:]):
-        lines += [mark(name, 80 + 125 * k, 14), f'<text x="{90 + 125 * k}" y="18">{NAMES[name]}</text>']
-    return "\n".join([*lines, "</svg></div>"])
+        lines += [mark(name, x(cells[name]), y, cells[name]) for name in used[:0:-1] if name in cells]
+    return "\n".join([*lines, "</svg></figure>"])
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -185,15 +185,27 @@ def ticks(low: float, high: float) -> list[float]:
     return [tick for d in decades for n in (1, 2, 5) if low <= (tick := n * 10**d) <= high]
 
 
-def mark(name: str, x: float, y: float, title: str = "") -> str:
-    """A sign of an alternative: its form differs as well as its colour."""
-    kind = PEERS.index(name)
-    forms = {
-        1: '<circle class="mark mark-1" cx="0" cy="0" r="5">',
-        2: '<path class="mark mark-2" d="M-5 -5 H5 V5 H-5 z">',
-        3: '<path class="mark mark-3" d="M0 -6 L6 5 H-6 z">',
-        4: '<path class="mark mark-4" d="M0 -6 L6 0 L0 6 L-6 0 z">',
-    }
-    shape = forms[kind].replace("<", f'<g transform="translate({x:.1f} {y})"><', 1)
-    element = "circle" if kind == 1 else "path"
-    return f"{shape}<title>{title}</title></{element}></g>" if title else f"{shape}</{element}></g>"
+FORMS = {
+    "bpk": '<rect class="mark-0" x="-7" y="-5" width="14" height="10" rx="1">',
+    "backpack": '<circle class="mark mark-1" r="5">',
+    "torch.func": '<path class="mark mark-2" d="M-5 -5 H5 V5 H-5 z">',
+    "loop": '<path class="mark mark-3" d="M0 -6 L6 5 H-6 z">',
+    "opacus": '<path class="mark mark-4" d="M0 -6 L6 0 L0 6 L-6 0 z">',
+}
+"""Signs of the alternatives: their forms differ as well as their colours."""
+
+
+def mark(name: str, x: float, y: float, value: float) -> str:
+    """The sign of an alternative, at so many percent of the axis."""
+    shape = FORMS[name].replace(">", f"><title>{NAMES[name]}: {value:.2f}</title>", 1)
+    return f'<svg x="{x:.2f}%" y="{y}" overflow="visible">{shape}</{tag(name)}></svg>'
+
+
+def sign(name: str) -> str:
+    """The same for the legend."""
+    return f'<svg class="sign" viewBox="-8 -8 16 16" aria-hidden="true">{FORMS[name]}</{tag(name)}></svg>'
+
+
+def tag(name: str) -> str:
+    """The element of a sign."""
+    return FORMS[name][1:].partition(" ")[0]

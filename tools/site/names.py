@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,9 @@ SPACES = {
 }
 """Where functions are looked for, by the prefix of their names."""
 
-ACRONYMS = {w.lower(): w for w in ("CG", "CTC", "GGN", "KFAC", "RNN", "SGD", "ResNet18")} | {"unet": "U-Net"}
+ACRONYMS = {
+    w.lower(): w for w in ("CG", "CTC", "DDP", "DP", "EWC", "GGN", "KFAC", "PINN", "RNN", "SGD", "ResNet18")
+} | {"unet": "U-Net"}
 """Words of file names that are not written in small letters."""
 
 
@@ -27,7 +30,11 @@ def title(file: str) -> str:
 
     >>> title("kfac_training"), title("ctc_loss"), title("char_rnn_converter")
     ('KFAC training', 'CTC loss', 'Char RNN converter')
+    >>> title("first_2_pruning")
+    'First steps, 2: pruning'
     """
+    if step := re.fullmatch(r"first_(\d)_(\w+)", file):
+        return f"First steps, {step[1]}: {step[2].replace('_', ' ')}"
     words = [ACRONYMS.get(word, word) for word in file.split("_")]
     return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
 
