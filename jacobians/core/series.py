@@ -61,6 +61,13 @@ class Series:
         """`K`."""
         return len(self.terms)
 
+    @property
+    def counts(self) -> list[int]:
+        """How many columns each coefficient has: one for each curve, or one in all where it is collapsed."""
+        curves = next((len(c) for c in self.terms if c is not None), 0)
+        collapsed = self.collapse is not None and self.order > 1
+        return [curves] * (self.order - 1) + [1 if collapsed else curves]
+
     def moved(self, value: Tensor, terms: Sequence[Term]) -> Series:
         """Another series on the same curves."""
         return Series(value, tuple(terms), self.collapse)
