@@ -55,6 +55,8 @@ class Series:
     value: Tensor
     terms: tuple[Term, ...]
     collapse: Collapse | None = None
+    nested: bool = False
+    """Whether coefficients come from nested forward mode, for want of a formula."""
 
     @property
     def order(self) -> int:
@@ -70,7 +72,7 @@ class Series:
 
     def moved(self, value: Tensor, terms: Sequence[Term]) -> Series:
         """Another series on the same curves."""
-        return Series(value, tuple(terms), self.collapse)
+        return Series(value, tuple(terms), self.collapse, self.nested)
 
     def constant(self, value: Tensor) -> Series:
         """A value that is the same on all of these curves."""

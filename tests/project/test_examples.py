@@ -40,6 +40,7 @@ PRINTS = {
     "ddp_curvature": ["step 9: gradient noise", "480 samples in 10 batches"],
     "ewc_and_merging": ["then 5-9 with the penalty", "weighted by the diagonals", "stopped in the middle"],
     "extension_hook_and_memory": ["peak of the backward pass without a hook", "peak with the hook"],
+    "pinn_kfac": ["Adam: relative error", "KFAC: relative error"],
     "poisson_pinn": ["2 dimensions: relative error", "5 dimensions: relative error"],
     "first_1_wrong_labels": ["1500 images, 75 with a wrong label", "(99% of all)", "label 8, is a 1"],
     "first_2_pruning": ["by saliency   by size", "90%"],
