@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import bpk
 from _check import agree
-from _plots import lines
+from _plots import plot
 from bpk.extensions import DiagGGNExact
 from poisson_pinn import Trial, solution
 
@@ -118,7 +119,14 @@ def main() -> None:
         seconds, errors, steps = train(make)
         curves[name], last[name] = (seconds, errors), errors[-1]
         print(f"{name}: relative error {errors[-1]:.1e} after {SECONDS:.0f} seconds, {steps} steps")
-    lines("Poisson's equation in five dimensions", "seconds", "relative error", curves, log=True)
+
+    def draw(axes: Any) -> None:
+        for name, (seconds, errors) in curves.items():
+            axes.plot(seconds, errors, label=name, marker="o", markersize=3)
+        axes.set(xlabel="seconds", ylabel="relative error", yscale="log")
+        axes.legend()
+
+    plot("Poisson's equation, five dimensions", draw, (4.6, 3.0))
 
     torch.manual_seed(0)
     trial, loss_fn, x = bpk.extend(Trial(DIM, 4).double()), bpk.extend(nn.MSELoss()), torch.rand(6, DIM).double()

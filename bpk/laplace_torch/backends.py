@@ -8,7 +8,7 @@ import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from laplace.utils import Kron
 from scipy.sparse.linalg import eigsh
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpk.context import backpack
 from bpk.extending import extend
@@ -124,13 +124,15 @@ class GGN(Backend, GGNInterface):
         """The loss, and Kronecker factors of a batch of a data set of `N` samples."""
         loss, found = self.quantity(x, y, KFAC(mc_samples=self.num_samples) if self.stochastic else KFLR())
         expected = Kron.init_from_model(self.params, self.params[0].device, self.params[0].dtype).kfacs
-        for name, ours, theirs in zip(self.params_dict, found, expected, strict=True):
+        tables = {id(m.weight) for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        for name, p, ours, theirs in zip(self.params_dict, self.params, found, expected, strict=True):
             sizes = [[list(factor.shape) for factor in factors] for factors in (ours, theirs)]
-            if sizes[0] != sizes[1]:
+            if sizes[0] != sizes[1] or id(p) in tables:  # whose factors are in the other order
                 raise ValueError(
                     explain(
                         f"'{name}' has Kronecker factors of the sizes {sizes[0]}; laplace-torch adds to {sizes[1]}.",
-                        "it knows vectors with one factor, and matrices and convolutions with two.",
+                        "it knows vectors with one factor, matrices and convolutions with two, in the order of axes; "
+                        "those of tables of embeddings are in the other order.",
                         "use hessian_structure='diag', or leave the parameter out by requires_grad_(False).",
                     )
                 )

@@ -208,14 +208,22 @@ class Shift(nn.Module):
         return (x + self.weight).tanh()
 
 
+class Tokens(nn.Module):
+    """Whole numbers from images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(1) > 0).long()
+
+
 def refusals() -> list[str]:
     """What is refused, in words."""
     found = []
     shifted = copy.deepcopy(PERCEPTRON)
     shifted[2] = Shift()
+    table = nn.Sequential(Tokens(), nn.Embedding(5, 5), nn.Flatten(), nn.Linear(180, 3))
     unused = nn.ModuleDict({"used": nn.Linear(36, 3), "unused": nn.Linear(2, 2)})
     unused.forward = lambda x: unused["used"](x.flatten(1))
-    for model, structure in ((shifted, "kron"), (unused, "diag")):
+    for model, structure in ((shifted, "kron"), (table, "kron"), (unused, "diag")):
         try:
             laplace_torch.Laplace(model, "classification", "all", structure).fit(loader("classification"))
         except ValueError as error:
