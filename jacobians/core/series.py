@@ -57,6 +57,8 @@ class Series:
     collapse: Collapse | None = None
     nested: bool = False
     """Whether coefficients come from nested forward mode, for want of a formula."""
+    shares: bool = False
+    """Whether value and coefficients are to pass a weight in one product, which then has the quantities of a layer."""
 
     @property
     def order(self) -> int:
@@ -72,7 +74,7 @@ class Series:
 
     def moved(self, value: Tensor, terms: Sequence[Term]) -> Series:
         """Another series on the same curves."""
-        return Series(value, tuple(terms), self.collapse, self.nested)
+        return Series(value, tuple(terms), self.collapse, self.nested, self.shares)
 
     def constant(self, value: Tensor) -> Series:
         """A value that is the same on all of these curves."""

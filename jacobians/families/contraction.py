@@ -123,7 +123,7 @@ class Contraction(Affine):
         return ordered.permute(*range(lead), *(lead + self.order.index(axis) for axis in range(len(shape))))
 
     def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
-        """Where the weight is to be differentiated: one product, with the value and all derivatives side by side.
+        """Where extensions look at the graph: one product, with the value and all derivatives side by side.
 
         The graph then has one layer, whose weight is shared by `S` positions `[N, S, ..., I]`: the value, first
         derivatives, and so on up to `k! c_k`.
@@ -132,7 +132,7 @@ class Contraction(Affine):
         networks, section 3.
         """
         weight, bias = call.params["weight"], call.params.get("bias")
-        if len(call.inputs) > 1 or not (torch.is_grad_enabled() and weight.requires_grad):
+        if len(call.inputs) > 1 or not (series[0].shares and weight.requires_grad):
             return super().taylor(call, series)
         x = series[0]
         counts = x.counts
