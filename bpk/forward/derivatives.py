@@ -15,6 +15,7 @@ from bpk.forward.rules import refusal
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.series import Collapse, Series
+from bpk.recording.membership import MARK
 from bpk.recording.state import CTX
 
 
@@ -125,7 +126,8 @@ def propagate(
     propagation = Propagation(by_sample, torch.is_grad_enabled(), answer)
     before = RandomState.now(x.device)
     with CTX.quietly(), rules_answer(model), torch.enable_grad():  # where the model disables it, values are constant
-        given = propagation.carry(Series(x, tuple(terms), collapse), True)
+        shares = propagation.graph and not CTX.disabled and any(MARK in vars(module) for module in model.modules())
+        given = propagation.carry(Series(x, tuple(terms), collapse, shares=shares), True)
         result = model(given)
     if not isinstance(result, Tensor):
         what = f"{type(model).__name__} returned {type(result).__name__}, not a tensor."

@@ -85,7 +85,8 @@ def answer(
     for number, (x, terms) in enumerate(zip(outputs, parts, strict=True)):
         axis = binding.out_axis(number)
         back = [None if c is None else c.movedim(1, axis + 1) for c in terms]
-        carried[id(x)] = propagation.carry(found.moved(x, back), apart)
+        value = x if found.value is output else found.value.movedim(0, axis)  # one that has the same graph as its terms
+        carried[id(x)] = propagation.carry(found.moved(value, back), apart)
     return replaced(result, carried)
 
 

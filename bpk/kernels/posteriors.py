@@ -81,24 +81,52 @@ class Kronecker(Posterior):
         if len(factors) == 1 and factors[0].layout is not torch.strided:
             diagonal = sparse_diagonal_of(factors[0])
             return uses.sample_gram(1 / (self.scale * diagonal.view_as(uses.param) + self.prior_precision))
-        in_order = factors[::-1] if uses.input_first else factors
-        values, bases = zip(*(torch.linalg.eigh(dense(factor)) for factor in in_order), strict=True)
-        if len(factors) == 1:
-            directions = bases[0].T / (self.scale * values[0].clamp(min=0) + self.prior_precision).sqrt()[:, None]
-            rows = uses.along(directions.reshape(-1, *uses.param.shape)).transpose(0, 1)
-            return rows @ rows.mT
-        left, right = (value.clamp(min=0) for value in values)
-        if self.damped_factors:
+        values, bases = zip(*(torch.linalg.eigh(dense(factor)) for factor in factors), strict=True)
+        values = tuple(value.clamp(min=0) for value in values)
+        if self.damped_factors and len(factors) == 2:
             root, shift = self.scale**0.5, self.prior_precision**0.5
-            precision = torch.outer(root * left + shift, root * right + shift)
-        else:
-            precision = self.scale * torch.outer(left, right) + self.prior_precision
-        return uses.rotated_gram(bases[0].T, bases[1].T, 1 / precision)
+            return in_eigenbasis(uses, bases, torch.outer(*(root * value + shift for value in values)))
+        eigenvalues = values[0] if len(factors) == 1 else torch.outer(*values)
+        return in_eigenbasis(uses, bases, self.scale * eigenvalues + self.prior_precision)
+
+
+@dataclass(frozen=True)
+class Eigenbases(Posterior):
+    """`Sigma = Q diag(1 / precisions) Q^T` for each parameter, in a basis `Q = Q_1` or `Q = kron(Q_1, Q_2)`.
+
+    `bases` holds orthonormal columns, of one matrix `[P, P]` or of two in the order of the parameter's axes (as `KFAC`
+    saves its factors); `precisions` are `[P]` or `[P_1, P_2]`. For factors that have been decomposed once, and for
+    precisions that are no product of eigenvalues (`EKFAC`).
+    """
+
+    bases: Mapping[str, Sequence[Tensor]]
+    precisions: Mapping[str, Tensor]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.bases)
+
+    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
+        return {"covariance": lambda uses: in_eigenbasis(uses, self.bases[name], self.precisions[name])}
+
+
+def in_eigenbasis(uses: Uses, bases: Sequence[Tensor], precisions: Tensor) -> Tensor:
+    """The covariance `[N, C, C]` for the inverse of a matrix with these eigenvectors and eigenvalues."""
+    if len(bases) == 1:
+        directions = bases[0].T / precisions.sqrt()[:, None]
+        rows = uses.along(directions.reshape(-1, *uses.param.shape)).transpose(0, 1)
+        return rows @ rows.mT
+    left, right = (basis.T for basis in bases)
+    if uses.input_first:
+        left, right, precisions = right, left, precisions.T
+    return uses.rotated_gram(left, right, 1 / precisions)
 
 
 @dataclass(frozen=True)
 class LowRank(Posterior):
     """`Sigma = isotropic I + sum_k weights_k u_k u_k^T`, with `u_k` by parameter `[K, *p]`.
+
+    In the place of a number, `isotropic` may hold variances by parameter `[*p]`: `diag(isotropic) + ...`.
 
     Weights may be negative, as those of `(prior I + sum_k lambda_k e_k e_k^T)^-1` are (`LowRank.of`). A full covariance
     is one of as many columns as it has rows.
@@ -106,7 +134,7 @@ class LowRank(Posterior):
 
     directions: Mapping[str, Tensor]
     weights: Tensor | None = None
-    isotropic: float = 0.0
+    isotropic: float | Mapping[str, Tensor] = 0.0
 
     @classmethod
     def of(cls, vectors: Mapping[str, Tensor], values: Tensor, prior_precision: float = 1.0) -> LowRank:
@@ -118,13 +146,17 @@ class LowRank(Posterior):
         return list(self.directions)
 
     def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        along = {"along": lambda uses: uses.along(self.directions[name])}
-        return along | ({"covariance": Uses.sample_gram} if self.isotropic else {})
+        found = {"along": lambda uses: uses.along(self.directions[name])}
+        if isinstance(self.isotropic, Mapping):
+            variances = self.isotropic[name]
+            return found | {"covariance": lambda uses: uses.sample_gram(variances)}
+        scale = self.isotropic
+        return found | ({"covariance": lambda uses: scale * uses.sample_gram()} if scale else {})
 
     def covariance(self, totals: Mapping[str, Tensor]) -> Tensor:
         rows = totals["along"].transpose(0, 1)  # [N, C, K]
         found = (rows if self.weights is None else rows * self.weights) @ rows.mT
-        return found + self.isotropic * totals["covariance"] if self.isotropic else found
+        return found + totals["covariance"] if "covariance" in totals else found
 
 
 def sparse_diagonal_of(matrix: Tensor) -> Tensor:

@@ -35,6 +35,11 @@ def predictive_covariance(model: nn.Module, x: Inputs, posterior: Posterior) -> 
     >>> bpk.predictive_covariance(model, torch.randn(6, 4), last_layer).shape
     torch.Size([6, 3, 3])
     """
+    return predicted(model, x, posterior)[1]
+
+
+def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor, Tensor]:
+    """The outputs of a model, without their graph, and `predictive_covariance`."""
     params = dict(model.named_parameters())
     unknown = sorted(set(posterior.names) - set(params))
     if unknown or not posterior.names:
@@ -55,9 +60,10 @@ def predictive_covariance(model: nn.Module, x: Inputs, posterior: Posterior) -> 
         return OfRoot(f"_bpk_{kind}", value)
 
     with only(params, posterior.names):
-        totals = of_outputs(model, outputs_of(model, x), *map(statistic, kinds))
+        outputs = outputs_of(model, x)
+        totals = of_outputs(model, outputs, *map(statistic, kinds))
     with torch.no_grad():
-        return posterior.covariance({kind: totals[f"_bpk_{kind}"] for kind in kinds})
+        return outputs.detach(), posterior.covariance({kind: totals[f"_bpk_{kind}"] for kind in kinds})
 
 
 @contextmanager

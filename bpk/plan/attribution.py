@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.plan.decoding import batch_axis, decode, digits
+from bpk.plan.decoding import all_different, batch_axis, decode, digits
 from bpk.plan.hypotheses import (
     are_pieces,
     behind_first_axis,
@@ -31,9 +31,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Of gradients that are equal or zero, by the precision of the layers."""
 COARSE = 0.05
 """The same where a layer computes in a shorter format."""
-
-GOLDEN = 0.6180339887498949
-"""Its multiples, without whole numbers, are spread evenly: weights of samples that are all different."""
 
 
 class Shared(Exception):
@@ -156,7 +153,7 @@ def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows
     """
     device = root.inputs[0].device
     in_order = torch.arange(n, device=device)
-    weights = (in_order.double() * GOLDEN).remainder(1).add(1)
+    weights = all_different(n, device)
     tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root)) / 4
     start = weights[rows.get(id(root), in_order).clamp(min=0)]
     for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):

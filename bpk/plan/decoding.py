@@ -46,3 +46,8 @@ def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
     number = (digit.long() * place[:, None]).sum(0).clamp(0, n - 1)
     alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.full_like(number, -1)
     return torch.where(size > 0, number, alone)
+
+
+def all_different(n: int, device: torch.device) -> Tensor:
+    """Weights `[n]` between one and two: multiples of the golden ratio, without whole numbers, are spread evenly."""
+    return (torch.arange(n, device=device).double() * 0.6180339887498949).remainder(1).add(1)

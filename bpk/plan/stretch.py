@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.numeric import like_columns
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
+from bpk.plan.decoding import all_different
 from bpk.plan.graph import Source
 
 
@@ -80,11 +82,40 @@ class StretchCall(Call):
             if together:
                 found = self.source.pull_to_parameters(mat)
             else:
-                numbers = range(mat.shape[1]) if self.samples is None else self.samples
-                each = [self.source.pull_to_parameters(self.at_row(n, mat[:, k])) for k, n in enumerate(numbers)]
-                found = [torch.stack(rows, 1) for rows in zip(*each, strict=True)]
+                found = self.repeated(mat) or self.row_by_row(mat)
             self.latest = mat, together, found
         return self.latest[2]
+
+    def row_by_row(self, mat: Tensor) -> list[Tensor]:
+        """Rows `[V, R, *p]`, in one pass for each."""
+        numbers = range(mat.shape[1]) if self.samples is None else self.samples
+        each = [self.source.pull_to_parameters(self.at_row(n, mat[:, k])) for k, n in enumerate(numbers)]
+        return [torch.stack(rows, 1) for rows in zip(*each, strict=True)]
+
+    def repeated(self, mat: Tensor) -> list[Tensor]:
+        """The same in one pass, where all parameters are repeated for every row (`b.expand(N, ...)`); else nothing.
+
+        What arrives at a repetition are rows of their own. That they are those of the output's rows is tested: with a
+        weight for each row of the output, all different, every row has to be multiplied by its own.
+        """
+        rows = self.output.shape[0]
+        places = self.source.repetitions(rows)
+        if not places or mat.shape[1] < 3:
+            return []
+        weights = all_different(rows, mat.device).to(mat.dtype)
+        columns = self.widen(mat)
+        scale = weights.reshape(-1, *[1] * (mat.dim() - 2))
+        plain, weighted = (self.source.pull_to_edges(m, places) for m in (columns, columns * scale))
+        found = []
+        for param, one, other in zip(self.params.values(), plain, weighted, strict=True):
+            if one is None or other is None:
+                return []
+            one, other = (x.reshape(len(mat), rows, *param.shape) for x in (one, other))
+            error = (one * like_columns(weights, one[0]) - other).abs().amax()
+            if not error <= torch.finfo(mat.dtype).eps ** 0.625 * other.abs().amax():
+                return []
+            found.append(self.narrow(one))
+        return found
 
     def at_row(self, number: int, mat: Tensor) -> Tensor:
         """Columns `[V, ...]` at one row of the output, zero at all others."""

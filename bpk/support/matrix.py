@@ -12,6 +12,9 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.series import Series
+from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.support import Kind, Support
 from bpk.plan.support import support as answer
@@ -70,3 +73,37 @@ def of_rule(rule: Rule, name: str, calls: Sequence[Call], extension: BackpropExt
     partly = "In some cases: " if refused and kind is not Kind.REFUSED else ""
     reason, do = next(iter(texts), ("", ""))
     return Cell("", name, type(extension).__name__, kind, partly + reason if reason else "", do)
+
+
+def taylor_matrix() -> list[Cell]:
+    """Every layer that has a rule: whether Taylor coefficients (`bpk.taylor`) pass it by a formula.
+
+    `generic`: by nested forward mode, `2^K` evaluations for the order `K`.
+    """
+    cells: list[Cell] = []
+    for rule in REGISTRY:
+        if isinstance(rule, Loss):
+            continue
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for module in rule.modules:
+                calls = [call for made, call in calls_of(rule) if made is module]
+                cells.append(of_taylor(rule, module.__name__, calls))
+    return cells
+
+
+def of_taylor(rule: Rule, name: str, calls: Sequence[Call]) -> Cell:
+    """The cell of one layer, along curves through all of its inputs."""
+    nested, mixing = list[bool](), ""
+    for call in calls:
+        moving = {k: x for k, x in enumerate(call.inputs) if x.is_floating_point()}
+        series = {k: Series(x, (torch.randn(1, *x.shape, dtype=x.dtype), None)) for k, x in moving.items()}
+        mixing = mixing or rule.mixing(call) or ""
+        try:
+            nested.append(bool(series) and rule.taylor(call, series).nested)
+        except UnsupportedLayer:  # what it drew is not known here: in a forward pass, functions draw once more
+            nested.append(True)
+    reasons = ["In some cases by nested forward mode."] if any(nested) and not all(nested) else []
+    reasons += [f"Of single samples (bpk.laplacian) in some cases refused: {mixing}."] if mixing else []
+    kind = Kind.GENERIC if nested and all(nested) else Kind.SUPPORTED
+    return Cell("", name, "taylor", kind, " ".join(reasons), "")

@@ -81,7 +81,7 @@ class Problem:
     def of(
         cls,
         model: nn.Module,
-        loss: nn.Module,
+        loss: nn.Module | None,
         inputs: Any,
         targets: Any,
         dtype: torch.dtype | None,
@@ -98,6 +98,7 @@ class Problem:
                         "use for example nn.CrossEntropyLoss() instead of a function.",
                     )
                 )
+        assert loss is not None
         given = () if targets is None else tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
         return cls(
             duplicate(model, dtype),

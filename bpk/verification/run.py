@@ -12,17 +12,18 @@ from bpk.context import check_extension
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
 from bpk.verification.assemble import Effort, rows
+from bpk.verification.forward import DERIVATIVES, Derivative, derivatives_of
 from bpk.verification.problem import Problem, undisturbed
 from bpk.verification.progress import Progress
-from bpk.verification.result import Verification
+from bpk.verification.result import Row, Verification
 
 
 def verify(
     model: nn.Module,
-    loss: nn.Module,
+    loss: nn.Module | None,
     inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
-    targets: Any,
-    *extensions: BackpropExtension,
+    targets: Any = None,
+    *extensions: BackpropExtension | Derivative,
     entries: int = 10,
     samples: int = 2,
     seed: int = 0,
@@ -51,15 +52,19 @@ def verify(
     is compared for one sample, and `PCHMP` must be symmetric and at least the GGN and the Hessian. What these do not
     cover is said in the table, as are refusals of `bpk`.
 
+    Derivatives in the input are named by their functions, `bpk.taylor`, `bpk.laplacian`, `bpk.input_hessian_diag`,
+    and are compared with reverse mode. They need no loss: `bpk.verify(model, None, x)` checks all three.
+
     A loss of one's own that adds losses of `torch.nn` up, with constant factors, has the GGN of their sum.
 
     Args:
         model: The model, extended or not, in the mode (training, evaluation) that is meant.
         loss: The loss, a module that returns a scalar. It is called as `loss(output, *targets)`, or as
-            `loss(*output, *targets)` where the model returns a tuple whose parts it takes.
+            `loss(*output, *targets)` where the model returns a tuple whose parts it takes. `None` for derivatives in
+            the input alone.
         inputs: A tensor, a tuple of the arguments of `forward`, or a mapping of named ones; they may be nested.
         targets: What the loss takes beside the prediction: a tensor, a tuple of several, or `None`.
-        *extensions: Which quantities (all by default).
+        *extensions: Which quantities (by default: all extensions; without a loss, all derivatives in the input).
         entries: How many entries of each parameter are compared.
         samples: For how many samples quantities of single samples are compared.
         seed: For the choice of entries and samples, dropout, and draws.
@@ -87,19 +92,27 @@ def verify(
     6 ok
     >>> [(row.parameter, row.quantity, row.entries) for row in result.rows][:2]
     [('0.weight', 'BatchGrad', 20), ('0.bias', 'BatchGrad', 6)]
+    >>> print(bpk.verify(model, None, X).summary())
+    3 ok
     """
-    for extension in extensions:
+    forward = [e for e in extensions if e in DERIVATIVES] if extensions or loss is not None else list(DERIVATIVES)
+    chosen = [e for e in extensions if e not in DERIVATIVES]
+    for extension in chosen:
         check_extension(extension)
-    wanted = extensions or every_extension()
+    wanted = [e for e in chosen if isinstance(e, BackpropExtension)] if extensions or forward else every_extension()
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
+    found: list[Row] = []
     with undisturbed(dtype, devices):
-        problem = Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed)
-        effort = Effort(entries, samples, passes, memory, rtol, atol)
-        bar = Progress(len(wanted), progress)
-        try:
-            result = Verification(tuple(rows(problem, wanted, effort, use_converter, bar)))
-        finally:
-            bar.close()
+        if wanted:
+            problem = Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed)
+            effort = Effort(entries, samples, passes, memory, rtol, atol)
+            bar = Progress(len(wanted), progress)
+            try:
+                found += rows(problem, wanted, effort, use_converter, bar)
+            finally:
+                bar.close()
+        found += derivatives_of(model, inputs, forward, entries, passes, seed, dtype, (rtol, atol))
+    result = Verification(tuple(found))
     if raise_on_error and result.wrong:
         raise AssertionError(f"quantities are wrong:\n{result}")
     return result

@@ -55,15 +55,26 @@ class Series:
     value: Tensor
     terms: tuple[Term, ...]
     collapse: Collapse | None = None
+    nested: bool = False
+    """Whether coefficients come from nested forward mode, for want of a formula."""
+    shares: bool = False
+    """Whether value and coefficients are to pass a weight in one product, which then has the quantities of a layer."""
 
     @property
     def order(self) -> int:
         """`K`."""
         return len(self.terms)
 
+    @property
+    def counts(self) -> list[int]:
+        """How many columns each coefficient has: one for each curve, or one in all where it is collapsed."""
+        curves = next((len(c) for c in self.terms if c is not None), 0)
+        collapsed = self.collapse is not None and self.order > 1
+        return [curves] * (self.order - 1) + [1 if collapsed else curves]
+
     def moved(self, value: Tensor, terms: Sequence[Term]) -> Series:
         """Another series on the same curves."""
-        return Series(value, tuple(terms), self.collapse)
+        return Series(value, tuple(terms), self.collapse, self.nested, self.shares)
 
     def constant(self, value: Tensor) -> Series:
         """A value that is the same on all of these curves."""

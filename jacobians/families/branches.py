@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,8 @@ class Branches(Composite):
                 for s, c in zip(found, parts, strict=True)
             ]
             terms.append(self._combine(full, lead=1))
-        return found[0].moved(call.output, terms)
+        together = found[0].moved(call.output, terms)
+        return replace(together, nested=any(s.nested for s in found))
 
     # ---- the second derivative: branch by branch ---------------------------------------------------
     def _curved(self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]) -> list[CurvedBranch]:

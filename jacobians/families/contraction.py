@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import factorial
 from string import ascii_lowercase
 from typing import Any
 
@@ -14,6 +15,7 @@ from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.numeric import linear
+from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.affine import Affine
 
 NO_BATCH = "its input has no batch axis"
@@ -119,6 +121,32 @@ class Contraction(Affine):
         shape, lead = call.params["weight"].shape, matrix.dim() - 3
         ordered = matrix.reshape(*matrix.shape[:-3], *[shape[axis] for axis in self.order])
         return ordered.permute(*range(lead), *(lead + self.order.index(axis) for axis in range(len(shape))))
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        """Where extensions look at the graph: one product, with the value and all derivatives side by side.
+
+        The graph then has one layer, whose weight is shared by `S` positions `[N, S, ..., I]`: the value, first
+        derivatives, and so on up to `k! c_k`.
+
+        Source: Dangel, Müller, Zeinhofer (2024), Kronecker-factored approximate curvature for physics-informed neural
+        networks, section 3.
+        """
+        weight, bias = call.params["weight"], call.params.get("bias")
+        if len(call.inputs) > 1 or not (series[0].shares and weight.requires_grad):
+            return super().taylor(call, series)
+        x = series[0]
+        counts = x.counts
+        zero = x.value.new_zeros(())
+        parts = [
+            (zero.expand(count, *x.value.shape) if c is None else c * factorial(k)).movedim(0, 1)
+            for k, (count, c) in enumerate(zip(counts, x.terms, strict=True), start=1)
+        ]
+        out = F.linear(torch.cat([x.value[:, None], *parts], 1), self.matrix(weight))
+        value, *terms = out.split([1, *counts], 1)
+        value = value.squeeze(1)
+        if bias is not None:  # repeated for every sample, where its rows are found in one pass
+            value = value + bias.expand(len(value), *[1] * (value.dim() - 2), -1)
+        return x.moved(value, [c.movedim(1, 0) / factorial(k) for k, c in enumerate(terms, start=1)])
 
     # ---- products --------------------------------------------------------------------------------
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -41,4 +42,4 @@ def by_nesting(rule: Differentiable, call: Call, series: Mapping[int, Series]) -
 
     first = next(iter(series.values()))
     given = [Series(call.inputs[i], s.terms, s.collapse) for i, s in series.items()]
-    return first.moved(call.output, nested(function, given)[0])
+    return replace(first.moved(call.output, nested(function, given)[0]), nested=True)

@@ -24,13 +24,17 @@ import_torchvision()
 bpk.install_as_backpack()
 
 from laplace import Laplace, marglik_training  # noqa: E402 - it must come after install_as_backpack
-from laplace.curvature import BackPackEF, BackPackGGN, CurvlinopsEF, CurvlinopsGGN  # noqa: E402
+from laplace.curvature import BackPackEF, BackPackGGN, CurvatureInterface, CurvlinopsEF, CurvlinopsGGN  # noqa: E402
+
+from bpk import laplace_torch  # noqa: E402
+from bpk.jacobians.core.errors import UnsupportedLayer  # noqa: E402
+from bpk.laplace_torch import EF, GGN  # noqa: E402
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 INPUTS = torch.randn(20, 1, 6, 6)
 TARGETS = {"classification": torch.randint(3, (20,)), "regression": torch.randn(20, 3)}
-PEERS = {BackPackGGN: CurvlinopsGGN, BackPackEF: CurvlinopsEF}
+PEERS = {BackPackGGN: CurvlinopsGGN, BackPackEF: CurvlinopsEF, GGN: CurvlinopsGGN, EF: CurvlinopsEF}
 
 
 CONVOLUTION = nn.Sequential(
@@ -47,7 +51,8 @@ def loader(likelihood: str) -> DataLoader[Any]:
 
 def fit(likelihood: str, subset: str, structure: str, backend: type, **options: Any) -> Any:
     """A fitted posterior."""
-    laplace = Laplace(
+    make = laplace_torch.Laplace if backend in (GGN, EF) else Laplace
+    laplace = make(
         copy.deepcopy(PERCEPTRON if structure == "kron" else CONVOLUTION),
         likelihood,
         subset_of_weights=subset,
@@ -72,7 +77,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def posterior(likelihood: str, subset: str, structure: str, backend: type) -> float:
     """Curvature, predictions and evidence: the largest difference to the peer."""
     ours = fit(likelihood, subset, structure, backend)
-    if (subset, structure, backend) == ("last_layer", "diag", BackPackEF):
+    if (subset, structure) == ("last_layer", "diag") and backend in (BackPackEF, EF):
         # curvlinops squares sums over each batch here; the diagonal of laplace's own full matrix is the reference
         full = fit(likelihood, subset, "full", CurvlinopsEF)
         return difference(matrix(ours), matrix(full).diagonal())
@@ -83,27 +88,27 @@ def posterior(likelihood: str, subset: str, structure: str, backend: type) -> fl
     return max(difference(a, b) for a, b in pairs)
 
 
-def jacobians() -> float:
+def jacobians(backend: type) -> float:
     """The model's Jacobians, which laplace gets from individual gradients."""
-    ours = fit("classification", "all", "diag", BackPackGGN).backend.jacobians(INPUTS[:4])
+    ours = fit("classification", "all", "diag", backend).backend.jacobians(INPUTS[:4])
     theirs = fit("classification", "all", "diag", CurvlinopsGGN).backend.jacobians(INPUTS[:4])
     return max(difference(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def sampled(structure: str, draws: int = 100) -> float:
+def sampled(structure: str, backend: type, draws: int = 100) -> float:
     """The mean of sampled curvatures, which approaches the exact one."""
-    mean = sum(matrix(fit("classification", "all", structure, BackPackGGN, stochastic=True)) for _ in range(draws))
-    return difference(mean / draws, matrix(fit("classification", "all", structure, BackPackGGN)))
+    mean = sum(matrix(fit("classification", "all", structure, backend, stochastic=True)) for _ in range(draws))
+    return difference(mean / draws, matrix(fit("classification", "all", structure, backend)))
 
 
-def training() -> float:
+def training(backend: type) -> float:
     """Training by marginal likelihood: the change of the loss that it reports."""
     result = marglik_training(
         copy.deepcopy(CONVOLUTION),
         loader("classification"),
         "classification",
         hessian_structure="kron",
-        backend=BackPackGGN,
+        backend=backend,
         n_epochs=4,
         n_epochs_burnin=1,
         marglik_frequency=2,
@@ -112,16 +117,138 @@ def training() -> float:
     return float(losses[-1] - losses[0])
 
 
+def low_rank() -> float:
+    """All eigenpairs of the GGN, and a prior with an entry for each weight: predictions of the full posterior."""
+    found, data = [], loader("regression")
+    size = sum(p.numel() for p in CONVOLUTION.parameters())
+    prior = torch.rand(size) + 0.5
+    for make, structure, options in (
+        (laplace_torch.Laplace, "lowrank", {"backend": GGN, "backend_kwargs": {"rank": size}}),
+        (Laplace, "full", {"backend": CurvlinopsGGN}),
+    ):
+        laplace = make(copy.deepcopy(CONVOLUTION), "regression", "all", structure, prior_precision=prior, **options)
+        laplace.fit(data)
+        found.append(laplace)
+    pairs = zip(found[0](INPUTS[:4]), found[1](INPUTS[:4]), strict=True)
+    return max(difference(a, b) for a, b in pairs)
+
+
+def covariances() -> float:
+    """`J Sigma J^T` by laplace itself from autograd's Jacobians: priors, joint inputs, frozen weights."""
+    errors = []
+    for structure, model in (("diag", CONVOLUTION), ("kron", PERCEPTRON)):
+        part = copy.deepcopy(model)
+        part[-3].weight.requires_grad_(False)
+        for net, options in (
+            (model, {"prior_precision": torch.rand(len(list(model.parameters()))) + 0.5}),
+            (model, {"sigma_noise": 0.3, "temperature": 0.5}),
+            (part, {}),
+        ):
+            ours = laplace_torch.Laplace(copy.deepcopy(net), "regression", "all", structure, **options)
+            ours.fit(loader("regression"))
+            jacobian = CurvatureInterface.jacobians(ours.backend, INPUTS[:4])[0]
+            errors.append(difference(ours(INPUTS[:4])[1], ours.functional_variance(jacobian)))
+            errors.append(difference(ours(INPUTS[:4], joint=True)[1], ours.functional_covariance(jacobian)))
+            frozen = [p for p in ours.model.parameters() if not p.requires_grad]
+            assert len(frozen) == (net is part) and all(p.grad is None for p in ours.model.parameters())
+    return max(errors)
+
+
+def without_jacobians() -> bool:
+    """Predictions ask the backend for no Jacobian; those that are differentiated do, and give its gradient."""
+    for subset in ("all", "last_layer"):
+        for structure in ("diag", "kron", *["lowrank"] * (subset == "all")):
+            laplace = fit("classification", subset, structure, GGN)
+            laplace.backend.jacobians = laplace.backend.last_layer_jacobians = None
+            laplace(INPUTS[:4])
+            laplace.predictive_samples(INPUTS[:4])
+    gradients = []
+    for make, backend in ((laplace_torch.Laplace, GGN), (Laplace, CurvlinopsGGN)):
+        laplace = make(copy.deepcopy(PERCEPTRON), "regression", "all", "kron", backend=backend, enable_backprop=True)
+        laplace.fit(loader("regression"))
+        x = INPUTS[:4].clone().requires_grad_()
+        gradients.append(torch.autograd.grad(laplace(x)[1].sum(), x)[0])
+    return difference(*gradients) < 1e-10
+
+
+def others() -> float:
+    """Subnetworks, and Jacobians of chosen outputs."""
+    indices = torch.tensor([0, 3, 20, 50])
+    errors = []
+    for structure in ("diag", "full"):
+        pair = []
+        for make, backend in ((laplace_torch.Laplace, GGN), (Laplace, CurvlinopsGGN)):
+            laplace = make(
+                copy.deepcopy(CONVOLUTION),
+                "classification",
+                "subnetwork",
+                structure,
+                backend=backend,
+                subnetwork_indices=indices,
+            )
+            laplace.fit(loader("classification"))
+            pair.append(laplace)
+        errors.append(difference(pair[0].H, pair[1].H))
+        errors.append(difference(pair[0](INPUTS[:4]), pair[1](INPUTS[:4])))
+    backend = fit("classification", "all", "diag", GGN).backend
+    whole, chosen = backend.jacobians(INPUTS[:3])[0], torch.tensor([[0, 2], [1, 1], [2, 0]])
+    some = backend.selected_output_jacobians(INPUTS[:3], chosen)[0]
+    errors.append(difference(some, torch.stack([whole[n, c] for n, c in enumerate(chosen)])))
+    return max(errors)
+
+
+class Shift(nn.Module):
+    """Has a matrix that nothing is multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.weight).tanh()
+
+
+class Tokens(nn.Module):
+    """Whole numbers from images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(1) > 0).long()
+
+
+def refusals() -> list[str]:
+    """What is refused, in words."""
+    found = []
+    shifted = copy.deepcopy(PERCEPTRON)
+    shifted[2] = Shift()
+    table = nn.Sequential(Tokens(), nn.Embedding(5, 5), nn.Flatten(), nn.Linear(180, 3))
+    unused = nn.ModuleDict({"used": nn.Linear(36, 3), "unused": nn.Linear(2, 2)})
+    unused.forward = lambda x: unused["used"](x.flatten(1))
+    for model, structure in ((shifted, "kron"), (table, "kron"), (unused, "diag")):
+        try:
+            laplace_torch.Laplace(model, "classification", "all", structure).fit(loader("classification"))
+        except ValueError as error:
+            found.append(str(error))
+    try:
+        laplace_torch.posterior_of(fit("classification", "all", "full", GGN))
+    except UnsupportedLayer as error:
+        found.append(str(error))
+    return found
+
+
 def report() -> dict[str, Any]:
     """All results by name; those of `posterior` under the words that describe it."""
-    found: dict[str, Any] = {"same module": sys.modules["backpack"] is bpk, "jacobians": jacobians()}
-    found |= {f"sampled {structure}": sampled(structure) for structure in ("diag", "kron")}
-    found["training"] = training()
+    found: dict[str, Any] = {"same module": sys.modules["backpack"] is bpk}
+    for backend in (BackPackGGN, GGN):
+        name = backend.__name__
+        found[f"jacobians {name}"] = jacobians(backend)
+        found |= {f"sampled {structure} {name}": sampled(structure, backend) for structure in ("diag", "kron")}
+        found[f"training {name}"] = training(backend)
+    found |= {check.__name__: check() for check in (low_rank, covariances, without_jacobians, others, refusals)}
     for likelihood in TARGETS:
         for subset in ("all", "last_layer"):
             for structure in ("diag", "kron", "full"):
-                for backend in (BackPackGGN, BackPackEF):
-                    if (structure, backend) != ("kron", BackPackEF):  # laplace has none
+                for backend in PEERS:
+                    if structure != "kron" or backend in (BackPackGGN, GGN):  # the others have none
                         name = f"{likelihood} {subset} {structure} {backend.__name__}"
                         found[name] = posterior(likelihood, subset, structure, backend)
     return found

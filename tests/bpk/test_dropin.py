@@ -171,8 +171,8 @@ POSTERIORS = [
     for likelihood in ("classification", "regression")
     for subset in ("all", "last_layer")
     for structure in ("diag", "kron", "full")
-    for backend in ("BackPackGGN", "BackPackEF")
-    if (structure, backend) != ("kron", "BackPackEF")  # laplace has no such backend
+    for backend in ("BackPackGGN", "BackPackEF", "GGN", "EF")
+    if structure != "kron" or backend.endswith("GGN")  # the others have none
 ]
 
 
@@ -199,7 +199,23 @@ def test_laplace_agrees_with_its_backend_for_curvlinops(on_laplace: dict[str, fl
 @needs_laplace
 def test_laplace_uses_bpk(on_laplace: dict[str, float]) -> None:
     assert on_laplace["same module"] is True
-    assert on_laplace["jacobians"] < 1e-12
-    assert on_laplace["sampled diag"] < 0.2
-    assert on_laplace["sampled kron"] < 0.2
-    assert on_laplace["training"] < 0
+    for backend in ("BackPackGGN", "GGN"):
+        assert on_laplace[f"jacobians {backend}"] < 1e-12
+        assert on_laplace[f"sampled diag {backend}"] < 0.2
+        assert on_laplace[f"sampled kron {backend}"] < 0.2
+        assert on_laplace[f"training {backend}"] < 0
+
+
+@needs_laplace
+def test_a_backend_of_laplace_without_jacobians(on_laplace: dict[str, float]) -> None:
+    for name in ("low_rank", "covariances", "others"):
+        assert on_laplace[name] < 1e-10, name
+    assert on_laplace["without_jacobians"] is True
+    words = (
+        "has Kronecker factors of the sizes",
+        "tables of embeddings",
+        "do not depend on unused",
+        "FullLaplace is no posterior",
+    )
+    for message, word in zip(on_laplace["refusals"], words, strict=True):  # type: ignore[call-overload]
+        assert word in message

@@ -60,12 +60,15 @@ def imports(code: str, package: str) -> bool:
     return re.search(rf"^(from|import) {package}\b", code, re.MULTILINE) is not None
 
 
+def needs_laplace(code: str) -> bool:
+    """Whether a block imports laplace-torch, which imports torchvision."""
+    return imports(code, "laplace") or imports(code, r"bpk\.laplace_torch")
+
+
 def lacks_packages(code: str) -> bool:
     """Whether a package is missing that a block imports, and that `bpk` does not need."""
-    return any(
-        imports(code, p) and importlib.util.find_spec(p) is None
-        for p in ("torchvision", "laplace", "curvlinops", "matplotlib")
-    )
+    needed = [p for p in ("torchvision", "curvlinops", "matplotlib") if imports(code, p)]
+    return any(importlib.util.find_spec(p) is None for p in [*needed, *["laplace"] * needs_laplace(code)])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -76,7 +79,7 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for line, code, promised in blocks(page):
         if OWN_PROCESS in code or lacks_packages(code):
             continue
-        if imports(code, "torchvision"):
+        if imports(code, "torchvision") or needs_laplace(code):
             exec(TORCHVISION, {})
         source = "\n" * line + code  # a traceback names the line of the page
         printed = io.StringIO()
@@ -92,7 +95,7 @@ def test_blocks_that_stand_in_for_backpack(page: Path) -> None:
     for line, code, promised in blocks(page):
         if OWN_PROCESS not in code or lacks_packages(code):
             continue
-        shim = TORCHVISION if imports(code, "laplace") else ""
+        shim = TORCHVISION if needs_laplace(code) else ""
         source = f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{shim}\n{code}"
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, cwd=ROOT, check=False

@@ -22,6 +22,7 @@ import bpk
 from bpk.extensions.registry import every_extension
 from bpk.jacobians import Elementwise, Rule
 from bpk.rules import REGISTRY
+from bpk.support.matrix import taylor_matrix
 from bpk.support.table import WORDS
 from tests.project.built_site import ROOT, built_site
 
@@ -113,7 +114,7 @@ def swish() -> Iterator[Rule]:
 def test_the_matrix_page_shows_the_cells_of_the_function() -> None:
     table = bpk.support_matrix()
     wanted = {}
-    for c in table.cells:
+    for c in (*table.cells, *taylor_matrix()):
         about, reason = f"{c.layer}, {c.extension}: {WORDS[c.kind]}", matrix.reason_of(c)
         wanted[c.layer, c.extension] = (WORDS[c.kind], f"{about}. {reason}" if reason else about)
     page = matrix.page(table)

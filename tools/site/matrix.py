@@ -9,6 +9,7 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.support import Kind
 from bpk.rules import REGISTRY
+from bpk.support.matrix import taylor_matrix
 from bpk.support.table import WORDS, Cell, SupportTable
 from tools.site.markdown import escape, table
 from tools.site.names import function_name
@@ -34,9 +35,14 @@ yours: [`bpk.support`](reference/bpk.md).
 cell. A note at another mark says in which cases it is refused, or what to mind.</li>
 </ul>
 
+The last column is of [derivatives in the input](input_derivatives.md): whether Taylor coefficients pass a layer by a
+formula, or by nested forward mode (generic).
+
 Layers that are not listed have no rule. They work: autograd carries what travels through them, and a
 warning names them.
 """
+
+INPUT = "input_derivatives/"
 
 FILTER = """<div class="matrix-filter" role="search">
 <label>Layer <input id="filter-layer" type="search" placeholder="Conv, LSTM, ..."></label>
@@ -53,7 +59,9 @@ def page(cells: SupportTable | None = None) -> str:
     by_class = {module.__name__: rule for rule in REGISTRY for module in rule.modules}
     losses = {name for name, rule in by_class.items() if isinstance(rule, Loss)}
     notes = Notes()
-    layers = html_table([c for c in cells.cells if c.layer not in losses], by_class, notes)
+    shown = {cell.layer for cell in cells.cells}
+    forward = [cell for cell in taylor_matrix() if cell.layer in shown]
+    layers = html_table([*(c for c in cells.cells if c.layer not in losses), *forward], by_class, notes)
     ending = html_table([c for c in cells.cells if c.layer in losses], by_class, notes)
     return "\n\n".join(
         [INTRO, FILTER, "## Layers", layers, "## Losses", ending, "## Notes", notes.html(), functions(REGISTRY)]
@@ -92,7 +100,10 @@ def html_table(cells: Iterable[Cell], rules: dict[str, Rule], notes: Notes) -> s
     groups: dict[str, list[str]] = {}
     for layer in rows:
         groups.setdefault(file_of(rules[layer]), []).append(layer)
-    heads = [f'<th scope="col"><a href="../quantities/{name.lower()}/">{name}</a></th>' for name in extensions]
+    pages = [INPUT if name == "taylor" else f"quantities/{name.lower()}/" for name in extensions]
+    heads = [
+        f'<th scope="col"><a href="../{page}">{name}</a></th>' for page, name in zip(pages, extensions, strict=True)
+    ]
     lines = [
         '<div class="matrix"><table class="cells">',
         f"<thead><tr><th>layer</th>{''.join(heads)}</tr></thead>",

@@ -1,0 +1,151 @@
+"""Derivatives in the input (`bpk.taylor`, `laplacian`, `input_hessian_diag`) against reverse mode, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import factorial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.forward.derivatives import input_hessian_diag, laplacian, taylor
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.second_order.fused import Composed
+from bpk.verification.compare import FEWER, Comparison, Tolerance
+from bpk.verification.problem import Arguments, NoReference, cast, differentiable_twice, duplicate
+from bpk.verification.result import Row, Verdict
+
+Derivative = Callable[..., Any]
+DERIVATIVES: tuple[Derivative, ...] = (taylor, laplacian, input_hessian_diag)
+ORDER, CURVES, AT_ONCE = 3, 2, 64
+"""Of `bpk.taylor` the order, and how many directions; how many columns travel at once."""
+
+
+def derivatives_of(
+    model: nn.Module,
+    inputs: Any,
+    wanted: Sequence[Derivative],
+    entries: int,
+    passes: int,
+    seed: int,
+    dtype: torch.dtype | None,
+    tolerance: tuple[float | None, float | None],
+) -> Iterator[Row]:
+    """One row for each quantity, at so many entries of the output."""
+    given = Arguments.of(inputs, 0)
+    x = given.args[0] if len(given.args) == 1 and not given.kwargs else None
+    for quantity in wanted:
+        name = quantity.__name__
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            yield Row("input", name, Verdict.UNCHECKED, note="the model is not called with one tensor of real numbers")
+            continue
+        try:
+            check = Check(duplicate(model, dtype), cast(x, dtype), entries, passes, seed)
+            found, expected, note = check.of_taylor() if quantity is taylor else check.second(quantity is laplacian)
+            yield row_of(name, found, expected, Tolerance.of(expected.dtype, *tolerance), note)
+        except UnsupportedLayer as error:
+            yield Row("input", name, Verdict.REFUSED, note=" ".join(str(error).split()))
+        except NoReference as error:
+            yield Row("input", name, Verdict.UNCHECKED, note=str(error))
+
+
+def row_of(name: str, found: Tensor, expected: Tensor, tolerance: Tolerance, note: str) -> Row:
+    """The comparison of values `[E, ...]` at some entries."""
+    scale = float(expected.abs().nan_to_num(0.0).max())
+    result, most = Comparison(), (tolerance.relative + tolerance.absolute) * scale
+    result.add(found[None].double(), expected.double(), most, scale, lambda index: f"entry {list(index)}")
+    if result.compared == 0:
+        return Row("input", name, Verdict.UNCHECKED, note="plain autograd gives NaN or infinity")
+    verdict = Verdict.WRONG if result.wrong else Verdict.OK
+    return Row("input", name, verdict, result.compared, result.absolute, result.relative, result.wrong or note)
+
+
+@dataclass
+class Check:
+    """One model and its input; every evaluation draws the same random numbers."""
+
+    model: nn.Module
+    x: Tensor
+    entries: int
+    passes: int
+    seed: int
+
+    def at(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate something that may draw."""
+        torch.manual_seed(self.seed)
+        return function(*args, **kwargs)
+
+    def chosen(self, each: int) -> tuple[Tensor, Tensor]:
+        """Samples and entries of their outputs, as many as so many passes for each allow."""
+        with torch.no_grad():
+            output = self.at(self.model, self.x.clone())
+        if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(self.x) or not output.numel():
+            raise NoReference("the model does not return one tensor with a row for each sample")
+        count = min(self.entries, max(1, self.passes // each), output.numel())
+        order = torch.randperm(output.numel(), generator=torch.Generator().manual_seed(self.seed))[:count]
+        size = output.numel() // len(output)
+        return order // size, order % size
+
+    def second(self, summed: bool) -> tuple[Tensor, Tensor, str]:
+        """Second derivatives along unit vectors, or their sum: of `bpk`, and by two reverse passes."""
+        size = self.x[0].numel()
+        axes = torch.arange(size)
+        if fewer := size + 1 > self.passes:
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))
+            axes = order[: max(1, self.passes - 1)].sort().values
+        samples, outputs = self.chosen(len(axes) + 1)
+        with torch.no_grad():
+            if summed:
+                units = torch.eye(size, dtype=self.x.dtype)[axes].reshape(-1, *self.x.shape[1:]).to(self.x.device)
+                given = {"directions": units} if fewer else {}
+                found = self.at(laplacian, self.model, self.x, chunk_size=AT_ONCE, **given)
+            else:
+                found = self.at(input_hessian_diag, self.model, self.x, chunk_size=AT_ONCE)
+                found = found.flatten(-self.x[0].dim()) if self.x.dim() > 1 else found[..., None]
+        rows = []
+        with differentiable_twice():
+            x = self.x.clone().requires_grad_()
+            out = self.at(self.model, x).reshape(len(x), -1)
+            for n, o in zip(samples.tolist(), outputs.tolist(), strict=True):
+                slope = derivative(out[n, o], x)[n].flatten()
+                rows.append(torch.stack([derivative(slope[i], x, last=True)[n].flatten()[i] for i in axes.tolist()]))
+        expected = torch.stack(rows)
+        note = f"along {len(axes)} of {size} axes (passes=)" if fewer else ""
+        note = note or (FEWER if len(samples) < min(self.entries, out.numel()) else "")
+        if summed:
+            return found.flatten(1)[samples, outputs], expected.sum(1), note
+        return found.reshape(len(x), -1, size)[samples, outputs][:, axes], expected, note
+
+    def of_taylor(self) -> tuple[Tensor, Tensor, str]:
+        """Coefficients along random directions: of `bpk`, and by as many reverse passes in `t`."""
+        samples, outputs = self.chosen(ORDER * CURVES)
+        draw = torch.Generator().manual_seed(self.seed)
+        directions = torch.randn(CURVES, *self.x.shape, generator=draw, dtype=torch.float64).to(self.x)
+        with torch.no_grad():
+            first, *others = self.at(taylor, self.model, self.x, directions, ORDER)
+        found = torch.stack([c.flatten(2)[:, samples, outputs] for c in (first.expand(CURVES, *first.shape), *others)])
+        columns = []
+        with differentiable_twice(), Composed():  # torch's third derivatives of its fused normalisations are wrong
+            for direction in directions:
+                t = torch.zeros((), dtype=self.x.dtype, device=self.x.device, requires_grad=True)
+                out = self.at(self.model, self.x + t * direction).reshape(len(self.x), -1)
+                for n, o in zip(samples.tolist(), outputs.tolist(), strict=True):
+                    value, along = out[n, o], [out[n, o].detach()]
+                    for k in range(1, ORDER + 1):
+                        value = derivative(value, t)
+                        along.append(value.detach() / factorial(k))
+                    columns.append(torch.stack(along, 0))
+        return found, torch.stack(columns, 1).reshape(ORDER + 1, CURVES, -1), ""
+
+
+def derivative(value: Tensor, x: Tensor, last: bool = False) -> Tensor:
+    """The gradient of a number, zero where it depends on nothing."""
+    if not value.requires_grad:
+        return torch.zeros_like(x)
+    try:
+        found = torch.autograd.grad(value, x, retain_graph=True, create_graph=not last, allow_unused=True)[0]
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoReference(f"plain autograd has no such derivative: {str(error).splitlines()[0]}") from error
+    return torch.zeros_like(x) if found is None else found
