@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.plan.graph import Source
 from bpk.recording import engine
 from bpk.recording.attention_kernels import recover
+from bpk.recording.before import GIVEN
 from bpk.recording.bystanders import beyond, make_quiet
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.membership import Held
 from bpk.recording.ownership import owner_of
 from bpk.recording.parameter_products import recover_product
 from bpk.recording.record import Record
+
+Shapes = tuple[torch.Size, ...]
+"""Those of the tensors that a model was given."""
 
 
 class Sources(dict[Record, dict[int, Source]]):
@@ -50,6 +55,14 @@ def owner(edge: Edge) -> Record | None:
     return record
 
 
+def recovered(edge: Edge, held: Held, behind: Node | None, given: Shapes) -> Record | None:
+    """A call that nobody has recorded, written down from its node; what is behind it tells what the model was given."""
+    found = recover(edge) or recover_product(edge, held, behind)
+    if found is not None:
+        found.given = found.given or given
+    return found
+
+
 def trace(consumer: Record, index: int, held: Held) -> Source | None:
     """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none).
 
@@ -59,7 +72,8 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     node = edge[0]
     if node is None:
         return None
-    direct = owner(edge) or recover(edge) or recover_product(edge, held)
+    given = engine.belongings(node).get(GIVEN) or (() if consumer.is_loss else consumer.given)
+    direct = owner(edge) or recovered(edge, held, None, given)
     if direct is not None:
         number = direct.places[edge[1]]
         if number not in direct.used:
@@ -67,19 +81,20 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
         return Source(consumer, index, ((direct, edge),))
     targets: dict[tuple[int, int], tuple[Record, Edge]] = {}
     leaves: list[Tensor] = []
-    seen: dict[Node, None] = {node: None}
+    seen: dict[Node, Shapes] = {node: given}
     waiting = [node]
     while waiting:
         here = waiting.pop()
         for upstream in map(beyond, here.next_functions):
             above = upstream[0]
             known = above is None or above in seen
-            found = owner(upstream) or (None if known else recover(upstream) or recover_product(upstream, held, here))
+            given = seen[here] if above is None else engine.belongings(above).get(GIVEN) or seen[here]
+            found = owner(upstream) or (None if known else recovered(upstream, held, here, given))
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])
             elif above is not None and not known:
-                seen[above] = None
+                seen[above] = given
                 waiting.append(above)
                 if above.name() == engine.ACCUMULATE:
                     leaves.append(above.variable)  # type: ignore[attr-defined]

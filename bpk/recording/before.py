@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from bpk.recording.record import Record
 from bpk.recording.state import CTX
 from bpk.recording.surroundings import MANAGED
 from bpk.rules import REGISTRY
+
+GIVEN = "bpk.given"
+"""Under which name the nodes of a model's results keep the shapes of what it was given."""
 
 BEFORE = "_bpk_before"
 """Under which name a layer keeps what is noted before its forward pass, until that is over."""
@@ -137,6 +140,12 @@ def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of the same module, called also where its forward pass has failed."""
+    """Forward hook of the same module, called also where its forward pass has failed.
+
+    The nodes of its results keep the shapes, for calls that are written down from the graph.
+    """
     if CTX.called is module:
+        for x in tensors_in(tuple(output.values()) if isinstance(output, Mapping) else output):
+            if x.grad_fn is not None and CTX.given:
+                engine.belongings(x.grad_fn)[GIVEN] = CTX.given
         CTX.called, CTX.given = None, ()

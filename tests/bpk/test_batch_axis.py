@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bpk
@@ -203,3 +205,55 @@ def test_time_first_where_steps_mix(t: int, n: int) -> None:
         loss = loss_fn(logits(x[:, k : k + 1]), y[:, k]) / n
         expected = torch.autograd.grad(loss, first.weight)[0]
         torch.testing.assert_close(first.weight.grad_batch[k], expected)
+
+
+class OfFunctions(nn.Module):
+    """Products with parameters of a list, on an input that gets an axis in front: no layer is called at all.
+
+    Results may be those of two branches, in a tuple or by name.
+    """
+
+    def __init__(self, depth: int, bias: bool, back: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        sizes = [*[3] * depth, 2]
+        shapes = list(zip(sizes[1:], sizes, strict=False))
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        self.biases = nn.ParameterList([nn.Parameter(torch.randn(out)) for out, _ in shapes])
+        self.bias, self.back = bias, back
+
+    def forward(self, x: Tensor, form: str = "tensor") -> Any:
+        y = x[None]
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            y = F.linear(y, weight, bias if self.bias else None).tanh()
+        y = self.back(y)
+        return {"tensor": y, "tuple": (y, y * 2), "name": {"logits": y}}[form]
+
+
+BACK: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda y: y[0],
+    "sum": lambda y: y.sum(0),
+    "mean": lambda y: y.mean(0),
+    "squeeze": lambda y: y.squeeze(0),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("back", BACK)
+@pytest.mark.filterwarnings("ignore:.*generic way")
+def test_functions_alone_have_the_samples_that_the_model_was_given(back: str, depth: int, bias: bool, n: int) -> None:
+    """No recorded layer says what the model was given: the nodes of its results do."""
+    torch.manual_seed(0)
+    model = bpk.extend(OfFunctions(depth, bias, BACK[back]).double())
+    loss_fn, x, y = bpk.extend(nn.MSELoss()), torch.randn(n, 3).double(), torch.randn(n, 2).double()
+    params = [*model.weights, *(model.biases if bias else ())]
+    for form, key in {"tensor": ..., "tuple": 0, "name": "logits"}.items():
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+            loss_fn(model(x, form)[key], y).backward()
+        for p in params:
+            with bpk.disable():
+                losses = [(model(x[k : k + 1]) - y[k : k + 1]).square().mean() / n for k in range(n)]
+                expected = torch.stack([torch.autograd.grad(loss, p)[0] for loss in losses])
+            torch.testing.assert_close(p.grad_batch, expected)
+            assert p.diag_ggn_exact.shape == p.shape
