@@ -20,6 +20,10 @@ class Form(Enum):
     NUMBERS = "[N]"
     SAMPLE_VECTORS = "[N, K]"
     """Numbers of each sample, of which each depends on all entries of the parameter."""
+    TOKENS = "[N, T, *p]"
+    TOKEN_NUMBERS = "[N, T]"
+    TOKEN_VECTORS = "[N, T, K]"
+    """Numbers of each token of a sample, of which each depends on all entries of the parameter."""
     GRAM = "[N, N]"
     """One number for each pair of samples."""
     ROOT_GRAM = "[V N, V N]"
@@ -38,12 +42,19 @@ class Form(Enum):
     @property
     def by_sample(self) -> bool:
         """Whether the definition is a row for each sample, so that some samples are enough to look at."""
-        return self in (Form.SAMPLES, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.ROOT, Form.GRAM, Form.ROOT_GRAM)
+        alone = (Form.SAMPLES, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.ROOT, Form.GRAM, Form.ROOT_GRAM)
+        return self in alone or self.by_token
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it is a row for each token of a sample."""
+        return self in (Form.TOKENS, Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS)
 
     @property
     def of_every_entry(self) -> bool:
         """Whether each number depends on all entries of the parameter, so that the definition must see them all."""
-        return self in (Form.NUMBER, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.GRAM, Form.ROOT_GRAM)
+        of_tokens = (Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS)
+        return self in (Form.NUMBER, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.GRAM, Form.ROOT_GRAM, *of_tokens)
 
 
 class PlainAutograd(ABC):
@@ -71,6 +82,24 @@ class PlainAutograd(ABC):
     @abstractmethod
     def total_norms(self) -> Tensor:
         """`[n]`: squared norms of `g_n` over all parameters of the model that are trained."""
+
+    @property
+    @abstractmethod
+    def token_gradients(self) -> Tensor:
+        """`[n, T, E]`: the gradients `g_nt` of the terms that the loss adds up for a sample, `sum_t g_nt = g_n`.
+
+        Terms are those of rows of the prediction, and of positions in each; samples with fewer have zeros at the end.
+        """
+
+    @property
+    @abstractmethod
+    def token_norms(self) -> Tensor:
+        """`[n, T]`: squared norms of `g_nt`, of all entries, for fewer numbers in memory."""
+
+    @property
+    @abstractmethod
+    def token_ggn_diagonals(self) -> Tensor:
+        """`[n, T, E]`: diagonals of `J_n^T H_nt J_n`, with the Hessian of a term."""
 
     @property
     @abstractmethod

@@ -128,6 +128,27 @@ class Rows:
             found.uses.append(replace(use, call=call, arrived=arrived, samples=samples))
         return found
 
+    def columns_of(self, key: Hashable) -> int:
+        """How many columns a block has."""
+        return len(next(block[key] for use in self.uses for block in self.blocks_of(use) if key in block))
+
+    def of_columns(self: R, key: Hashable, part: slice) -> R:
+        """The same for some columns of a block, and for no others."""
+        found, signs = type(self)(self.param, self.batch_size, False, False), self.signs(key)
+        for use in self.uses:
+            arrived = Columns()
+            if key in use.arrived.blocks:
+                arrived.add(key, use.arrived.blocks[key][part], None if signs is None else signs[part])
+            for rows in (own[key] for own in self.blocks_of(use)[1:] if key in own):
+                arrived.add_to_parameter(use.name, key, rows[part], None if signs is None else signs[part])
+            if arrived.signs:
+                found.uses.append(replace(use, arrived=arrived))
+        return found
+
+    def blocks_of(self, use: Use) -> list[dict[Hashable, Tensor]]:
+        """What has come to a use, at its call's output and at the parameter."""
+        return [use.arrived.blocks, use.arrived.of_params.get(use.name, {})]
+
     def lean(self: R) -> R:
         """The same, to be kept until the pass is over: rows, where they are smaller than what they are made of."""
         found = type(self)(self.param, self.batch_size, False, False)
