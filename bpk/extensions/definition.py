@@ -88,7 +88,7 @@ class PlainAutograd(ABC):
     def token_gradients(self) -> Tensor:
         """`[n, T, E]`: the gradients `g_nt` of the terms that the loss adds up for a sample, `sum_t g_nt = g_n`.
 
-        Terms are those of rows of the prediction, and of positions in each; samples with fewer have zeros at the end.
+        Terms are those of rows of the prediction, and of positions in each.
         """
 
     @property

@@ -6,9 +6,8 @@ A token is a row of the prediction, or a position in it, where the loss adds up 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +20,11 @@ from bpk.sweeps.lazy import Chunk, LazyColumns, Starting
 from bpk.sweeps.square_root import SquareRoot
 
 
-class Numbered(NamedTuple):
-    """The number of each entry's token `[R, *prediction]` among those of its sample, and how many there are."""
+def numbered(step: Step) -> tuple[Tensor, int]:
+    """The number of each entry's token `[R, *prediction]` among those of its sample, and how many there are at most.
 
-    number: Tensor
-    count: int
-
-
-def numbered(step: Step) -> Numbered:
-    """The tokens of a loss: of each row of a sample its positions, in order."""
+    They are the positions of each row, one row after the other.
+    """
     x, rule, rows = step.joint.call.inputs[0], step.joint.rule, step.samples_of_rows
     axes = rule.positions(x)
     sizes = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
@@ -39,7 +34,7 @@ def numbered(step: Step) -> Numbered:
         slot = slots(rows)
         number = number + count * slot.reshape(-1, *[1] * (x.dim() - 1))
         count *= int(slot.max()) + 1
-    return Numbered(number, count)
+    return number, count
 
 
 class TokenColumns(ColumnSweep):
@@ -56,26 +51,26 @@ class TokenColumns(ColumnSweep):
         """`[K, R, *prediction]` of a loss."""
 
     @abstractmethod
-    def at_inputs(self, step: Step, mat: Tensor) -> Mapping[int | str, Tensor]:
+    def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
         """Columns of a loss, times its factor in the objective, by input."""
 
     def starting(self, step: Step) -> list[Starting]:
         if not step.is_loss:
             return []
-        columns, tokens = self.columns(step), numbered(step)
+        columns, (number, count) = self.columns(step), numbered(step)
         each = max(1, self.chunk // max(1, len(columns)))
-        starts = range(0, tokens.count, each)
-        found = [self.some(step, columns, tokens, k, min(k + each, tokens.count)) for k in starts]
-        self.before += tokens.count
-        return list(found)
+        starts = range(0, count, each)
+        found: list[Starting] = [self.some(step, columns, number, k, min(k + each, count)) for k in starts]
+        self.before += count
+        return found
 
-    def some(self, step: Step, columns: Tensor, tokens: Numbered, first: int, last: int) -> LazyColumns:
+    def some(self, step: Step, columns: Tensor, number: Tensor, first: int, last: int) -> LazyColumns:
         """The columns of some tokens, one token after the other."""
         k = len(columns)
 
         def make(start: int, stop: int) -> Chunk:
             here = torch.arange(start, stop, device=columns.device)
-            mine = tokens.number == (first + here // k).reshape(-1, *[1] * tokens.number.dim())
+            mine = number == (first + here // k).reshape(-1, *[1] * number.dim())
             return self.at_inputs(step, torch.where(mine, columns[here % k], 0.0)), None
 
         return LazyColumns((last - first) * k, make, Tokens(self.before + first, self.before + last))
@@ -94,7 +89,7 @@ class TokenGradient(TokenColumns):
         joint = step.joint
         return joint.rule.jac_t_mat_prod(joint.call, joint.call.inputs[0].new_ones(1))
 
-    def at_inputs(self, step: Step, mat: Tensor) -> Mapping[int | str, Tensor]:
+    def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
         return {k: part * step.grad.to(part.dtype) for k, part in step.joint.split(self.rows(mat, 1)).items()}
 
 
@@ -112,5 +107,5 @@ class TokenRoot(TokenColumns, SquareRoot):
         root = rule.sqrt_hessian_by_position(call)
         return rule.sqrt_hessian(call) if root is None else root
 
-    def at_inputs(self, step: Step, mat: Tensor) -> Mapping[int | str, Tensor]:
+    def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
         return SquareRoot.at_inputs(self, step, mat)

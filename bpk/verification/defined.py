@@ -111,6 +111,40 @@ class SampleVectors(Numbers):
         return f"sample {place.numbers[index[0]]}, number {index[1]}"
 
 
+class OfTokens(OfSamples):
+    """A tensor `[N, T, *p]`, at the samples that are looked at."""
+
+    def read(self, value: Any, place: Place) -> Read:
+        require_shape(value, (len(place.chosen), None, *place.shape))
+        rows = value[list(place.looked)]
+        return [rows.reshape(*rows.shape[:2], -1)[..., place.entries]]
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"sample {place.numbers[index[0]]}, token {index[1]}, entry {place.index(index[2])}"
+
+
+class TokenNumbers(OfTokens):
+    """A tensor `[N, T]`."""
+
+    def read(self, value: Any, place: Place) -> Read:
+        require_shape(value, (len(place.chosen), None))
+        return [value[list(place.looked)]]
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"sample {place.numbers[index[0]]}, token {index[1]}"
+
+
+class TokenVectors(TokenNumbers):
+    """A tensor `[N, T, K]`."""
+
+    def read(self, value: Any, place: Place) -> Read:
+        require_shape(value, (len(place.chosen), None, None))
+        return [value[list(place.looked)]]
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"{super().where(place, factor, index)}, number {index[2]}"
+
+
 class Gram(Numbers):
     """A matrix `[N, N]`, at the samples that are looked at."""
 
@@ -191,6 +225,9 @@ CHECKS: dict[Form, type[Defined]] = {
     Form.NUMBER: Number,
     Form.NUMBERS: Numbers,
     Form.SAMPLE_VECTORS: SampleVectors,
+    Form.TOKENS: OfTokens,
+    Form.TOKEN_NUMBERS: TokenNumbers,
+    Form.TOKEN_VECTORS: TokenVectors,
     Form.GRAM: Gram,
     Form.ROOT_GRAM: RootGram,
     Form.ROOT: Root,

@@ -105,7 +105,7 @@ class Factors(Check):
         outputs, inputs = [], []
         for k, side in enumerate(sides):
             entries = torch.arange(side.offset, side.offset + side.sizes[0])
-            outputs.append(ref.whole_ggn(bias_of(place.name, k), entries, place.chosen).sum(0))
+            outputs.append(ref.blocks(ref.columns_at(bias_of(place.name, k), entries))[list(place.chosen)].sum(0))
             inputs.append(ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen))
         left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])
         rows, columns = place.side(len(left)), place.side(len(right))

@@ -12,7 +12,7 @@ from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.losses.curvature import Curvature
 from bpk.jacobians.losses.loss import Loss
-from bpk.jacobians.losses.softmax import behind_classes, divisor
+from bpk.jacobians.losses.softmax import divisor
 
 
 def whole_rows(prediction: Tensor) -> tuple[int, ...]:

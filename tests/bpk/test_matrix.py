@@ -42,7 +42,7 @@ def reference(name: str) -> Reference:
     """The reference of a network (tests run network by network, so few are kept)."""
     net = next(n for n in NETWORKS if n.name == name)
     model, lossfunc, x, targets = net.build()
-    return Reference(model, (x,), net.loss_of(lossfunc, targets), seed=SEED)
+    return Reference(model, (x,), net.loss_of(lossfunc, targets), seed=SEED, loss=type(lossfunc))
 
 
 def run(net: Network, *extensions: BackpropExtension) -> nn.Module:

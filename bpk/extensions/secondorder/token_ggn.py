@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.over_batches import Rows
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
-from bpk.extensions.secondorder.token_base import TokenExtension, TokenRows
+from bpk.extensions.secondorder.token_base import TokenExtension
 from bpk.fields.statistics import Uses
 from bpk.fields.tokens import by_token
 from bpk.sweeps.sweep import Sweep
@@ -16,7 +17,7 @@ from bpk.sweeps.tokens import TokenRoot
 class TokenRootExtension(TokenExtension, SquareRootExtension):
     """Common part: columns of a square root of the Hessian of each token's loss."""
 
-    over_batches = TokenRows()
+    over_batches = Rows()
 
     def sweep(self) -> Sweep:
         return TokenRoot(self.mc_samples, self.subsampling)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.projected_grad import Projecting
-from bpk.extensions.secondorder.token_base import TokenExtension, TokenRows
+from bpk.extensions.over_batches import Rows
+from bpk.extensions.secondorder.token_base import TokenExtension
 from bpk.fields.statistics import Uses
 from bpk.fields.tokens import by_token, in_order
 from bpk.sweeps.sweep import Sweep
@@ -52,7 +53,7 @@ class TokenGrad(TokenGradientExtension):
     field = "grad_token"
     form = Form.TOKENS
     needs_rows = True
-    over_batches = TokenRows()
+    over_batches = Rows()
 
     def value(self, uses: Uses) -> Tensor:
         return in_order(uses, uses.all_rows())
@@ -81,7 +82,7 @@ class TokenL2Grad(TokenGradientExtension):
 
     field = "token_l2"
     form = Form.TOKEN_NUMBERS
-    over_batches = TokenRows(power=2)
+    over_batches = Rows(power=2)
 
     def value(self, uses: Uses) -> Tensor:
         return by_token(uses, lambda column: column.norm_squared())
@@ -113,7 +114,7 @@ class TokenProjectedGrad(Projecting, TokenGradientExtension):
 
     field = "projected_grad_token"
     form = Form.TOKEN_VECTORS
-    over_batches = TokenRows()
+    over_batches = Rows()
 
     def __init__(
         self,
