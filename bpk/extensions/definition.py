@@ -26,6 +26,8 @@ class Form(Enum):
     """Numbers of each token of a sample, of which each depends on all entries of the parameter."""
     GRAM = "[N, N]"
     """One number for each pair of samples."""
+    AXES = "[d, d] or [d], for each axis"
+    """A matrix for each axis of the parameter, or its diagonal; the definition has their entries in one row."""
     ROOT_GRAM = "[V N, V N]"
     """The Gram matrix of a square root: the definition is `[N, N]`, the squared norm of each block `[V, V]`."""
     ROOT = "[V, N, *p]"
@@ -53,8 +55,8 @@ class Form(Enum):
     @property
     def of_every_entry(self) -> bool:
         """Whether each number depends on all entries of the parameter, so that the definition must see them all."""
-        of_tokens = (Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS)
-        return self in (Form.NUMBER, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.GRAM, Form.ROOT_GRAM, *of_tokens)
+        others = (Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS, Form.AXES)
+        return self in (Form.NUMBER, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.GRAM, Form.ROOT_GRAM, *others)
 
 
 class PlainAutograd(ABC):
@@ -100,6 +102,11 @@ class PlainAutograd(ABC):
     @abstractmethod
     def token_ggn_diagonals(self) -> Tensor:
         """`[n, T, E]`: diagonals of `J_n^T H_nt J_n`, with the Hessian of a term."""
+
+    @property
+    @abstractmethod
+    def jacobian_squares(self) -> Tensor:
+        """`[n, E]`: diagonals of `J_n^T J_n`."""
 
     @property
     @abstractmethod

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
+from bpk.verification.by_definition import by_definition
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
-from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
 from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of
@@ -62,7 +62,7 @@ def rows(
         if check is None:
             found.append(Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN))))
             continue
-        passes = PASSES if check.sampled and draws is None else 1
+        passes = PASSES if check.sampled and (draws is None or not check.of_loss_hessian) else 1
         found.append(measured.run(extension, check, here, extent, passes))
         refused = any(verdict is Verdict.REFUSED for verdict, _ in found[k].ended.values())
         if refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
@@ -78,7 +78,8 @@ def rows(
         reference: Reference | str = definition
         if definition.whole.mixing:
             here, reference = of_batch(extension, here, definition)
-        if check is None or not check.sampled or draws is None or isinstance(reference, str):
+        again = check is not None and check.sampled and check.of_loss_hessian
+        if not again or draws is None or isinstance(reference, str):
             table += rows_of(extension, check, here, measurement, reference, tolerance)
             continue
         with reference.sampled(draws.at(columns_of(extension, 1), seed_of(problem, 0))):

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.extensions.definition import Form
-from bpk.extensions.registry import REGISTRY
 from bpk.verification.definition import AtPlace
 from bpk.verification.place import Place, unravel
 from bpk.verification.problem import NoReference
@@ -23,6 +21,7 @@ class Defined(Check):
     def __init__(self, extension: BackpropExtension) -> None:
         self.extension = extension
         self.sampled = extension.get_num_mc_samples() is not None
+        self.of_loss_hessian = not self.sampled or extension.sweep().of_loss_hessian
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         return [AtPlace(ref, place, self.extension.form).evaluate(self.extension.definition)]
@@ -111,40 +110,6 @@ class SampleVectors(Numbers):
         return f"sample {place.numbers[index[0]]}, number {index[1]}"
 
 
-class OfTokens(OfSamples):
-    """A tensor `[N, T, *p]`, at the samples that are looked at."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen), None, *place.shape))
-        rows = value[list(place.looked)]
-        return [rows.reshape(*rows.shape[:2], -1)[..., place.entries]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"sample {place.numbers[index[0]]}, token {index[1]}, entry {place.index(index[2])}"
-
-
-class TokenNumbers(OfTokens):
-    """A tensor `[N, T]`."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen), None))
-        return [value[list(place.looked)]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"sample {place.numbers[index[0]]}, token {index[1]}"
-
-
-class TokenVectors(TokenNumbers):
-    """A tensor `[N, T, K]`."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen), None, None))
-        return [value[list(place.looked)]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"{super().where(place, factor, index)}, number {index[2]}"
-
-
 class Gram(Numbers):
     """A matrix `[N, N]`, at the samples that are looked at."""
 
@@ -217,32 +182,3 @@ def products(value: Any, place: Place, *vectors: Tensor) -> Tensor:
     found: Tensor = value(torch.stack(vectors))
     require_shape(found, (len(vectors), *place.shape))
     return found
-
-
-CHECKS: dict[Form, type[Defined]] = {
-    Form.BATCH: OfBatch,
-    Form.SAMPLES: OfSamples,
-    Form.NUMBER: Number,
-    Form.NUMBERS: Numbers,
-    Form.SAMPLE_VECTORS: SampleVectors,
-    Form.TOKENS: OfTokens,
-    Form.TOKEN_NUMBERS: TokenNumbers,
-    Form.TOKEN_VECTORS: TokenVectors,
-    Form.GRAM: Gram,
-    Form.ROOT_GRAM: RootGram,
-    Form.ROOT: Root,
-    Form.PRODUCT: Product,
-    Form.BOUNDED_PRODUCT: BoundedProduct,
-}
-
-
-def by_definition(extension: BackpropExtension) -> Check | None:
-    """How an extension is verified by its definition; `None` where it has none.
-
-    A definition that an unlisted class inherits may be that of something else.
-    """
-    cls = type(extension)
-    its_own = "definition" in vars(cls) or REGISTRY.find(cls.__name__) is cls
-    if not its_own or cls.definition is BackpropExtension.definition:
-        return None
-    return CHECKS[extension.form](extension)

@@ -76,6 +76,10 @@ class AtPlace(PlainAutograd):
     def token_ggn_diagonals(self) -> Tensor:
         return self.terms.diagonals(self.columns, self.samples)
 
+    @cached_property
+    def jacobian_squares(self) -> Tensor:
+        return self.ref.split.by_sample(self.columns.square()).T[list(self.samples)]
+
     @property
     def columns(self) -> Tensor:
         """`[E, P]`: columns of the Jacobian."""

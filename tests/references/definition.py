@@ -44,6 +44,10 @@ class Dense(PlainAutograd):
         return self.ref.token_ggn_diagonals(self.name)
 
     @property
+    def jacobian_squares(self) -> Tensor:
+        return self.ref.jacobian_squares(self.name)
+
+    @property
     def ggn(self) -> Tensor:
         return self.ref.ggn_batch(self.name)
 
@@ -87,6 +91,8 @@ def pairs(extension: BackpropExtension, ref: Reference, name: str, found: Any) -
     defined = [extension.definition(Dense(ref, name, vector)) for vector in vectors]
     if extension.form in shapes(ref, name):
         return [(found, defined[0].reshape(shapes(ref, name)[extension.form]))]
+    if extension.form is Form.AXES:
+        return [(torch.cat([matrix.flatten() for matrix in found]), defined[0])]
     if extension.form is Form.TOKENS:
         return [(found, defined[0].unflatten(-1, param.shape))]
     if extension.form in (Form.SAMPLE_VECTORS, Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS):

@@ -254,6 +254,10 @@ class Reference:
             jac_outputs.append(torch.stack([full[n, :, n] for n in range(self.N)]))
         return jac_params, jac_outputs
 
+    def jacobian_squares(self, name: str) -> Tensor:
+        """`[N, P]`: the diagonal of `J_n^T J_n`."""
+        return self._jacobians[0][name].square().sum(1)
+
     def ggn_batch(self, name: str) -> Tensor:
         """`[N, P, P]`: the block of every sample."""
         jac = self._jacobians[0][name]
