@@ -93,6 +93,8 @@ class Fields(Tabular, Mapping[str, Any]):
     kflr = Field[list[Tensor]]()
     kfra = Field[list[Tensor]]()
     hbp = Field[list[Tensor]]()
+    kfac_batch = Field[list[Tensor]]()
+    kflr_batch = Field[list[Tensor]]()
     ekfac = Field[Eigenbasis]()
     ekflr = Field[Eigenbasis]()
     hmp = Field[Product]()

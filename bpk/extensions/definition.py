@@ -38,6 +38,8 @@ class Form(Enum):
     """A symmetric one: the definition is the products `[B, *p]` with matrices that are not larger than it."""
     EIGENBASIS = "[U_G, U_A], [G, A] or [U_G], [G]"
     """Eigenbases of Kronecker factors with second moments, of which `bpk.verification.eigenbasis` knows."""
+    GROUP_FACTORS = "[G, A] or [G], with an axis for groups of samples"
+    """Those of each group, of which `bpk.verification.kronecker` knows, too."""
     FACTORS = "[G, A] or [G]"
     """Kronecker factors of the GGN, whose definition `bpk.verification.kronecker` knows."""
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.jacobians.core.errors import explain
 from bpk.verification.by_definition import by_definition
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
-from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of
+from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, check_of
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
 from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
@@ -69,7 +70,7 @@ def rows(
             checks[k] = check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
             found[k] = measured.run(extension, check, here, extent)
     del measured
-    factors = any(isinstance(e, (HBP, EKFLR)) for e in extensions)
+    factors = any(isinstance(e, (HBP, EKFLR, BatchKFLR)) for e in extensions)
     definition = Reference(problem, places, effort.passes, factors, bar.detail)
     tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort.relative, effort.absolute)
     table: list[Row] = []
@@ -108,6 +109,8 @@ def check_for(extension: BackpropExtension) -> Check | None:
     """How an extension is verified; `None` for those of which nobody has said what they must be."""
     if isinstance(extension, EKFLR):
         return InEigenbasis(extension.get_num_mc_samples() is not None)
+    if isinstance(extension, BatchKFLR):
+        return OfGroups(extension)
     return check_of(extension) if isinstance(extension, HBP) else by_definition(extension)
 
 

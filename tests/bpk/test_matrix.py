@@ -212,7 +212,7 @@ WRITTEN = (
 DEFINED = tuple(
     Row(type(e).__name__, type(e), e.savefield, defined(e))
     for e in every_extension()
-    if e.get_num_mc_samples() is None and e.form not in (Form.FACTORS, Form.EIGENBASIS)
+    if e.get_num_mc_samples() is None and e.form not in (Form.FACTORS, Form.GROUP_FACTORS, Form.EIGENBASIS)
 )
 ROWS = (*WRITTEN, *(row for row in DEFINED if row.field not in {written.field for written in WRITTEN}))
 """Definitions that are written down here, independently of the extensions, and those of all other extensions."""
