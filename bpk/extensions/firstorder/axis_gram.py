@@ -68,7 +68,7 @@ class AxisGram(GradientExtension):
         shape = plain.vector.shape or torch.Size([1])
         found = []
         for axis, size in enumerate(shape):
-            rows = plain.gradients.unflatten(1, shape).transpose(1, axis + 1).flatten(2)
+            rows = plain.gradients.unflatten(1, shape).movedim(axis + 1, 1).reshape(-1, size, shape.numel() // size)
             whole = torch.einsum("nai,nbi->ab", rows, rows)
             found.append(whole.flatten() if size <= self.max_size else whole.diagonal())
         return torch.cat(found)
