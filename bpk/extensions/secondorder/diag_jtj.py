@@ -65,7 +65,7 @@ class DiagJTJMC(SampledRootExtension, DiagJTJExact):
 
     >>> import torch, bpk
     >>> model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
-    >>> with bpk.backpack(DiagJTJMC(mc_samples=2)):
+    >>> with bpk.backpack(DiagJTJMC(mc_samples=4)):
     ...     loss_fn(model(torch.ones(8, 4)), torch.arange(8) % 3).backward()
     >>> model.bias.diag_jtj_mc
     tensor([8., 8., 8.])
