@@ -29,9 +29,13 @@ class Outputs(SquareRoot):
             yield units.view(len(numbers), *x.shape)
 
     def sampled(self, step: Step, count: int) -> Tensor:
-        x = step.joint.call.inputs[0]
-        signs = torch.randint(2, (count, *x.shape), device=x.device).to(x.dtype)
-        return (2 * signs - 1) / count**0.5
+        return random_signs(step.joint.call.inputs[0], count)
 
     def scaled(self, mat: Tensor, step: Step) -> Tensor:
         return mat
+
+
+def random_signs(prediction: Tensor, count: int) -> Tensor:
+    """Columns `[M, N, *prediction]` of signs, scaled by `1/sqrt(M)`, whose outer products have the mean `I`."""
+    signs = torch.randint(2, (count, *prediction.shape), device=prediction.device).to(prediction.dtype)
+    return (2 * signs - 1) / count**0.5

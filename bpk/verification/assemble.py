@@ -29,6 +29,7 @@ from bpk.verification.structure import in_words, tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
+SIGNS = "its draws of signs are repeated"
 REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
 
 
@@ -63,7 +64,7 @@ def rows(
         if check is None:
             found.append(Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN))))
             continue
-        passes = PASSES if check.sampled and (draws is None or not check.of_loss_hessian) else 1
+        passes = PASSES if check.sampled and draws is None else 1
         found.append(measured.run(extension, check, here, extent, passes))
         refused = any(verdict is Verdict.REFUSED for verdict, _ in found[k].ended.values())
         if refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
@@ -79,13 +80,14 @@ def rows(
         reference: Reference | str = definition
         if definition.whole.mixing:
             here, reference = of_batch(extension, here, definition)
-        again = check is not None and check.sampled and check.of_loss_hessian
-        if not again or draws is None or isinstance(reference, str):
+        if check is None or not check.sampled or draws is None or isinstance(reference, str):
             table += rows_of(extension, check, here, measurement, reference, tolerance)
             continue
-        with reference.sampled(draws.at(columns_of(extension, 1), seed_of(problem, 0))):
-            right = rows_of(extension, check, here, measurement, reference, tolerance, REPEATED)
-        if any(row.verdict is Verdict.OK for row in right):
+        drawn = draws.at(columns_of(extension, 1), seed_of(problem, 0), check.of_loss_hessian)
+        with reference.sampled(drawn):
+            note = REPEATED if check.of_loss_hessian else SIGNS
+            right = rows_of(extension, check, here, measurement, reference, tolerance, note)
+        if check.of_loss_hessian and any(row.verdict is Verdict.OK for row in right):
             mistake, count = draws.judged(reference.split, effort.entries, seed)
             for k, row in enumerate(right):  # all wrong if the draws do not have the Hessian as their expectation
                 if mistake and row.verdict is Verdict.OK:

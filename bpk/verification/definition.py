@@ -78,7 +78,14 @@ class AtPlace(PlainAutograd):
 
     @cached_property
     def jacobian_squares(self) -> Tensor:
-        return self.ref.split.by_sample(self.columns.square()).T[list(self.samples)]
+        split, drawn = self.ref.split, self.ref.drawn
+        if drawn is None:
+            return split.by_sample(self.columns.square()).T[list(self.samples)]
+        return (
+            torch.stack([split.by_sample(self.columns * signs).square() for signs in drawn])
+            .sum(0)
+            .T[list(self.samples)]
+        )
 
     @property
     def columns(self) -> Tensor:

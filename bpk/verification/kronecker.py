@@ -153,7 +153,7 @@ class OfGroups(Factors):
 
     def groups(self, place: Place) -> tuple[int, Sequence[Sequence[int]]]:
         """How many there are, and those that are compared."""
-        groups = self.extension.groups_of(place.n)
+        groups = self.extension.groups_of(len(place.chosen))
         return len(groups), groups[:1] if len(groups) == 1 else (groups[0], groups[-1])
 
     def read(self, value: Any, place: Place) -> Read:
@@ -168,7 +168,7 @@ class OfGroups(Factors):
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         _, some = self.groups(place)
         each = len(found) // len(some)
-        at = [replace(place, chosen=tuple(group)) for group in some]
+        at = [replace(place, chosen=tuple(place.chosen[k] for k in group)) for group in some]
         return [x for here in at for x in super(OfGroups, self).expected(ref, here, found[:each])]
 
     def inputs(self, ref: Reference, place: Place, side: Side, entries: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Check(ABC):
     sampled = False
     """Whether the field is random, so that its mean over many passes is compared."""
     of_loss_hessian = True
-    """Whether what is random are columns of the loss, which can be drawn again."""
+    """Whether what is random are columns of the loss; signs otherwise."""
     note = ""
     """What the check does not cover."""
 

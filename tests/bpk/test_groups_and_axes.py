@@ -96,6 +96,16 @@ def test_each_sample_is_a_group() -> None:
             torch.testing.assert_close(p.kflr_batch[1].mean(0), p.kflr[1])
 
 
+def test_groups_count_the_samples_that_are_considered() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, E.BatchKFLR([[1], [0, 2]], subsampling=[3, 1, 4]))
+    found = [p.kflr_batch for p in model.parameters()]
+    backward(model, loss_fn, x, y, E.BatchKFLR([[1], [3, 4]]))
+    torch.testing.assert_close([p.kflr_batch for p in model.parameters()], found)
+    assert bpk.verify(model, loss_fn, x, y, E.BatchKFAC(1, [[1], [0, 2]], [3, 1, 4]), E.BatchKFLR([[1]], [3, 1]))
+
+
 @pytest.mark.parametrize(
     ("groups", "says"),
     [([[0, 0]], "once"), ([[]], "at least one"), ([[0], [-1]], "indices"), ([[0], [5]], "index 5 is out of range")],

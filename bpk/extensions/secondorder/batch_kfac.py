@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bpk.extensions.backprop_extension import checked_indices
+from bpk.extensions.backprop_extension import checked_indices, positive
 from bpk.extensions.definition import Form
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.statistics import Uses
@@ -25,6 +25,7 @@ class BatchKFLR(SquareRootExtension):
 
     Args:
         groups: For each group the indices of its samples; a sample may be in several. Default: each for itself.
+        subsampling: Indices of the samples considered (all by default); groups count these.
 
     Source: Martens, Grosse (2015), for the factors.
 
@@ -40,8 +41,8 @@ class BatchKFLR(SquareRootExtension):
     form = Form.GROUP_FACTORS
     over_batches = "its groups are those of one batch\naccumulate KFAC or KFLR over a loader for each group."
 
-    def __init__(self, groups: Groups | None = None) -> None:
-        super().__init__()
+    def __init__(self, groups: Groups | None = None, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(subsampling)
         self.groups = None if groups is None else tuple(of_group(group) for group in groups)
 
     def value(self, uses: Uses) -> list[Tensor]:
@@ -56,7 +57,7 @@ class BatchKFLR(SquareRootExtension):
             raise ValueError(
                 explain(
                     f"{type(self).__name__}: sample index {most} is out of range.",
-                    f"the batch has {n} samples.",
+                    f"{n} samples are considered.",
                     "pass indices from 0 to N - 1.",
                 )
             )
@@ -69,6 +70,7 @@ class BatchKFAC(SampledRootExtension, BatchKFLR):
     Args:
         mc_samples: Number of samples drawn per datum; extensions with equal numbers share their draws.
         groups: For each group the indices of its samples; a sample may be in several. Default: each for itself.
+        subsampling: Indices of the samples considered (all by default); groups count these.
 
     Source: Martens, Grosse (2015).
 
@@ -82,9 +84,11 @@ class BatchKFAC(SampledRootExtension, BatchKFLR):
 
     field = "kfac_batch"
 
-    def __init__(self, mc_samples: int = 1, groups: Groups | None = None) -> None:
-        super().__init__(mc_samples)
-        self.groups = BatchKFLR(groups).groups
+    def __init__(
+        self, mc_samples: int = 1, groups: Groups | None = None, subsampling: Sequence[int] | None = None
+    ) -> None:
+        BatchKFLR.__init__(self, groups, subsampling)
+        self.mc_samples = positive("mc_samples", mc_samples)
 
 
 def of_group(group: Sequence[int]) -> tuple[int, ...]:
