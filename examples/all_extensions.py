@@ -36,7 +36,7 @@ def main() -> None:
         with bpk.backpack(*extensions):
             loss.backward()
         shown.update(type(extension) for extension in extensions)
-        for field in (e.savefield for e in extensions if e.savefield not in FUNCTIONS + FACTORS + BASES):
+        for field in (e.savefield for e in extensions if e.savefield not in FUNCTIONS + FACTORS + LISTS + BASES):
             print(f".{field}: weight {shape(getattr(weight, field))}, bias {shape(getattr(bias, field))}")
 
     def check(field: str, want: Tensor) -> None:
@@ -64,6 +64,29 @@ def main() -> None:
     agree("projected_grad", weight.projected_grad, g[:, : weight.numel()] @ matrix.T)
     check("weighted_grad", g[y == 0].sum(0))
     check("clipped_grad", g.T @ (max_norm / n / g.norm(dim=1)).clamp(max=1))
+
+    backward(E.AxisGram())
+    gradients = g[:, : weight.numel()].view(n, 10, 784)
+    print(f".axis_gram: weight {[shape(m) for m in weight.axis_gram]}, bias {[shape(m) for m in bias.axis_gram]}")
+    wide = gradients.double()
+    agree("axis_gram[0]", weight.axis_gram[0].double(), torch.einsum("noi,npi->op", wide, wide))
+    agree("axis_gram[1]", weight.axis_gram[1].double(), torch.einsum("noi,noj->ij", wide, wide))
+
+    print("The outputs' Jacobian: each output depends on its own row of the weight")
+    backward(E.DiagJTJExact(), E.DiagJTJMC())
+    for field in ("diag_jtj_exact", "diag_jtj_mc"):  # random signs do not matter here
+        agree(field, getattr(weight, field), x.flatten(1).square().sum(0).expand(10, 784))
+
+    print("Tokens: the terms that the loss adds up for a sample, here one")
+    backward(E.TokenGrad(), E.TokenL2Grad(), E.TokenProjectedGrad(k=16))
+    agree("grad_token", weight.grad_token, gradients[:, None])
+    agree("token_l2", weight.token_l2[:, 0], gradients.flatten(1).square().sum(1))
+    agree("projected_grad_token", weight.projected_grad_token[:, 0], gradients.flatten(1) @ matrix.T)
+    backward(E.TokenDiagGGNExact(), E.TokenTraceGGNExact())
+    agree("diag_ggn_exact_token", weight.diag_ggn_exact_token[:, 0].flatten(1), diagonal[:, : weight.numel()])
+    agree("trace_ggn_exact_token", weight.trace_ggn_exact_token[:, 0], diagonal[:, : weight.numel()].sum(1))
+    backward(E.TokenDiagGGNMC(), E.TokenTraceGGNMC())
+    agree("trace_ggn_mc_token", weight.trace_ggn_mc_token, weight.diag_ggn_mc_token.flatten(2).sum(2))
 
     print("Diagonals of the GGN and of the Hessian (here the same), of the batch and of each sample")
     backward(E.DiagGGNExact(), E.BatchDiagGGNExact(), E.DiagHessian(), E.BatchDiagHessian())
@@ -114,6 +137,15 @@ def main() -> None:
             agree(f"{field}[0], the factor G", of_weight[0], (root @ root.mT).mean(0))
             agree(f"{field}[0] of the bias", of_bias[0], (root @ root.mT).mean(0))
 
+    print("Kronecker factors of groups of samples: here of the digits")
+    digits = [(y == digit).nonzero().flatten().tolist() for digit in range(10)]
+    backward(E.BatchKFLR(digits), E.BatchKFAC(groups=digits))
+    for field in ("kflr_batch", "kfac_batch"):
+        print(f".{field}: weight {[shape(f) for f in getattr(weight, field)]}")
+        zeros = x[y == 0].flatten(1)
+        agree(f"{field}[1] of zeros", getattr(weight, field)[1][0], zeros.T @ zeros / len(zeros))
+    agree("kflr_batch[0] of zeros", weight.kflr_batch[0][0], (root @ root.mT)[y == 0].sum(0) / n)
+
     print("Eigenvalue-corrected factors: the GGN's own diagonal in the factors' eigenbasis")
     backward(E.EKFLR())
     check_moments("ekflr", [rows(model, x, root[:, :, c]) / n**0.5 for c in range(10)])
@@ -132,6 +164,7 @@ def main() -> None:
 
 
 FACTORS = ("kfac", "kflr", "kfra")
+LISTS = ("axis_gram", "kfac_batch", "kflr_batch")
 BASES = ("ekfac", "ekflr")
 FUNCTIONS = ("hmp", "ggnmp", "pchmp_clip", "pchmp_abs")
 

@@ -9,8 +9,8 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.losses.flat import ZeroCurvature
-from bpk.jacobians.losses.pointwise import PointwiseLoss, standard_normal
-from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
+from bpk.jacobians.losses.pointwise import PointwiseLoss, before_features, standard_normal
+from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy, behind_classes
 from bpk.jacobians.losses.targets import (
     LABELS,
     ClassTargets,
@@ -173,6 +173,7 @@ RULES = (
         "the end of the model and use CrossEntropyLoss on the logits.",
         nn.NLLLoss,
         least_axes=2,
+        adds_up=behind_classes,
         examples=[
             *both(NLL, (4, 3), LABELS),
             *both(NLL, (3, 2, 4), SOME_IGNORED, weight=weights(0.5, 2.0), ignore_index=1),
@@ -182,6 +183,7 @@ RULES = (
         "KLDivLoss is linear in its input: its Hessian, and with it every GGN quantity, is zero. Remove LogSoftmax "
         "from the end of the model and use CrossEntropyLoss with probability targets on the logits.",
         nn.KLDivLoss,
+        adds_up=before_features,
         examples=[
             case(nn.KLDivLoss, reduction="batchmean", shape=(3, 2), target=class_probabilities),
             case(nn.KLDivLoss, reduction="sum", log_target=True, shape=(3, 2), target=real_numbers),
@@ -190,6 +192,7 @@ RULES = (
     ZeroCurvature(
         "L1Loss is piecewise linear: its Hessian, and with it every GGN quantity, is zero. Use MSELoss or HuberLoss.",
         nn.L1Loss,
+        adds_up=before_features,
         examples=both(nn.L1Loss, (3, 2), real_numbers),
     ),
 )

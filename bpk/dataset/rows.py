@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpk.distributed.rows import other_rows
 from bpk.extensions.over_batches import Rows, Size
 
 Found = Mapping[str, Mapping[str, Tensor]]
@@ -92,9 +93,7 @@ class Stored(Sink):
                 if self.count:
                     self.append(field, name, rows.new_zeros(self.count, *rows.shape[1:]))
             if tuple(rows.shape[1:]) != self.shapes[key]:
-                raise ValueError(
-                    f"'{field}' of '{name}' has rows {list(rows.shape[1:])} here, {self.shapes[key]} before."
-                )
+                raise ValueError(other_rows(f"'{field}' of '{name}'", rows.shape[1:], self.shapes[key]))
             self.append(field, name, rows)
         for (field, name), shape in waiting.items():
             self.append(field, name, torch.zeros(size.samples, *shape))

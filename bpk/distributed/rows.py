@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bpk.distributed.statistics import objects
+from bpk.jacobians.core.errors import explain
 
 
 def rows_of_all(
@@ -18,6 +19,9 @@ def rows_of_all(
     here = {key: (tuple(rows.shape[1:]), rows.dtype, len(rows)) for key, rows in mine.items()}
     told = [known for known in objects((count, here), group) if isinstance(known, tuple)]
     everywhere = {key: form for _, known in told for key, form in known.items()}
+    for key, (shape, _, _) in ((key, form) for _, known in told for key, form in known.items()):
+        if shape != everywhere[key][0]:
+            raise ValueError(other_rows(str(key), shape, everywhere[key][0]))
     found: dict[Hashable, list[Tensor]] = {}
     for key in sorted(everywhere, key=str):
         shape, dtype, _ = everywhere[key]
@@ -31,3 +35,13 @@ def rows_of_all(
             work.wait()
         found[key] = parts
     return found
+
+
+def other_rows(what: str, here: Sequence[int], there: Sequence[int]) -> str:
+    """Why rows of samples cannot be put together: those of one batch have another shape."""
+    return explain(
+        f"{what} has rows {list(here)} in one batch and {list(there)} in another.",
+        "rows of all samples go into one array; those of tokens are as many as a batch's longest sample has.",
+        "give all batches sequences of one length (with ignored targets at the end), or take rows batch by batch: "
+        "callback=function(batch_index, fields).",
+    )

@@ -20,8 +20,14 @@ class Form(Enum):
     NUMBERS = "[N]"
     SAMPLE_VECTORS = "[N, K]"
     """Numbers of each sample, of which each depends on all entries of the parameter."""
+    TOKENS = "[N, T, *p]"
+    TOKEN_NUMBERS = "[N, T]"
+    TOKEN_VECTORS = "[N, T, K]"
+    """Numbers of each token of a sample, of which each depends on all entries of the parameter."""
     GRAM = "[N, N]"
     """One number for each pair of samples."""
+    AXES = "[d, d] or [d], for each axis"
+    """A matrix for each axis of the parameter, or its diagonal; the definition has their entries in one row."""
     ROOT_GRAM = "[V N, V N]"
     """The Gram matrix of a square root: the definition is `[N, N]`, the squared norm of each block `[V, V]`."""
     ROOT = "[V, N, *p]"
@@ -32,18 +38,27 @@ class Form(Enum):
     """A symmetric one: the definition is the products `[B, *p]` with matrices that are not larger than it."""
     EIGENBASIS = "[U_G, U_A], [G, A] or [U_G], [G]"
     """Eigenbases of Kronecker factors with second moments, of which `bpk.verification.eigenbasis` knows."""
+    GROUP_FACTORS = "[G, A] or [G], with an axis for groups of samples"
+    """Those of each group, of which `bpk.verification.kronecker` knows, too."""
     FACTORS = "[G, A] or [G]"
     """Kronecker factors of the GGN, whose definition `bpk.verification.kronecker` knows."""
 
     @property
     def by_sample(self) -> bool:
         """Whether the definition is a row for each sample, so that some samples are enough to look at."""
-        return self in (Form.SAMPLES, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.ROOT, Form.GRAM, Form.ROOT_GRAM)
+        alone = (Form.SAMPLES, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.ROOT, Form.GRAM, Form.ROOT_GRAM)
+        return self in alone or self.by_token
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it is a row for each token of a sample."""
+        return self in (Form.TOKENS, Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS)
 
     @property
     def of_every_entry(self) -> bool:
         """Whether each number depends on all entries of the parameter, so that the definition must see them all."""
-        return self in (Form.NUMBER, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.GRAM, Form.ROOT_GRAM)
+        others = (Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS, Form.AXES)
+        return self in (Form.NUMBER, Form.NUMBERS, Form.SAMPLE_VECTORS, Form.GRAM, Form.ROOT_GRAM, *others)
 
 
 class PlainAutograd(ABC):
@@ -71,6 +86,29 @@ class PlainAutograd(ABC):
     @abstractmethod
     def total_norms(self) -> Tensor:
         """`[n]`: squared norms of `g_n` over all parameters of the model that are trained."""
+
+    @property
+    @abstractmethod
+    def token_gradients(self) -> Tensor:
+        """`[n, T, E]`: the gradients `g_nt` of the terms that the loss adds up for a sample, `sum_t g_nt = g_n`.
+
+        Terms are those of rows of the prediction, and of positions in each.
+        """
+
+    @property
+    @abstractmethod
+    def token_norms(self) -> Tensor:
+        """`[n, T]`: squared norms of `g_nt`, of all entries, for fewer numbers in memory."""
+
+    @property
+    @abstractmethod
+    def token_ggn_diagonals(self) -> Tensor:
+        """`[n, T, E]`: diagonals of `J_n^T H_nt J_n`, with the Hessian of a term."""
+
+    @property
+    @abstractmethod
+    def jacobian_squares(self) -> Tensor:
+        """`[n, E]`: diagonals of `J_n^T J_n`."""
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from bpk.fields.rows import Rows, Use, join
+from bpk.fields.rows import Rows, join
 from bpk.jacobians.core import outer
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
@@ -124,10 +124,6 @@ class Products(Rows):
             for key, rows in use.arrived.of_params.get(use.name, {}).items():
                 parts.append(torch.einsum("kvn,vn...->k...", scales[key].to(rows.dtype), rows))
         return add_up(parts)
-
-    def blocks_of(self, use: Use) -> list[dict[object, Tensor]]:
-        """What has come to a use, at its call's output and at the parameter."""
-        return [use.arrived.blocks, use.arrived.of_params.get(use.name, {})]
 
     # ---- how rows are seen -----------------------------------------------------------------------------
     def pieces(self, part: slice = slice(None)) -> Iterator[Tensor]:

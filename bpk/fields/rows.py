@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -113,20 +113,44 @@ class Rows:
         own = use.arrived.of_params.get(use.name, {})
         return next(iter((*use.arrived.blocks.values(), *own.values()))).shape[1]
 
-    def of_samples(self: R, part: range) -> R:
-        """The same for some samples in order, and for no others."""
+    def of_samples(self: R, part: Sequence[int]) -> R:
+        """The same for some samples, each named once, and for no others."""
         found = type(self)(self.param, len(part), False, False)
+        chosen = torch.as_tensor(part, dtype=torch.long, device=self.param.device)
         for use in self.uses:
-            rows, samples = torch.arange(part.start, part.stop, device=self.param.device), None
+            rows, samples = chosen, None
             if use.samples is not None:
-                rows = ((use.samples >= part.start) & (use.samples < part.stop)).nonzero()[:, 0]
-                samples = use.samples[rows] - part.start
+                place = torch.full((self.count,), -1, device=chosen.device)
+                place[chosen] = torch.arange(len(part), device=chosen.device)
+                rows = (place[use.samples] >= 0).nonzero()[:, 0]
+                samples = place[use.samples[rows]]
             arrived = Columns({key: mat[:, rows] for key, mat in use.arrived.blocks.items()}, signs=use.arrived.signs)
             for key, own in use.arrived.of_params.get(use.name, {}).items():
-                arrived.add_to_parameter(use.name, key, own[:, part.start : part.stop], use.arrived.signs[key])
+                arrived.add_to_parameter(use.name, key, own[:, chosen], use.arrived.signs[key])
             call = use.call.subset(rows.tolist()) if arrived.blocks else use.call
             found.uses.append(replace(use, call=call, arrived=arrived, samples=samples))
         return found
+
+    def columns_of(self, key: Hashable) -> int:
+        """How many columns a block has."""
+        return len(next(block[key] for use in self.uses for block in self.blocks_of(use) if key in block))
+
+    def of_columns(self: R, key: Hashable, part: slice) -> R:
+        """The same for some columns of a block, and for no others."""
+        found, signs = type(self)(self.param, self.batch_size, False, False), self.signs(key)
+        for use in self.uses:
+            arrived = Columns()
+            if key in use.arrived.blocks:
+                arrived.add(key, use.arrived.blocks[key][part], None if signs is None else signs[part])
+            for rows in (own[key] for own in self.blocks_of(use)[1:] if key in own):
+                arrived.add_to_parameter(use.name, key, rows[part], None if signs is None else signs[part])
+            if arrived.signs:
+                found.uses.append(replace(use, arrived=arrived))
+        return found
+
+    def blocks_of(self, use: Use) -> list[dict[Hashable, Tensor]]:
+        """What has come to a use, at its call's output and at the parameter."""
+        return [use.arrived.blocks, use.arrived.of_params.get(use.name, {})]
 
     def lean(self: R) -> R:
         """The same, to be kept until the pass is over: rows, where they are smaller than what they are made of."""

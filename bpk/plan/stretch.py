@@ -53,7 +53,8 @@ class StretchCall(Call):
         return self.output.shape[0] if self.samples is None else len(self.samples)
 
     def subset(self, samples: Sequence[int]) -> StretchCall:
-        part = StretchCall(self.source, self.output, self.inputs, self.samples_of_rows, self.n, tuple(samples))
+        chosen = tuple(samples) if self.samples is None else tuple(self.samples[k] for k in samples)
+        part = StretchCall(self.source, self.output, self.inputs, self.samples_of_rows, self.n, chosen)
         part.rows_of_inputs = self.rows_of_inputs
         return part
 

@@ -198,7 +198,7 @@ def rule_file(rule: Rule | None) -> str:
 
 def announce(warning: str | None, extensions: Iterable[Quantity]) -> None:
     """Tell the user once that quantities will be zero, and what to use instead."""
-    if warning and any(e.second_order for e in extensions):
+    if warning and any(e.second_order and e.sweep().of_loss_hessian for e in extensions):
         warn(warning)
 
 

@@ -48,10 +48,9 @@ class ByPosition(SquareRoot):
         root = joint.rule.sqrt_hessian_by_position(joint.call) if possible else None
         if root is None:
             return super().starting(step)
-        mat, axes = root
-        where = positions_of(mat.shape[1:], axes, mat.device)
+        where = positions_of(root.shape[1:], joint.rule.positions(joint.call.inputs[0]), root.device)
         found: list[Starting] = []
-        mat = times_root_of_factor(mat, step)
+        mat = times_root_of_factor(root, step)
         for number, part in enumerate(mat.split(max(1, self.at_most or len(mat)))):
             index = next(iter(step.links))
             self.started, self.rounds = self.started + len(part), self.rounds + 1

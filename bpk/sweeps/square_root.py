@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
+import torch
 from torch import Tensor
 
 from bpk.plan.step import Step
@@ -34,21 +35,31 @@ class SquareRoot(ColumnSweep):
 
     def all_at_once(self, step: Step) -> LazyColumns:
         """All columns of a loss: sampled ones, or exact ones with columns of their own for each row of a sample."""
-        joint = step.joint
         if self.mc_samples is not None:
-            return known(
-                self.at_inputs(step, joint.rule.sqrt_hessian_sampled(joint.call, self.mc_samples)), None, "loss"
-            )
+            return known(self.at_inputs(step, self.sampled(step, self.mc_samples)), None, "loss")
         assert step.samples_of_rows is not None
-        columns = known({0: joint.rule.sqrt_hessian(joint.call)}, None, "loss")
+        entries = step.joint.call.inputs[0].shape[1:].numel()
+        columns = known({0: torch.cat(list(self.parts(step, max(1, entries))))}, None, "loss")
         rows = split_rows(columns, step.samples_of_rows, step.batch_size)
         return rows.mapped(lambda chunk: (self.at_inputs(step, chunk[0][0]), None))
 
+    def parts(self, step: Step, size: int) -> Iterator[Tensor]:
+        """Exact columns of the predictions of a loss, so many at a time."""
+        yield from step.joint.rule.sqrt_hessian_parts(step.joint.call, size)
+
+    def sampled(self, step: Step, count: int) -> Tensor:
+        """So many random columns."""
+        return step.joint.rule.sqrt_hessian_sampled(step.joint.call, count)
+
+    def scaled(self, mat: Tensor, step: Step) -> Tensor:
+        """Columns times the root of the factor of the loss."""
+        return times_root_of_factor(mat, step)
+
     def at_inputs(self, step: Step, root: Tensor) -> dict[int | str, Tensor]:
-        """Columns of the predictions of a loss, side by side, by input, times the root of its factor."""
+        """Columns of the predictions of a loss, side by side, by input, scaled."""
         terms = self.terms(step)
         mat = self.rows(root, 1) if terms is None else root * terms.sqrt().reshape(-1, *[1] * (root.dim() - 2))
-        return dict(step.joint.split(times_root_of_factor(mat, step)).items())
+        return dict(step.joint.split(self.scaled(mat, step)).items())
 
 
 class RootColumns(Starting):
@@ -62,6 +73,5 @@ class RootColumns(Starting):
         self.step = step
 
     def chunks(self, size: int) -> Iterator[Chunk]:
-        joint = self.step.joint
-        for part in joint.rule.sqrt_hessian_parts(joint.call, size):
+        for part in self.sweep.parts(self.step, size):
             yield self.sweep.at_inputs(self.step, part), None

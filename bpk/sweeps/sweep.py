@@ -29,6 +29,8 @@ class Sweep(ABC):
     second_order = True
     needs_root = False
     """Whether it starts from a square root of the loss Hessian, which must then be positive semi-definite."""
+    of_loss_hessian = True
+    """Whether what it brings is zero (of second order), where the loss Hessian is."""
 
     def __init__(self, samples: tuple[int, ...] | None = None) -> None:
         self.samples = samples

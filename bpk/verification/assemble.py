@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.jacobians.core.errors import explain
+from bpk.verification.by_definition import by_definition
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
-from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
-from bpk.verification.kronecker import PROPERTIES, Averaged, Unknown, check_of
+from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, check_of
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
 from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
@@ -28,6 +29,7 @@ from bpk.verification.structure import in_words, tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
+SIGNS = "its draws of signs are repeated"
 REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
 
 
@@ -69,7 +71,7 @@ def rows(
             checks[k] = check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
             found[k] = measured.run(extension, check, here, extent)
     del measured
-    factors = any(isinstance(e, (HBP, EKFLR)) for e in extensions)
+    factors = any(isinstance(e, (HBP, EKFLR, BatchKFLR)) for e in extensions)
     definition = Reference(problem, places, effort.passes, factors, bar.detail)
     tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort.relative, effort.absolute)
     table: list[Row] = []
@@ -81,9 +83,11 @@ def rows(
         if check is None or not check.sampled or draws is None or isinstance(reference, str):
             table += rows_of(extension, check, here, measurement, reference, tolerance)
             continue
-        with reference.sampled(draws.at(columns_of(extension, 1), seed_of(problem, 0))):
-            right = rows_of(extension, check, here, measurement, reference, tolerance, REPEATED)
-        if any(row.verdict is Verdict.OK for row in right):
+        drawn = draws.at(columns_of(extension, 1), seed_of(problem, 0), check.of_loss_hessian)
+        with reference.sampled(drawn):
+            note = REPEATED if check.of_loss_hessian else SIGNS
+            right = rows_of(extension, check, here, measurement, reference, tolerance, note)
+        if check.of_loss_hessian and any(row.verdict is Verdict.OK for row in right):
             mistake, count = draws.judged(reference.split, effort.entries, seed)
             for k, row in enumerate(right):  # all wrong if the draws do not have the Hessian as their expectation
                 if mistake and row.verdict is Verdict.OK:
@@ -107,6 +111,8 @@ def check_for(extension: BackpropExtension) -> Check | None:
     """How an extension is verified; `None` for those of which nobody has said what they must be."""
     if isinstance(extension, EKFLR):
         return InEigenbasis(extension.get_num_mc_samples() is not None)
+    if isinstance(extension, BatchKFLR):
+        return OfGroups(extension)
     return check_of(extension) if isinstance(extension, HBP) else by_definition(extension)
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.extensions.definition import Form
-from bpk.extensions.registry import REGISTRY
 from bpk.verification.definition import AtPlace
 from bpk.verification.place import Place, unravel
 from bpk.verification.problem import NoReference
@@ -23,6 +21,7 @@ class Defined(Check):
     def __init__(self, extension: BackpropExtension) -> None:
         self.extension = extension
         self.sampled = extension.get_num_mc_samples() is not None
+        self.of_loss_hessian = not self.sampled or extension.sweep().of_loss_hessian
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         return [AtPlace(ref, place, self.extension.form).evaluate(self.extension.definition)]
@@ -183,29 +182,3 @@ def products(value: Any, place: Place, *vectors: Tensor) -> Tensor:
     found: Tensor = value(torch.stack(vectors))
     require_shape(found, (len(vectors), *place.shape))
     return found
-
-
-CHECKS: dict[Form, type[Defined]] = {
-    Form.BATCH: OfBatch,
-    Form.SAMPLES: OfSamples,
-    Form.NUMBER: Number,
-    Form.NUMBERS: Numbers,
-    Form.SAMPLE_VECTORS: SampleVectors,
-    Form.GRAM: Gram,
-    Form.ROOT_GRAM: RootGram,
-    Form.ROOT: Root,
-    Form.PRODUCT: Product,
-    Form.BOUNDED_PRODUCT: BoundedProduct,
-}
-
-
-def by_definition(extension: BackpropExtension) -> Check | None:
-    """How an extension is verified by its definition; `None` where it has none.
-
-    A definition that an unlisted class inherits may be that of something else.
-    """
-    cls = type(extension)
-    its_own = "definition" in vars(cls) or REGISTRY.find(cls.__name__) is cls
-    if not its_own or cls.definition is BackpropExtension.definition:
-        return None
-    return CHECKS[extension.form](extension)

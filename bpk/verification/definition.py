@@ -13,6 +13,7 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.verification.place import Place
 from bpk.verification.problem import NoReference
 from bpk.verification.reference import Reference, derivatives
+from bpk.verification.tokens import TokenTerms
 
 T = TypeVar("T")
 
@@ -57,12 +58,48 @@ class AtPlace(PlainAutograd):
         each = [[self.ref.norm(name, n) for name in self.ref.trained] for n in self.samples]
         return torch.stack([torch.stack(norms).sum() for norms in each])
 
+    @property
+    def terms(self) -> TokenTerms:
+        """Derivatives of the terms of the loss."""
+        return TokenTerms(self.ref)
+
+    @cached_property
+    def token_gradients(self) -> Tensor:
+        found = torch.stack([self.terms.gradients(self.name, n) for n in self.samples])
+        return found if self.form.of_every_entry else found[:, :, self.place.entries]
+
+    @cached_property
+    def token_norms(self) -> Tensor:
+        return torch.stack([self.terms.gradients(self.name, n).square().sum(1) for n in self.samples])
+
+    @cached_property
+    def token_ggn_diagonals(self) -> Tensor:
+        return self.terms.diagonals(self.columns, self.samples)
+
+    @cached_property
+    def jacobian_squares(self) -> Tensor:
+        split, drawn = self.ref.split, self.ref.drawn
+        if drawn is None:
+            return split.by_sample(self.columns.square()).T[list(self.samples)]
+        return (
+            torch.stack([split.by_sample(self.columns * signs).square() for signs in drawn])
+            .sum(0)
+            .T[list(self.samples)]
+        )
+
+    @property
+    def columns(self) -> Tensor:
+        """`[E, P]`: columns of the Jacobian."""
+        if not self.form.of_every_entry:
+            return self.ref.columns(self.name)
+        passes = min(self.place.shape.numel(), self.ref.split.pred.numel())
+        return self.ref.columns_at(self.name, self.every_entry(passes))
+
     @cached_property
     def ggn(self) -> Tensor:
         if not self.form.of_every_entry:
             return self.ref.ggn(self.name, self.samples)
-        passes = min(self.place.shape.numel(), self.ref.split.pred.numel())
-        return self.ref.whole_ggn(self.name, self.every_entry(passes), self.samples)
+        return self.ref.blocks(self.columns)[list(self.samples)]
 
     @cached_property
     def hessian_diagonals(self) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
+from bpk.sweeps.outputs import random_signs
 from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
 from bpk.verification.problem import Problem
 from bpk.verification.split import Split
@@ -57,6 +58,10 @@ class Part:
             columns = self.rule.sqrt_hessian_sampled(self.call, count)
         return columns.reshape(count, -1) * self.factor.sqrt()
 
+    def signs(self, count: int) -> Tensor:
+        """Random signs in their place."""
+        return random_signs(self.call.inputs[0], count).reshape(count, -1)
+
 
 class Draws:
     """The draws of all losses of a problem; `order` is that in which a backward pass comes to them."""
@@ -77,10 +82,10 @@ class Draws:
         known = [part for part in parts if part is not None]
         return cls(known, visited(objective.value, live)) if len(known) == len(live) else None
 
-    def at(self, count: int, seed: int) -> Tensor:
-        """`[L M, P]`: the draws of a backward pass that begins with this seed, from each of `L` losses."""
+    def at(self, count: int, seed: int, of_loss: bool = True) -> Tensor:
+        """`[L M, P]`: the draws of a backward pass that begins with this seed, from each of `L` losses, or signs."""
         torch.manual_seed(seed)
-        drawn = {k: self.parts[k].draw(count) for k in self.order}
+        drawn = {k: self.parts[k].draw(count) if of_loss else self.parts[k].signs(count) for k in self.order}
         return torch.block_diag(*(drawn[k] for k in range(len(self.parts)))) if len(drawn) > 1 else drawn[0]
 
     def judged(self, split: Split, entries: int, seed: int) -> tuple[str, int]:

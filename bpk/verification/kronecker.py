@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.curvature import Curvature
+from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
 from bpk.jacobians.core.room import WHOLE
 from bpk.utils.kroneckers import diagonal
@@ -87,9 +89,13 @@ class Factors(Check):
             return self.nearest(ref, place, sides)
         if sides[0].input_first and self.sampled and ref.drawn is None:
             raise NoReference(f"of a matrix that functions multiply with, compare KFLR; {PROPERTIES}")
-        moment = ref.layers.input_entries(sides[0], place.side(sides[0].sizes[1]), ref.n, place.chosen)
+        moment = self.inputs(ref, place, sides[0], place.side(sides[0].sizes[1]))
         expected = [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
         return expected[::-1] if sides[0].input_first else expected
+
+    def inputs(self, ref: Reference, place: Place, side: Side, entries: Tensor) -> Tensor:
+        """`A` at some entries: divided by the number of samples in the batch."""
+        return ref.layers.input_entries(side, entries, ref.n, place.chosen)
 
     def has_diagonal(self, place: Place) -> bool:
         """Whether a parameter without an input factor has the diagonal of its block only."""
@@ -105,8 +111,8 @@ class Factors(Check):
         outputs, inputs = [], []
         for k, side in enumerate(sides):
             entries = torch.arange(side.offset, side.offset + side.sizes[0])
-            outputs.append(ref.whole_ggn(bias_of(place.name, k), entries, place.chosen).sum(0))
-            inputs.append(ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen))
+            outputs.append(ref.blocks(ref.columns_at(bias_of(place.name, k), entries))[list(place.chosen)].sum(0))
+            inputs.append(self.inputs(ref, place, side, torch.arange(side.sizes[1])))
         left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])
         rows, columns = place.side(len(left)), place.side(len(right))
         expected = [left[rows][:, rows], right[columns][:, columns]]
@@ -136,6 +142,43 @@ def nearest_product(left: list[Tensor], right: list[Tensor]) -> tuple[Tensor, Te
     share = torch.linalg.solve(left_in, u[:, 0])[0]
     first, second = basis_left @ u[:, 0] / share, basis_right @ v[0] * s[0] * share
     return first.reshape(left[0].shape), second.reshape(right[0].shape)
+
+
+class OfGroups(Factors):
+    """Factors of the first and the last group of samples, stacked."""
+
+    def __init__(self, extension: BatchKFLR) -> None:
+        super().__init__(extension.get_num_mc_samples() is not None)
+        self.extension = extension
+
+    def groups(self, place: Place) -> tuple[int, Sequence[Sequence[int]]]:
+        """How many there are, and those that are compared."""
+        groups = self.extension.groups_of(len(place.chosen))
+        return len(groups), groups[:1] if len(groups) == 1 else (groups[0], groups[-1])
+
+    def read(self, value: Any, place: Place) -> Read:
+        if not isinstance(value, list) or not all(isinstance(x, Tensor) and x.dim() == 3 for x in value):
+            raise Mismatch("the field is no list of stacked matrices")
+        count, some = self.groups(place)
+        if any(len(stack) != count for stack in value):
+            raise Mismatch(f"the field has not {count} groups")
+        ends = (0, -1)[: len(some)]
+        return [part for k in ends for part in super(OfGroups, self).read([stack[k] for stack in value], place)]
+
+    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+        _, some = self.groups(place)
+        each = len(found) // len(some)
+        at = [replace(place, chosen=tuple(place.chosen[k] for k in group)) for group in some]
+        return [x for here in at for x in super(OfGroups, self).expected(ref, here, found[:each])]
+
+    def inputs(self, ref: Reference, place: Place, side: Side, entries: Tensor) -> Tensor:
+        return super().inputs(ref, place, side, entries) * (ref.n / len(place.chosen))
+
+    def is_drawn(self, factor: int) -> bool:
+        return self.sampled
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return "a factor of the first or the last group"
 
 
 class Averaged(Factors):

@@ -8,7 +8,7 @@ the objective is a sum of these with constant factors, the split is at their pre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -39,6 +39,8 @@ class Points:
     value: Callable[[Sequence[Tensor]], Tensor]
     again: Callable[[Arguments], list[Tensor]]
     """The same tensors for other inputs."""
+    loss: nn.Module | None = None
+    """The loss that takes them, if it is known, and one alone that takes one."""
 
 
 class Objective:
@@ -98,7 +100,8 @@ class Objective:
                     "return them from forward(), as a tensor, a tuple, a list, a dict or a dataclass.",
                 )
             )
-        return self.points(self.output, kept, self.problem.objective, lambda output: output)
+        points = self.points(self.output, kept, self.problem.objective, lambda output: output)
+        return replace(points, loss=self.problem.loss if is_loss(self.problem.loss) and len(kept) == 1 else None)
 
     def inside(self) -> Points | None:
         """The predictions of the losses that the user's loss adds up; `None` where it does something else."""
@@ -120,7 +123,8 @@ class Objective:
 
         seen = [call.arguments for call in self.calls]
         kept = [k for k, x in enumerate(tensors_of(seen)) if x.requires_grad]
-        return self.points(seen, kept, value, lambda output: [call.arguments for call in self.watched(output)[1]])
+        points = self.points(seen, kept, value, lambda output: [call.arguments for call in self.watched(output)[1]])
+        return replace(points, loss=self.calls[0].module if len(self.calls) == len(kept) == 1 else None)
 
 
 def is_loss(module: nn.Module) -> bool:

@@ -25,6 +25,8 @@ class Check(ABC):
 
     sampled = False
     """Whether the field is random, so that its mean over many passes is compared."""
+    of_loss_hessian = True
+    """Whether what is random are columns of the loss; signs otherwise."""
     note = ""
     """What the check does not cover."""
 

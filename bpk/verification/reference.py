@@ -195,12 +195,11 @@ class Reference:
         pulled = self.pulled[name].flatten()
         return torch.stack([self.split.forward(pulled[e]) for e in entries])
 
-    def whole_ggn(self, name: str, entries: Tensor, chosen: Sequence[int]) -> Tensor:
-        """`[len(chosen), E, E]`: the GGN at these entries; a backward pass for each, or for each of the prediction."""
+    def columns_at(self, name: str, entries: Tensor) -> Tensor:
+        """`[E, P]`: the Jacobian at these entries; a backward pass for each, or for each of the prediction."""
         with derivatives():
             few = self.split.pred.numel() < len(entries)
-            columns = self.columns_by_rows({name: entries})[name] if few else self.columns_by_products(name, entries)
-            return self.blocks(columns)[list(chosen)]
+            return self.columns_by_rows({name: entries})[name] if few else self.columns_by_products(name, entries)
 
     def affordable(self, name: str, each: int) -> int:
         """How many of a parameter's entries can be looked at, if each takes so many backward passes."""

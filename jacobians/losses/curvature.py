@@ -42,11 +42,17 @@ class Curvature(Autodiff):
         """`sqrt_hessian`, so many columns at a time."""
         yield from self.sqrt_hessian(call).split(columns)
 
-    def sqrt_hessian_by_position(self, call: Call) -> tuple[Tensor, tuple[int, ...]] | None:
-        """`sqrt_hessian` where the loss adds up positions: columns `[V, N, *pred]` of all positions side by side.
+    def positions(self, prediction: Tensor) -> tuple[int, ...]:
+        """The axes of a prediction `[N, *pred]` that tell apart positions, of which the loss adds up a term for each.
 
-        Also returns the axes of the prediction `[N, *pred]` that tell positions apart: column `v` stands for one column
-        per position, zero at all others. `()` where a row is one position. Default: `None`, there is no such form.
+        Default: `()`, a row is one position.
+        """
+        return ()
+
+    def sqrt_hessian_by_position(self, call: Call) -> Tensor | None:
+        """`sqrt_hessian` with columns `[V, N, *pred]` of all `positions` side by side.
+
+        Column `v` stands for one column per position, zero at all others. Default: `None`, there is no such form.
         """
         return None
 

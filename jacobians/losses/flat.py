@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,16 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.losses.softmax import divisor
 
 
+def whole_rows(prediction: Tensor) -> tuple[int, ...]:
+    """A row is one position."""
+    return ()
+
+
 class ZeroCurvature(Loss):
     """A loss whose Hessian is zero (almost) everywhere: (piecewise) linear in its `predictions`, jointly.
 
-    Its factors have one column, of zeros (NaN where the prediction is NaN). `why` ends up in a warning.
+    Its factors have one column, of zeros (NaN where the prediction is NaN). `why` ends up in a warning; `adds_up` gives
+    the `positions`.
     """
 
     def __init__(
@@ -28,8 +34,10 @@ class ZeroCurvature(Loss):
         examples: Sequence[Example] = (),
         least_axes: int = 1,
         predictions: tuple[int, ...] = (0,),
+        adds_up: Callable[[Tensor], tuple[int, ...]] = whole_rows,
     ) -> None:
         super().__init__(*modules, examples=examples)
+        self.adds_up = adds_up
         self.flat = why
         self.least_axes = least_axes
         self.predictions = predictions
@@ -40,6 +48,9 @@ class ZeroCurvature(Loss):
 
     def together(self, wrts: tuple[int, ...]) -> Curvature:
         return self if set(wrts) <= set(self.predictions) else super().together(wrts)
+
+    def positions(self, prediction: Tensor) -> tuple[int, ...]:
+        return self.adds_up(prediction)
 
     def sqrt_hessian(self, call: Call) -> Tensor:
         return self._zeros(call)[None]

@@ -27,6 +27,11 @@ def unit_weight(call: Call) -> float:
     return 1.0
 
 
+def before_features(prediction: Tensor) -> tuple[int, ...]:
+    """The axes of positions of a prediction `[N, *d, D]`: all but the batch axis and the last one."""
+    return tuple(range(1, prediction.dim() - 1))
+
+
 class PointwiseLoss(Loss):
     """A sum over all entries of one expression in prediction `x` and target `t`: the Hessian is diagonal.
 
@@ -97,6 +102,15 @@ class PointwiseLoss(Loss):
         weight = tensor(self.weight(call))
         shape = torch.broadcast_shapes(x.shape, call.inputs[1].shape, weight.shape, *[s.shape for s in symbols])
         return (derived.compiled[2](x, *symbols) * weight).expand(shape)
+
+    def positions(self, prediction: Tensor) -> tuple[int, ...]:
+        return before_features(prediction)
+
+    def sqrt_hessian_by_position(self, call: Call) -> Tensor:
+        root = safe_sqrt(self.hessian_diag(call)).to(call.inputs[0].dtype)
+        if root.dim() < 2:
+            return root[None]
+        return torch.diag_embed(root).movedim(-1, 0)
 
     def sqrt_hessian(self, call: Call) -> Tensor:
         return one_hot(safe_sqrt(self.hessian_diag(call))).to(call.inputs[0].dtype)

@@ -34,6 +34,11 @@ def divisor(call: Call) -> Tensor | int:
     return x.numel() // x.shape[1] if target.shape == x.shape else counted(call, call.options.weight).sum()
 
 
+def behind_classes(prediction: Tensor) -> tuple[int, ...]:
+    """The axes of positions of a prediction `[N, C, *d]`."""
+    return tuple(range(2, prediction.dim()))
+
+
 class SoftmaxCrossEntropy(Loss):
     """Cross-entropy of logits `[N, C, *d]`, with all options of `torch.nn.CrossEntropyLoss`.
 
@@ -73,10 +78,12 @@ class SoftmaxCrossEntropy(Loss):
             )
             yield part.reshape(len(numbers), *x.shape).to(x.dtype)
 
-    def sqrt_hessian_by_position(self, call: Call) -> tuple[Tensor, tuple[int, ...]]:
+    def positions(self, prediction: Tensor) -> tuple[int, ...]:
+        return behind_classes(prediction)
+
+    def sqrt_hessian_by_position(self, call: Call) -> Tensor:
         x = call.inputs[0]
-        root = self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
-        return root, tuple(range(2, x.dim()))
+        return self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
 
     def sqrt_hessian_sampled(self, call: Call, mc_samples: int) -> Tensor:
         x = call.inputs[0]

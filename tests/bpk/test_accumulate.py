@@ -24,7 +24,8 @@ from tests.helpers import mlp
 
 ADDS_UP = [e for e in every_extension() if isinstance(e.over_batches, OverBatches)]
 EXACT = [e for e in ADDS_UP if e.get_num_mc_samples() is None and not e.over_batches.approximates]
-SAMPLED = [e for e in ADDS_UP if e.get_num_mc_samples() is not None]
+SAMPLED = [e for e in ADDS_UP if e.get_num_mc_samples() is not None and e.sweep().of_loss_hessian]
+"""Others draw signs, which no loss determines."""
 REFUSED = [e for e in every_extension() if isinstance(e.over_batches, str)]
 BY_NORM = [e for e in EXACT if isinstance(e.over_batches, WeightedByNorm)]
 """They add up where losses divide by a multiple of the number of samples."""

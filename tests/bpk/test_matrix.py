@@ -42,7 +42,7 @@ def reference(name: str) -> Reference:
     """The reference of a network (tests run network by network, so few are kept)."""
     net = next(n for n in NETWORKS if n.name == name)
     model, lossfunc, x, targets = net.build()
-    return Reference(model, (x,), net.loss_of(lossfunc, targets), seed=SEED)
+    return Reference(model, (x,), net.loss_of(lossfunc, targets), seed=SEED, loss=type(lossfunc))
 
 
 def run(net: Network, *extensions: BackpropExtension) -> nn.Module:
@@ -212,7 +212,7 @@ WRITTEN = (
 DEFINED = tuple(
     Row(type(e).__name__, type(e), e.savefield, defined(e))
     for e in every_extension()
-    if e.get_num_mc_samples() is None and e.form not in (Form.FACTORS, Form.EIGENBASIS)
+    if e.get_num_mc_samples() is None and e.form not in (Form.FACTORS, Form.GROUP_FACTORS, Form.EIGENBASIS)
 )
 ROWS = (*WRITTEN, *(row for row in DEFINED if row.field not in {written.field for written in WRITTEN}))
 """Definitions that are written down here, independently of the extensions, and those of all other extensions."""

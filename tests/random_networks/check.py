@@ -30,11 +30,12 @@ from tests.references.reference import Reference
 
 FIRST = (E.BatchGrad, E.BatchL2Grad, E.SumGradSquared, E.Variance, E.WeightedGrad)
 GGN = (E.DiagGGNExact, E.BatchDiagGGNExact, E.SqrtGGNExact, E.GGNMP, E.KFLR)
+TOKENS = (E.TokenGrad, E.TokenDiagGGNExact)
 SAMPLED = (E.SqrtGGNMC, E.DiagGGNMC, E.BatchDiagGGNMC, E.KFAC)
 HESSIAN = (E.DiagHessian, E.BatchDiagHessian, E.HMP)
-EVERY = (*FIRST, *GGN, *SAMPLED, *HESSIAN)
-GROUPS = (FIRST, GGN + SAMPLED, HESSIAN)
-SOME = (E.BatchGrad, E.WeightedGrad, E.BatchDiagGGNExact, E.DiagHessian, E.SqrtGGNExact)
+EVERY = (*FIRST, *GGN, *SAMPLED, *TOKENS, *HESSIAN)
+GROUPS = (FIRST, GGN + SAMPLED + TOKENS, HESSIAN)
+SOME = (E.BatchGrad, E.WeightedGrad, E.BatchDiagGGNExact, E.DiagHessian, E.SqrtGGNExact, E.TokenGrad)
 """What is computed for some samples only, too."""
 
 
@@ -281,6 +282,10 @@ class Comparison:
             same(found, lambda ref: ref.diag_ggn(name))
         elif what == "diag_ggn_exact_batch":
             same(found, lambda ref: ref.diag_ggn_batch(name)[chosen])
+        elif what == "grad_token":
+            same(found.sum(1), lambda ref: ref.grad_batch(name)[chosen])
+        elif what == "diag_ggn_exact_token":
+            same(found.sum(1), lambda ref: ref.diag_ggn_batch(name)[chosen])
         elif what == "diag_h":
             same(found, lambda ref: ref.diag_h_batch(name)[chosen].sum(0))
         elif what == "sqrt_ggn_exact":

@@ -32,6 +32,22 @@ class Dense(PlainAutograd):
         return torch.stack([self.ref.batch_l2(name) for name in self.ref.trained]).sum(0)
 
     @property
+    def token_gradients(self) -> Tensor:
+        return self.ref.token_gradients(self.name)
+
+    @property
+    def token_norms(self) -> Tensor:
+        return self.token_gradients.square().sum(2)
+
+    @property
+    def token_ggn_diagonals(self) -> Tensor:
+        return self.ref.token_ggn_diagonals(self.name)
+
+    @property
+    def jacobian_squares(self) -> Tensor:
+        return self.ref.jacobian_squares(self.name)
+
+    @property
     def ggn(self) -> Tensor:
         return self.ref.ggn_batch(self.name)
 
@@ -75,7 +91,11 @@ def pairs(extension: BackpropExtension, ref: Reference, name: str, found: Any) -
     defined = [extension.definition(Dense(ref, name, vector)) for vector in vectors]
     if extension.form in shapes(ref, name):
         return [(found, defined[0].reshape(shapes(ref, name)[extension.form]))]
-    if extension.form is Form.SAMPLE_VECTORS:
+    if extension.form is Form.AXES:
+        return [(torch.cat([matrix.flatten() for matrix in found]), defined[0])]
+    if extension.form is Form.TOKENS:
+        return [(found, defined[0].unflatten(-1, param.shape))]
+    if extension.form in (Form.SAMPLE_VECTORS, Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS):
         return [(found, defined[0])]
     if extension.form is Form.ROOT_GRAM:
         blocks = found.reshape(-1, ref.N, len(found) // ref.N, ref.N)

@@ -7,6 +7,7 @@ the prediction of sample `n` is attached to the graph: its gradient is exact for
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -103,11 +104,25 @@ class LayerCall:
     output: Tensor
 
 
+BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
+BY_ENTRY = (
+    *(nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss),
+    *(nn.MultiLabelSoftMarginLoss, nn.PoissonNLLLoss, nn.GaussianNLLLoss, nn.KLDivLoss),
+)
+"""Losses that add up a term for each position: of a prediction `[N, C, *d]`, or `[N, *d, D]`."""
+
+
 class Reference:
     """All quantities of `loss_of(model(*inputs))`, per named parameter."""
 
     def __init__(
-        self, model: nn.Module, inputs: Sequence[Tensor], loss_of: LossOf, seed: int = 0, samples: int | None = None
+        self,
+        model: nn.Module,
+        inputs: Sequence[Tensor],
+        loss_of: LossOf,
+        seed: int = 0,
+        samples: int | None = None,
+        loss: type[nn.Module] = nn.Module,
     ) -> None:
         self.model = copy.deepcopy(model)
         self.trained = [name for name, p in self.model.named_parameters() if p.requires_grad]  # biases are added below
@@ -123,6 +138,7 @@ class Reference:
         self.attention: list[attention.AttentionCall] = []
         watched = attention.watch(self.model, self.attention)
         self.loss_of = loss_of
+        self.loss = loss
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.calls: list[LayerCall] = []
         hooks = [
@@ -167,6 +183,40 @@ class Reference:
     def batch_l2(self, name: str) -> Tensor:
         return self._grad_batch[name].reshape(self.N, -1).square().sum(1)
 
+    # ---- token by token --------------------------------------------------------------------------
+    @cached_property
+    def tokens(self) -> Tensor:
+        """`[T, *prediction]`: which entries of the prediction belong to a token of their sample."""
+        shape, dims = self.pred.shape, self.pred.dim()
+        axes = range(2, dims) if self.loss in BY_CLASS else range(1, dims - 1) if self.loss in BY_ENTRY else ()
+        sizes = [size if axis in axes else 1 for axis, size in enumerate(shape)]
+        number = torch.arange(math.prod(sizes)).reshape(sizes).expand(shape)
+        row = torch.arange(len(self.pred)) % (len(self.pred) // self.N)
+        number = number + math.prod(sizes) * row.reshape(-1, *[1] * (dims - 1))
+        return torch.arange(int(number.max()) + 1).reshape(-1, *[1] * dims) == number
+
+    @cached_property
+    def _token_gradients(self) -> dict[str, Tensor]:
+        rows = []
+        for n in range(self.N):
+            mine = torch.zeros(self.N, self.D, dtype=torch.bool)
+            mine[n] = True
+            for token in self.tokens:
+                attached = torch.where(token & mine.reshape(self.pred.shape), self.pred, self.pred.detach())
+                rows.append(gradients(self.loss_of(attached), list(self.params.values())))
+        found = {name: torch.stack([r[i] for r in rows]) for i, name in enumerate(self.params)}
+        return {name: g.reshape(self.N, -1, self.params[name].numel()) for name, g in found.items()}
+
+    def token_gradients(self, name: str) -> Tensor:
+        """`[N, T, P]`: the gradient of each token's term of the loss."""
+        return self._token_gradients[name]
+
+    def token_ggn_diagonals(self, name: str) -> Tensor:
+        """`[N, T, P]`: the diagonal of the GGN of each term."""
+        jac = self._jacobians[0][name]
+        each = [jac * token.reshape(self.N, self.D, 1) for token in self.tokens]
+        return torch.stack([torch.einsum("ndp,nde,nep->np", j, self.loss_hessian, j) for j in each], 1)
+
     def sum_grad_squared(self, name: str) -> Tensor:
         return self._grad_batch[name].square().sum(0)
 
@@ -203,6 +253,10 @@ class Reference:
             full = torch.stack([r[i] for r in rows]).reshape(self.N, self.D, self.N, -1)
             jac_outputs.append(torch.stack([full[n, :, n] for n in range(self.N)]))
         return jac_params, jac_outputs
+
+    def jacobian_squares(self, name: str) -> Tensor:
+        """`[N, P]`: the diagonal of `J_n^T J_n`."""
+        return self._jacobians[0][name].square().sum(1)
 
     def ggn_batch(self, name: str) -> Tensor:
         """`[N, P, P]`: the block of every sample."""

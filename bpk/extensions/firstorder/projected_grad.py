@@ -14,7 +14,39 @@ from bpk.fields.statistics import Uses
 from bpk.utils.projections import rows_of_matrix, sides
 
 
-class ProjectedGrad(GradientExtension):
+class Projecting:
+    """Projections of rows with a random matrix `R` that follows from the seed and the parameter's shape."""
+
+    def choose(self, k: int | tuple[int, int], kind: str, seed: int) -> None:
+        """Note which matrix; refuses what is none."""
+        self.k, self.kind, self.seed, self.sides = k, kind, seed, sides(k, kind)
+
+    def projections(self, uses: Uses) -> Tensor:
+        """Those of all rows: `[V, n, k]`."""
+        p = uses.param
+        if self.kind == "factored" and p.dim() > 1:
+            return uses.projected(*self.factors(p.shape, p)).flatten(2)
+        return torch.cat([uses.along(rows.view(-1, *p.shape)) for rows in self.matrix(p.numel(), p)], 2)
+
+    def of_gradients(self, gradients: Tensor, shape: torch.Size) -> Tensor:
+        """`[..., k]`, of gradients `[..., P]` of a parameter of this shape."""
+        if self.kind == "factored" and len(shape) > 1:
+            left, right = self.factors(shape, gradients)
+            return (left @ gradients.unflatten(-1, (shape[0], shape[1:].numel())) @ right.T).flatten(-2)
+        return torch.cat([gradients @ rows.T for rows in self.matrix(shape.numel(), gradients)], -1)
+
+    def matrix(self, width: int, like: Tensor) -> Iterator[Tensor]:
+        """`R` for so many entries."""
+        return rows_of_matrix(self.kind, self.sides[0] * self.sides[1], width, self.seed, like)
+
+    def factors(self, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
+        """`R_o` `[k_o, first axis]`, `R_i` `[k_i, others]`."""
+        sizes = zip(self.sides, (shape[0], shape[1:].numel()), (self.seed, ~self.seed), strict=True)
+        left, right = (torch.cat(list(rows_of_matrix("gaussian", k, width, s, like))) for k, width, s in sizes)
+        return left, right
+
+
+class ProjectedGrad(Projecting, GradientExtension):
     """Random projections `[N, k]` of the individual gradients, per parameter, in the field `projected_grad`.
 
     `projected_grad[n] = R grad_batch[n].flatten()`, with entries of variance `1/k`, so that inner products of gradients
@@ -50,30 +82,13 @@ class ProjectedGrad(GradientExtension):
         subsampling: Sequence[int] | None = None,
     ) -> None:
         super().__init__(subsampling)
-        self.k, self.kind, self.seed, self.sides = k, kind, seed, sides(k, kind)
+        self.choose(k, kind, seed)
 
     def value(self, uses: Uses) -> Tensor:
-        p = uses.param
-        if self.kind == "factored" and p.dim() > 1:
-            return uses.projected(*self.factors(p.shape, p))[0].flatten(1)
-        return torch.cat([uses.along(rows.view(-1, *p.shape))[0] for rows in self.matrix(p.numel(), p)], 1)
+        return self.projections(uses)[0]
 
     def definition(self, plain: PlainAutograd) -> Tensor:
-        shape, gradients = plain.vector.shape, plain.gradients
-        if self.kind == "factored" and len(shape) > 1:
-            left, right = self.factors(shape, gradients)
-            return (left @ gradients.view(-1, shape[0], shape[1:].numel()) @ right.T).flatten(1)
-        return torch.cat([gradients @ rows.T for rows in self.matrix(shape.numel(), gradients)], 1)
-
-    def matrix(self, width: int, like: Tensor) -> Iterator[Tensor]:
-        """`R` for so many entries."""
-        return rows_of_matrix(self.kind, self.sides[0] * self.sides[1], width, self.seed, like)
-
-    def factors(self, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
-        """`R_o` `[k_o, first axis]`, `R_i` `[k_i, others]`."""
-        sizes = zip(self.sides, (shape[0], shape[1:].numel()), (self.seed, ~self.seed), strict=True)
-        left, right = (torch.cat(list(rows_of_matrix("gaussian", k, width, s, like))) for k, width, s in sizes)
-        return left, right
+        return self.of_gradients(plain.gradients, plain.vector.shape)
 
 
 EXTENSIONS = (ProjectedGrad,)

@@ -1,0 +1,58 @@
+"""What has come to a parameter from single tokens of a sample, put in order: `[N, T, ...]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bpk.fields.statistics import Uses
+
+
+class Tokens(NamedTuple):
+    """The birthplace of columns of some tokens, `start` to `stop`, one token after the other."""
+
+    start: int
+    stop: int
+
+
+def tokens_at(key: Hashable) -> Tokens:
+    """The tokens whose columns have begun at a place."""
+    assert isinstance(key, tuple) and isinstance(key[0], Tokens), "columns of a sweep of tokens"
+    return key[0]
+
+
+def in_order(uses: Uses, rows: Tensor) -> Tensor:
+    """Rows `[V, N, ...]` of tokens that have one column each as `[N, T, ...]`: zero where other columns were before."""
+    before = tokens_at(uses.keys[0]).start
+    return (torch.cat([rows.new_zeros(before, *rows.shape[1:]), rows]) if before else rows).transpose(0, 1)
+
+
+def by_token(uses: Uses, of: Callable[[Uses], Tensor], at_once: int | None = None) -> Tensor:
+    """`[N, T, ...]`: the sum of what `of` makes `[N, ...]` of the columns of each token, of so many at once."""
+    found: Tensor | None = None
+    last = max(tokens_at(key).stop for key in uses.keys)
+    for key in uses.keys:
+        start, stop = tokens_at(key)
+        columns = uses.columns_of(key)
+        each = columns // (stop - start)
+        for k in range(0, columns, some := at_once or each):
+            part, token = of(uses.of_columns(key, slice(k, k + some))), start + k // each
+            found = part.new_zeros(len(part), last, *part.shape[1:]) if found is None else found
+            if torch.is_grad_enabled():
+                found = found.index_add(1, torch.tensor([token], device=part.device), part[:, None])
+            else:
+                found[:, token] += part
+    assert found is not None
+    return found
+
+
+def together(before: Tensor, value: Tensor) -> Tensor:
+    """The sum of two fields `[N, T, ...]`, in the memory of the longer one where no graph is built."""
+    long, short = (before, value) if before.shape[1] >= value.shape[1] else (value, before)
+    if torch.is_grad_enabled():
+        return torch.cat([long[:, : short.shape[1]] + short, long[:, short.shape[1] :]], 1)
+    long[:, : short.shape[1]] += short
+    return long
