@@ -112,19 +112,19 @@ def memory(batches: int) -> None:
     """Print the memory in use along the way."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-    known: list[tuple[int, int]] = []
+    count = 0
 
     def step(model: nn.Module, loss_fn: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        known.append((len(known), resident() if len(known) % (batches // 10) == 0 else 0))
+        nonlocal count
+        if count % (batches // 10) == 0:
+            print(f"batch {count:>6}: {resident() / 1024:8.1f} MiB", flush=True)
+        count += 1
         loss: Tensor = loss_fn(model(batch[0]), batch[1])
         return loss
 
     data = ((torch.rand(4, 16), torch.randint(3, (4,))) for _ in range(batches))
     some = E.Variance(), E.KFAC(), E.DiagGGNExact()
     bpk.accumulate(model, nn.CrossEntropyLoss(), data, *some, step=step)
-    for number, kilobytes in known:
-        if kilobytes:
-            print(f"batch {number:>6}: {kilobytes / 1024:8.1f} MiB")
     print(f"at the end:   {resident() / 1024:8.1f} MiB")
 
 

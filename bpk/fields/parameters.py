@@ -29,8 +29,8 @@ class Parameters:
 
     `by_functions` are parameters (by `id`) that plain functions use as well: what observers find is final only when
     backward has ended. `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to
-    know) is called with a module none of whose parameters waits any more. `adds_up`: see `Settings`; `noted`: see
-    `Backward`.
+    know) is called with a module none of whose parameters waits any more. `adds_up`: see `Settings`; `noted` and
+    `loss_scale`: see `Backward`.
     """
 
     def __init__(
@@ -40,11 +40,12 @@ class Parameters:
         when_done: Callable[[nn.Module], None] | None,
         adds_up: bool = False,
         noted: Noted | None = None,
+        loss_scale: float = 1,
     ) -> None:
         self.extensions = extensions
         self.listens = listens
         self.when_done = when_done
-        self.adds_up, self.noted = adds_up, noted
+        self.adds_up, self.noted, self.loss_scale = adds_up, noted, loss_scale
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
         self.handles: list[Any] = []
@@ -77,7 +78,7 @@ class Parameters:
 
     def uses_for(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> Uses:
         """Uses of a parameter, as the extensions that listen want them."""
-        found = Uses(param, batch_size, *self.wants[key])
+        found = Uses(param, batch_size, *self.wants[key], self.loss_scale)
         found.uses = uses
         return found
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from bpk.context import backpack, disable
 from bpk.extending import extend
@@ -48,6 +49,8 @@ class Preconditioner(ABC):
             are shortened by `sqrt(kl_clip / (lr^2 v^T g))`. It is about twice the change of the model's
             predictions that the step makes, measured in Kullback-Leibler divergence. `None`: no limit.
         lr: The optimizer's learning rate, for `kl_clip`.
+        grad_scaler: The scaler of the loss; `grad_scaler.unscale_(optimizer)` comes before `step()`, which does nothing
+            where gradients or curvature have overflown, as `grad_scaler.step(optimizer)` does.
 
     Source: Martens, Grosse (2015), section 5, for the running means; Ba, Grosse, Martens (2017), section 5, for the
     limit.
@@ -62,6 +65,7 @@ class Preconditioner(ABC):
         interval: Schedule,
         kl_clip: float | None,
         lr: Schedule | None,
+        grad_scaler: GradScaler | None,
     ) -> None:
         if kl_clip is not None and lr is None:
             raise ValueError(
@@ -75,7 +79,7 @@ class Preconditioner(ABC):
         self.extension = extension
         self.extension.savefield = f"preconditioner_{extension.savefield}"  # users may ask for the same field
         self.damping, self.decay, self.interval = damping, decay, interval
-        self.kl_clip, self.lr = kl_clip, lr
+        self.kl_clip, self.lr, self.grad_scaler = kl_clip, lr, grad_scaler
         self.steps, self.looks = 0, 0
         self.means: dict[str, Means] = {}
         self._inside = ExitStack()
@@ -114,7 +118,7 @@ class Preconditioner(ABC):
 
     def __enter__(self) -> Preconditioner:
         if self.extensions:
-            self._inside.enter_context(backpack(*self.extensions))
+            self._inside.enter_context(backpack(*self.extensions, grad_scaler=self.grad_scaler))
         elif not CTX.entered:  # nobody else asks for anything: the forward pass need not be written down
             self._inside.enter_context(disable())
         return self
@@ -127,6 +131,8 @@ class Preconditioner(ABC):
     @torch.no_grad()
     def step(self) -> None:
         """Multiply all gradients with the inverse, in place."""
+        if self.grad_scaler is not None and self.overflown():
+            return
         if self.extensions:
             self.look()
         self.renew()
@@ -137,6 +143,14 @@ class Preconditioner(ABC):
             assert p.grad is not None
             p.grad.copy_(solved[name]).mul_(scale)
         self.steps += 1
+
+    def overflown(self) -> bool:
+        """Whether some gradient, or the curvature of the last backward pass, is not finite."""
+        found = [p.grad for p in self.params.values() if p.grad is not None]
+        if self.extensions:
+            field = self.extension.savefield
+            found += [x for p in self.params.values() if field in vars(p) for x in self.measured(vars(p)[field])]
+        return not all(x.sum().isfinite() for x in found)
 
     def look(self) -> None:
         """Take the curvature of the last backward pass into the running means."""

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
+from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import eigenbasis, moments_in
 from bpk.fields.statistics import Uses
@@ -29,6 +31,7 @@ class EKFAC(Preconditioner):
         mc_samples: Draws per sample; `None` for the exact loss Hessian.
         kl_clip: A limit for the length of steps.
         lr: The optimizer's learning rate, for `kl_clip`.
+        grad_scaler: That of the loss.
 
     Source: George, Laurent, Bouthillier, Ballas, Vincent (2018), NeurIPS, algorithm 1, with running means.
 
@@ -51,9 +54,10 @@ class EKFAC(Preconditioner):
         mc_samples: int | None = 1,
         kl_clip: float | None = None,
         lr: Schedule | None = None,
+        grad_scaler: GradScaler | None = None,
     ) -> None:
         self.moments = Moments(mc_samples)
-        super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr)
+        super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr, grad_scaler)
         self.renewal = intervals[1]
 
     def measured(self, value: Means) -> Means:
@@ -106,3 +110,9 @@ class Moments(SquareRootExtension):
         found = eigenbasis(uses)
         self.bases[uses.param] = found.bases
         return [*uses.factors(), found.moments]
+
+    def unscaled(self, uses: Uses) -> tuple[Means, Parts]:
+        *factors, moments = self.value(uses)
+        g = -1 if uses.input_first else 0
+        factors[g] = factors[g] / uses.loss_scale
+        return [*factors, moments / uses.loss_scale], {}

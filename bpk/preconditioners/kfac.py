@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
@@ -27,6 +28,7 @@ class KFAC(Preconditioner):
         approximation: Of layers with shared weights, see `bpk.extensions.KFAC`.
         kl_clip: A limit for the length of steps.
         lr: The optimizer's learning rate, for `kl_clip`.
+        grad_scaler: That of the loss.
 
     Source: Martens, Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature.
 
@@ -50,9 +52,10 @@ class KFAC(Preconditioner):
         approximation: str = "default",
         kl_clip: float | None = None,
         lr: Schedule | None = None,
+        grad_scaler: GradScaler | None = None,
     ) -> None:
         extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
-        super().__init__(model, extension, damping, decay, intervals[0], kl_clip, lr)
+        super().__init__(model, extension, damping, decay, intervals[0], kl_clip, lr, grad_scaler)
         self.renewal = intervals[1]
         self.inverses: dict[str, DampedInverse] = {}
 

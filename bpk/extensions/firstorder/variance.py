@@ -54,6 +54,9 @@ class Moments(OverBatches):
         off = total["sum"] / size.samples - mean
         return {"sum": total["sum"], "squares": total["squares"].addcmul(off, off, value=size.samples)}
 
+    def unscaled(self, part: Parts, scale: float) -> Parts:
+        return {"sum": part["sum"] / scale, "squares": part["squares"] / scale**2}
+
     def whole(self, total: Parts, size: Size) -> Tensor:
         return total["squares"] / (size.samples * size.weight(2))
 
