@@ -9,13 +9,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from bpk.context import backpack, disable
+from bpk.distributed import all_reduce
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
+from bpk.preconditioners.shares import are_several
 from bpk.recording.state import CTX
 
 Schedule = float | Callable[[int], float]
@@ -51,6 +54,8 @@ class Preconditioner(ABC):
         lr: The optimizer's learning rate, for `kl_clip`.
         grad_scaler: The scaler of the loss; `grad_scaler.unscale_(optimizer)` comes before `step()`, which does nothing
             where gradients or curvature have overflown, as `grad_scaler.step(optimizer)` does.
+        group: The processes that train the model together, as with `DistributedDataParallel` (default: all). Curvature
+            is then that of the global batch, so that all of them take the same step.
 
     Source: Martens, Grosse (2015), section 5, for the running means; Ba, Grosse, Martens (2017), section 5, for the
     limit.
@@ -66,6 +71,7 @@ class Preconditioner(ABC):
         kl_clip: float | None,
         lr: Schedule | None,
         grad_scaler: GradScaler | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
         if kl_clip is not None and lr is None:
             raise ValueError(
@@ -79,7 +85,7 @@ class Preconditioner(ABC):
         self.extension = extension
         self.extension.savefield = f"preconditioner_{extension.savefield}"  # users may ask for the same field
         self.damping, self.decay, self.interval = damping, decay, interval
-        self.kl_clip, self.lr, self.grad_scaler = kl_clip, lr, grad_scaler
+        self.model, self.kl_clip, self.lr, self.grad_scaler, self.group = model, kl_clip, lr, grad_scaler, group
         self.steps, self.looks = 0, 0
         self.means: dict[str, Means] = {}
         self._inside = ExitStack()
@@ -131,6 +137,8 @@ class Preconditioner(ABC):
     @torch.no_grad()
     def step(self) -> None:
         """Multiply all gradients with the inverse, in place."""
+        if self.extensions and are_several(self.group):
+            all_reduce(self.model, self.extension, group=self.group)
         if self.grad_scaler is not None and self.overflown():
             return
         if self.extensions:
