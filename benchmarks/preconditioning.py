@@ -34,6 +34,7 @@ EVERY = 5
 GRIDS: dict[str, list[tuple[float, ...]]] = {
     "Adam": list(itertools.product((1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2), (0.999, 0.95))),
     "KFAC": list(itertools.product((0.03, 0.1), (1e-3, 1e-2, 1e-1), (1e-4, 1e-3))),
+    "EKFAC": list(itertools.product((0.03, 0.1), (1e-3, 1e-2, 1e-1), (1e-4, 1e-3))),
     "DiagonalGGN": list(itertools.product((0.03, 0.1), (1e-3, 1e-2, 1e-1), (1e-4, 1e-3))),
 }
 """Learning rate, and `beta_2`, or damping and `kl_clip`."""
@@ -119,6 +120,8 @@ def train(task: Task, method: str, setting: tuple[float, ...], seed: int, steps:
         limits = {"kl_clip": clip[0], "lr": rate}
         if method == "KFAC":
             preconditioner = bpk.preconditioners.KFAC(model, other, intervals=(5, 10), approximation="expand", **limits)
+        elif method == "EKFAC":
+            preconditioner = bpk.preconditioners.EKFAC(model, other, intervals=(5, 10), **limits)
         else:
             preconditioner = bpk.preconditioners.DiagonalGGN(model, other, **limits)
     seconds, curve = 0.0, {"steps": [], "seconds": [], "losses": []}
@@ -169,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--task", choices=("digits", "sequences"), action="append")
+    parser.add_argument("--tune", choices=tuple(GRIDS), action="append", help="only these; others as they were found")
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = ROOT / "docs" / "assets" / "preconditioning.json"
@@ -177,15 +181,18 @@ def main() -> None:
         if given.task and task.name not in given.task:
             continue
         print(f"{task.name}: target {task.target}")
+        known = results.get(task.name, {}).get("methods", {})
         results[task.name] = {"target": task.target, "methods": {}}
         for method in GRIDS:
-            setting, _ = tuned(task, method)
+            again = given.tune is None or method in given.tune or method not in known
+            setting = tuned(task, method)[0] if again else tuple(known[method]["setting"])
             curves = [train(task, method, setting, 1 + seed, task.steps) for seed in range(given.seeds)]
             hits = [curve for curve in curves if reached(task, curve)]
             steps = statistics.median(c["steps"][-1] for c in curves)
             seconds = statistics.median(c["seconds"][-1] for c in curves)
             print(
-                f"  {method:12} {setting}: {steps:.0f} steps, {seconds:.2f} s, {len(hits)} of {len(curves)} got there"
+                f"  {method:12} {setting}: {steps:.0f} steps, {seconds:.2f} s, {len(hits)} of {len(curves)} got there",
+                flush=True,
             )
             short = [{k: [round(v, 4) for v in c[k]] for k in c} for c in curves]
             row = {"setting": setting, "steps": steps, "seconds": round(seconds, 3), "reached": len(hits)}

@@ -28,6 +28,7 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.observing import Observing
 from bpk.plan.inspection import Inspection
+from bpk.plan.loss_scale import require_scaled
 from bpk.plan.overwritten import require_result
 from bpk.plan.step import Step
 from bpk.recording import engine
@@ -52,7 +53,10 @@ class Backward:
         self.hooks = Hooks(context.extension_hook)
         self.noted = None if context.adds_up else local.begin()
         when_done = None if self.hooks.hook is None else self.hooks.run
-        self.parameters = Parameters(self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted)
+        self.loss_scale = 1.0 if context.grad_scaler is None else context.grad_scaler.get_scale()
+        self.parameters = Parameters(
+            self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
+        )
         self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, self.run_hook_early)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters)
         self.kept: list[Record] = []
@@ -127,6 +131,7 @@ class Backward:
         if record.released:
             raise RuntimeError(already_released(record))
         if id(record) not in self.inspection.placed:
+            require_scaled(self.loss_scale, grad)
             self.inspect(record, engine.current_node())
         if self.context.debug:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")

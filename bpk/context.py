@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+from torch.amp import GradScaler
+
 from bpk.backward import Backward, Ending
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
@@ -28,6 +30,7 @@ class backpack(Settings):
         chunk_size: How many columns of a square root of the GGN travel at a time. Left out, as many as `memory` holds.
         memory: Bytes that these columns may take at the largest layer (default: 256 MiB on processors, half where 64
             columns fit there; no limit elsewhere). Layers are passed once for each chunk.
+        grad_scaler: The scaler of `grad_scaler.scale(loss).backward()`: fields are then those of `loss` itself.
 
     Raises:
         ValueError: If something other than an extension instance is passed, or two that save the same field.
@@ -53,12 +56,21 @@ class backpack(Settings):
         retain_graph: bool = False,
         chunk_size: int | None = None,
         memory: int | None = None,
+        grad_scaler: GradScaler | None = None,
     ) -> None:
         for extension in extensions:
             check_extension(extension)
+            if grad_scaler is not None and extension.has_module_extensions:
+                raise ValueError(
+                    explain(
+                        f"{extension} has module extensions, and backpack(...) a grad_scaler.",
+                        "nothing tells how what they return scales with the loss.",
+                        "leave out grad_scaler=, and divide their fields by the right power of scaler.get_scale().",
+                    )
+                )
         check_fields(extensions)
         chunk_size, memory = positive("chunk_size", chunk_size), positive("memory", memory)
-        super().__init__(extensions, extension_hook, debug, retain_graph, chunk_size, memory)
+        super().__init__(extensions, extension_hook, debug, retain_graph, chunk_size, memory, grad_scaler=grad_scaler)
         self._opened: list[Opened] = []
 
     def __enter__(self) -> backpack:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.fields.awaited import expect_use
+from bpk.fields.awaited import expect_gradients, expect_use
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
 from bpk.fields.values import require_own
@@ -63,7 +63,7 @@ class Observing:
             if key not in first and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)
         if states:
-            self.parameters.expect_gradients(record, states)
+            expect_gradients(self.parameters, record, states)
         for state in states.values():
             if not (function or self.parameters.is_shared(state.param, record)):
                 self.parameters.finish(state)

@@ -68,9 +68,9 @@ class WatchedBackward(Backward):
         super().inspect(root, node)
         seen, inspection = self.context.seen, self.inspection
         for loss, above in inspection.above.items():
-            mixing = [*inspection.left, *(record.module for record in above if mixes(record))]
-            if inspection.merged is not None or any(mixes(record) for record in above):
-                raise mixed(mixing[-1:])
+            mixing = [record.module for record in above if mixes(record)]
+            if inspection.merged is not None or mixing:
+                raise mixed([*inspection.left, *mixing][-1:])
             if isinstance(loss.rule, Loss):
                 seen.samples = inspection.attribution.batch_size(loss)
                 divisor = loss.rule.divides_by(loss.call()) if self.context.asks else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.module_extension import ModuleExtension
-from bpk.extensions.over_batches import OverBatches
+from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.jacobians.core.errors import explain
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
 from bpk.plan.quantity import FAIL_SILENT as FAIL_SILENT
@@ -59,6 +59,8 @@ class BackpropExtension:
 
     A reason may have a second line: what to do instead.
     """
+    power: float | None = None
+    """Of which power of the loss the field is, where `over_batches` does not say so."""
     adds_field = True
     """Whether the field is itself what adds up over batches; else, it is the `statistic`."""
     form: Form
@@ -137,6 +139,23 @@ class BackpropExtension:
     def statistic(self, uses: Any) -> Any:
         """What `over_batches` adds up: a tensor, or tensors by name. Default: the value."""
         return self.value(uses)
+
+    def unscaled(self, uses: Any) -> tuple[Any, Parts]:
+        """The value for a loss without the factor `uses.loss_scale`, and what adds up of it."""
+        rule, scale = self.over_batches, uses.loss_scale
+        if isinstance(rule, OverBatches):
+            found, size = self.statistic(uses), Size(uses.batch_size, None)
+            parts = rule.unscaled(found if isinstance(found, dict) else {"": found}, scale)
+            return rule.whole(rule.scaled(parts, size), size), parts
+        if self.power is None:
+            raise ValueError(
+                explain(
+                    f"{self} does not say how it scales with the loss.",
+                    "backpack(..., grad_scaler=) gives fields of the loss before a GradScaler has scaled it.",
+                    "declare power= (2 for squared gradients) or over_batches= in its class.",
+                )
+            )
+        return self.value(uses) / scale**self.power, {}
 
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones (which may be overwritten) and that of the others."""

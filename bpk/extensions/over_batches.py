@@ -79,6 +79,10 @@ class OverBatches(ABC):
         """Add the statistic of one more batch to a total, in the total's memory."""
         return self.merge(total, of_total, self.scaled(part, size), size)
 
+    @abstractmethod
+    def unscaled(self, part: Parts, scale: float) -> Parts:
+        """The statistic of one batch for a loss that is so many times smaller."""
+
     def about(self, total: Parts, size: Size, mean: Tensor) -> Parts:
         """A total as sums over processes, given the mean over samples of the `leading` part of all of them."""
         return total
@@ -114,6 +118,9 @@ class Sums(OverBatches):
     def whole(self, total: Parts, size: Size) -> Any:
         return total[""] / self.weight("", size)
 
+    def unscaled(self, part: Parts, scale: float) -> Parts:
+        return {name: wide(x) / self.weight(name, Size(1, scale)) for name, x in part.items()}
+
 
 def added(total: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:
     """`total + factor * other`, in the memory of the total (sparse matrices: of their common entries)."""
@@ -139,3 +146,6 @@ class Rows(OverBatches):
 
     def whole(self, total: Parts, size: Size) -> Tensor:
         return total[""] / size.weight(self.power)
+
+    def unscaled(self, part: Parts, scale: float) -> Parts:
+        return {name: wide(x) / scale**self.power for name, x in part.items()}

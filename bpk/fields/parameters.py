@@ -17,8 +17,6 @@ from bpk.fields.totals import Totals
 from bpk.fields.values import own, remove_stale, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
-from bpk.recording import engine
-from bpk.recording.graph_nodes import parameter_edges
 from bpk.recording.record import Record, calls_by_parameter
 from bpk.recording.state import CTX
 from bpk.recording.surroundings import may_shard, require_whole, without_autocast
@@ -29,8 +27,8 @@ class Parameters:
 
     `by_functions` are parameters (by `id`) that plain functions use as well: what observers find is final only when
     backward has ended. `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to
-    know) is called with a module none of whose parameters waits any more. `adds_up`: see `Settings`; `noted`: see
-    `Backward`.
+    know) is called with a module none of whose parameters waits any more. `adds_up`: see `Settings`; `noted` and
+    `loss_scale`: see `Backward`.
     """
 
     def __init__(
@@ -40,11 +38,12 @@ class Parameters:
         when_done: Callable[[nn.Module], None] | None,
         adds_up: bool = False,
         noted: Noted | None = None,
+        loss_scale: float = 1,
     ) -> None:
         self.extensions = extensions
         self.listens = listens
         self.when_done = when_done
-        self.adds_up, self.noted = adds_up, noted
+        self.adds_up, self.noted, self.loss_scale = adds_up, noted, loss_scale
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
         self.handles: list[Any] = []
@@ -77,7 +76,7 @@ class Parameters:
 
     def uses_for(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> Uses:
         """Uses of a parameter, as the extensions that listen want them."""
-        found = Uses(param, batch_size, *self.wants[key])
+        found = Uses(param, batch_size, *self.wants[key], self.loss_scale)
         found.uses = uses
         return found
 
@@ -147,32 +146,6 @@ class Parameters:
         if key not in state.uses:
             state.uses[key] = self.uses_for(state.param, key, [], batch_size)
         state.uses[key].uses.append(use)
-
-    def expect_gradients(self, record: Record, states: dict[str, ParameterState]) -> None:
-        """Catch the gradients that autograd is about to compute for this call, where an extension wants them."""
-        if not self.wants_gradients:
-            return
-        edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
-        for name, (node, position) in edges.items():
-            states[name].awaited_gradients += 1
-            self.handles.append(node.register_hook(self.catcher(states[name], position)))
-
-    def catcher(self, state: ParameterState, position: int) -> Callable[..., None]:
-        """A hook that stores one gradient contribution and finishes the parameter with the last one."""
-        fired = False
-
-        def catch_gradient(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
-            nonlocal fired
-            gradient = grad_inputs[position]
-            if fired or gradient is None or self.states.get(id(state.param)) is not state:
-                return
-            fired = True
-            state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
-            state.awaited_gradients -= 1
-            if state.awaited_gradients == 0 and not self.is_shared(state.param):
-                self.finish_later(state)
-
-        return catch_gradient
 
     def finish_later(self, state: ParameterState) -> None:
         """The same after the visit of a call, where the user's settings are in force: rules may call a layer again."""

@@ -38,14 +38,18 @@ class Rows:
     """All uses of one parameter in one backward pass, seen by one sweep.
 
     `batch_size` is the full batch's `N`, also where the sweep looks at some samples only. `keeps_rows`
-    says that an active extension needs individual rows anyway, so that the others derive theirs from them.
+    says that an active extension needs individual rows anyway, so that the others derive theirs from them. All of it is
+    that of the loss times `loss_scale`.
     """
 
-    def __init__(self, param: Tensor, batch_size: int, keeps_rows: bool, keeps_samples: bool) -> None:
+    def __init__(
+        self, param: Tensor, batch_size: int, keeps_rows: bool, keeps_samples: bool, loss_scale: float = 1
+    ) -> None:
         self.param = param
         self.batch_size = batch_size
         self.keeps_rows = keeps_rows
         self.keeps_samples = keeps_samples
+        self.loss_scale = loss_scale
         self.uses: list[Use] = []
         self.gradient: Tensor | None = None
         self.total: Any = None
@@ -154,7 +158,7 @@ class Rows:
 
     def lean(self: R) -> R:
         """The same, to be kept until the pass is over: rows, where they are smaller than what they are made of."""
-        found = type(self)(self.param, self.batch_size, False, False)
+        found = type(self)(self.param, self.batch_size, False, False, self.loss_scale)
         found.uses = self.uses
         sources = [x for use in self.uses for x in (*use.arrived.blocks.values(), *use.call.inputs)]
         if self.param.numel() * self.count <= sum(x.numel() for x in sources if x.is_floating_point()):
@@ -162,7 +166,7 @@ class Rows:
             for key in self.keys:
                 rows.add_to_parameter(use.name, key, found.rows(key), self.signs(key))
             call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
-            found = type(self)(self.param, self.batch_size, False, False)
+            found = type(self)(self.param, self.batch_size, False, False, self.loss_scale)
             found.uses = [replace(use, call=call, arrived=rows, samples=None)]
         return found
 

@@ -23,6 +23,11 @@ def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Part
     What processes will need beside the field is put into `keeps`, in memory that does not change with `.grad`.
     """
     try:
+        if uses.loss_scale != 1:
+            value, parts = extension.unscaled(uses)
+            if keeps is not None and not extension.adds_field:
+                keeps[extension.savefield] = parts
+            return value
         if keeps is not None and not extension.adds_field:
             given, parts = uses.gradient, extension.statistic(uses)
             keeps[extension.savefield] = {

@@ -58,6 +58,9 @@ class Quantity(Protocol):
     def statistic(self, uses: Any) -> Any:
         """What of a batch adds up over batches."""
 
+    def unscaled(self, uses: Any) -> tuple[Any, Any]:
+        """The value for a loss without the factor `uses.loss_scale`, and what adds up of it."""
+
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones and that of the others."""
 

@@ -9,12 +9,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from bpk.context import backpack, disable
+from bpk.distributed import all_reduce
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
+from bpk.preconditioners.shares import are_several
 from bpk.recording.state import CTX
 
 Schedule = float | Callable[[int], float]
@@ -48,6 +52,10 @@ class Preconditioner(ABC):
             are shortened by `sqrt(kl_clip / (lr^2 v^T g))`. It is about twice the change of the model's
             predictions that the step makes, measured in Kullback-Leibler divergence. `None`: no limit.
         lr: The optimizer's learning rate, for `kl_clip`.
+        grad_scaler: The scaler of the loss; `grad_scaler.unscale_(optimizer)` comes before `step()`, which does nothing
+            where gradients or curvature have overflown, as `grad_scaler.step(optimizer)` does.
+        group: The processes that train the model together, as with `DistributedDataParallel` (default: all). Curvature
+            is then that of the global batch, so that all of them take the same step.
 
     Source: Martens, Grosse (2015), section 5, for the running means; Ba, Grosse, Martens (2017), section 5, for the
     limit.
@@ -62,6 +70,8 @@ class Preconditioner(ABC):
         interval: Schedule,
         kl_clip: float | None,
         lr: Schedule | None,
+        grad_scaler: GradScaler | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
         if kl_clip is not None and lr is None:
             raise ValueError(
@@ -75,7 +85,7 @@ class Preconditioner(ABC):
         self.extension = extension
         self.extension.savefield = f"preconditioner_{extension.savefield}"  # users may ask for the same field
         self.damping, self.decay, self.interval = damping, decay, interval
-        self.kl_clip, self.lr = kl_clip, lr
+        self.model, self.kl_clip, self.lr, self.grad_scaler, self.group = model, kl_clip, lr, grad_scaler, group
         self.steps, self.looks = 0, 0
         self.means: dict[str, Means] = {}
         self._inside = ExitStack()
@@ -114,7 +124,7 @@ class Preconditioner(ABC):
 
     def __enter__(self) -> Preconditioner:
         if self.extensions:
-            self._inside.enter_context(backpack(*self.extensions))
+            self._inside.enter_context(backpack(*self.extensions, grad_scaler=self.grad_scaler))
         elif not CTX.entered:  # nobody else asks for anything: the forward pass need not be written down
             self._inside.enter_context(disable())
         return self
@@ -127,6 +137,10 @@ class Preconditioner(ABC):
     @torch.no_grad()
     def step(self) -> None:
         """Multiply all gradients with the inverse, in place."""
+        if self.extensions and are_several(self.group):
+            all_reduce(self.model, self.extension, group=self.group)
+        if self.grad_scaler is not None and self.overflown():
+            return
         if self.extensions:
             self.look()
         self.renew()
@@ -137,6 +151,14 @@ class Preconditioner(ABC):
             assert p.grad is not None
             p.grad.copy_(solved[name]).mul_(scale)
         self.steps += 1
+
+    def overflown(self) -> bool:
+        """Whether some gradient, or the curvature of the last backward pass, is not finite."""
+        found = [p.grad for p in self.params.values() if p.grad is not None]
+        if self.extensions:
+            field = self.extension.savefield
+            found += [x for p in self.params.values() if field in vars(p) for x in self.measured(vars(p)[field])]
+        return not all(x.sum().isfinite() for x in found)
 
     def look(self) -> None:
         """Take the curvature of the last backward pass into the running means."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from bpk.extensions import DiagGGNExact, DiagGGNMC
 from bpk.preconditioners.base import Preconditioner, Schedule
@@ -19,6 +21,8 @@ class DiagonalGGN(Preconditioner):
         mc_samples: Draws per sample; `None` for the exact diagonal.
         kl_clip: A limit for the length of steps.
         lr: The optimizer's learning rate, for `kl_clip`.
+        grad_scaler: That of the loss.
+        group: The processes that train the model (default: all).
 
     >>> import torch, bpk
     >>> model, loss_fn = torch.nn.Linear(4, 3), bpk.extend(torch.nn.CrossEntropyLoss())
@@ -39,9 +43,11 @@ class DiagonalGGN(Preconditioner):
         mc_samples: int | None = 1,
         kl_clip: float | None = None,
         lr: Schedule | None = None,
+        grad_scaler: GradScaler | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         extension = DiagGGNExact() if mc_samples is None else DiagGGNMC(mc_samples)
-        super().__init__(model, extension, damping, decay, interval, kl_clip, lr)
+        super().__init__(model, extension, damping, decay, interval, kl_clip, lr, grad_scaler, group)
 
     def renew(self) -> None:
         self.current = self.at(self.damping)

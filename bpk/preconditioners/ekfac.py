@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
+from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import eigenbasis, moments_in
 from bpk.fields.statistics import Uses
@@ -29,6 +32,8 @@ class EKFAC(Preconditioner):
         mc_samples: Draws per sample; `None` for the exact loss Hessian.
         kl_clip: A limit for the length of steps.
         lr: The optimizer's learning rate, for `kl_clip`.
+        grad_scaler: That of the loss.
+        group: The processes that train the model (default: all); several are refused.
 
     Source: George, Laurent, Bouthillier, Ballas, Vincent (2018), NeurIPS, algorithm 1, with running means.
 
@@ -51,9 +56,11 @@ class EKFAC(Preconditioner):
         mc_samples: int | None = 1,
         kl_clip: float | None = None,
         lr: Schedule | None = None,
+        grad_scaler: GradScaler | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.moments = Moments(mc_samples)
-        super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr)
+        super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
         self.renewal = intervals[1]
 
     def measured(self, value: Means) -> Means:
@@ -94,6 +101,11 @@ class Moments(SquareRootExtension):
     """Kronecker factors, and second moments in the bases of the parameter: at first, those of these factors."""
 
     field = "moments"
+    over_batches = (
+        "moments of the first look are those in the eigenbasis of the local batch\n"
+        "use preconditioners.KFAC; if this process trains a model of its own, pass group=dist.new_group([rank], "
+        "use_local_synchronization=True)."
+    )
 
     def __init__(self, mc_samples: int | None) -> None:
         super().__init__()
@@ -106,3 +118,9 @@ class Moments(SquareRootExtension):
         found = eigenbasis(uses)
         self.bases[uses.param] = found.bases
         return [*uses.factors(), found.moments]
+
+    def unscaled(self, uses: Uses) -> tuple[Means, Parts]:
+        *factors, moments = self.value(uses)
+        g = -1 if uses.input_first else 0
+        factors[g] = factors[g] / uses.loss_scale
+        return [*factors, moments / uses.loss_scale], {}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
 from bpk.preconditioners.base import Preconditioner, Schedule
+from bpk.preconditioners.shares import decomposed
 from bpk.utils.damped import DampedInverse
 
 
@@ -27,6 +30,8 @@ class KFAC(Preconditioner):
         approximation: Of layers with shared weights, see `bpk.extensions.KFAC`.
         kl_clip: A limit for the length of steps.
         lr: The optimizer's learning rate, for `kl_clip`.
+        grad_scaler: That of the loss.
+        group: The processes that train the model (default: all).
 
     Source: Martens, Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature.
 
@@ -50,9 +55,11 @@ class KFAC(Preconditioner):
         approximation: str = "default",
         kl_clip: float | None = None,
         lr: Schedule | None = None,
+        grad_scaler: GradScaler | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
-        super().__init__(model, extension, damping, decay, intervals[0], kl_clip, lr)
+        super().__init__(model, extension, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
         self.renewal = intervals[1]
         self.inverses: dict[str, DampedInverse] = {}
 
@@ -63,9 +70,10 @@ class KFAC(Preconditioner):
         late = (
             list(self.means) if self.due(self.renewal) else [name for name in self.means if name not in self.inverses]
         )
+        pairs = decomposed({(name, k): f for name in late for k, f in enumerate(self.means[name])}, self.group)
         for name in late:
-            where = f"a Kronecker factor of '{name}'"
-            self.inverses[name] = DampedInverse(self.means[name], self.at(self.damping), where)
+            mine = [pairs[name, k] for k in range(len(self.means[name]))]
+            self.inverses[name] = DampedInverse.of_pairs(mine, self.at(self.damping))
 
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         return self.inverses[name](gradient.flatten()).reshape(gradient.shape)

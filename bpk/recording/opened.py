@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from bpk.jacobians.core.errors import explain, warn
 from bpk.recording import engine
@@ -23,7 +24,8 @@ ExtensionHook = Callable[[nn.Module], Any]
 class Settings:
     """What a user asks for with `backpack(...)`, and whether the objective must be made of extended losses only.
 
-    With `adds_up`, fields hold what adds up over batches (`extension.statistic`) in place of values.
+    Fields are those of the loss before `grad_scaler` has scaled it. With `adds_up`, they hold what adds up over batches
+    (`extension.statistic`) in place of values.
     """
 
     extensions: tuple[Any, ...]
@@ -34,6 +36,7 @@ class Settings:
     memory: int | None
     checks_objective: bool = True
     adds_up: bool = False
+    grad_scaler: GradScaler | None = None
 
 
 class Pass(Protocol):

@@ -34,6 +34,16 @@ class DampedInverse:
     """
 
     def __init__(self, factors: Sequence[Tensor], damping: float, where: str = "a Kronecker factor") -> None:
+        self._set([eigenvectors(factor, where) for factor in checked(factors)], damping)
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> DampedInverse:
+        """The inverse, from eigenvalues and eigenvectors of each factor."""
+        made = cls.__new__(cls)
+        made._set(pairs, damping)
+        return made
+
+    def _set(self, pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> None:
         if not damping > 0:
             raise ValueError(
                 explain(
@@ -42,7 +52,6 @@ class DampedInverse:
                     "pass a positive number, such as damping=1e-3.",
                 )
             )
-        pairs = [eigenvectors(factor, where) for factor in checked(factors)]
         self.bases = [basis for _, basis in pairs]
         self.scale = 1 / (reduce(torch.kron, [values.clamp(min=0) for values, _ in pairs]) + damping)
 

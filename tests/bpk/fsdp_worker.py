@@ -90,6 +90,21 @@ def sampled() -> None:
             torch.testing.assert_close(mine.full_tensor(), exact, rtol=0.2, atol=0.05 * exact.max().item())
 
 
+def clipped(rank: int) -> None:
+    """Norms are over all parameters, whichever rank has them."""
+    torch.manual_seed(0)
+    model, loss_fn = Net(False).double(), bpk.extend(nn.CrossEntropyLoss())
+    x, y = global_batch()
+    y = y.abs() % 3
+    expected = whole(copy.deepcopy(model), nn.CrossEntropyLoss(), x, y, E.ClippedGrad(0.5))
+    fully_shard(bpk.extend(model), mesh=init_device_mesh("cpu", (2,)))
+    with bpk.backpack(extension := E.ClippedGrad(0.5)):
+        loss_fn(model(x.split(SIZES)[rank]), y.split(SIZES)[rank]).backward()
+    assert extension.norms is not None and (extension.norms > 0.5).any()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.clipped_grad.full_tensor(), expected[name]["clipped_grad"])
+
+
 def refused() -> None:
     model, loss_fn = bpk.extend(Net(False).double()), bpk.extend(nn.CrossEntropyLoss())
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -106,6 +121,7 @@ def main(rank: int, world: int, store: str) -> None:
     for case in ((False, True, True), (False, False, False)):
         run(rank, *case)
     sampled()
+    clipped(rank)
     refused()
     dist.destroy_process_group()
     print("right")

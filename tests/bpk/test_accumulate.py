@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.factors import Factors
+from bpk.extensions.firstorder.variance import Moments
 from bpk.extensions.firstorder.weighted_grad import WeightedByNorm
-from bpk.extensions.over_batches import OverBatches, Size
+from bpk.extensions.over_batches import OverBatches, Size, Sums
 from bpk.extensions.registry import every_extension
 from bpk.jacobians import PointwiseLoss
 from bpk.jacobians.core.call import Call
@@ -424,3 +426,15 @@ def test_variance_does_not_cancel() -> None:
 def test_sizes_with_and_without_divisors() -> None:
     assert Size(2, 2.0) + Size(1, 0.5) == Size(3, 2.5)
     assert (Size(2, None) + Size(1, None)).weight(2) == 1
+
+
+@pytest.mark.parametrize("rule", [Sums(2), Moments(), Factors()])
+def test_adding_a_batch_is_merging_it(rule: OverBatches) -> None:
+    """What is added without a total of its own is what one would have brought."""
+    torch.manual_seed(0)
+    names = {"Sums": [""], "Moments": ["sum", "squares"], "Factors": ["G", "A"]}[type(rule).__name__]
+    first, second = ({name: torch.rand(3, 3, dtype=torch.float64) for name in names} for _ in range(2))
+    few, many = Size(2, 3.0), Size(5, 7.0)
+    added = rule.add(rule.scaled(first, few), few, second, many)
+    merged = rule.merge(rule.scaled(first, few), few, rule.scaled(second, many), many)
+    torch.testing.assert_close(added, merged)

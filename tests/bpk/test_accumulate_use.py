@@ -170,6 +170,19 @@ def test_gradients_that_are_not_finite_are_named() -> None:
         bpk.accumulate(model, nn.MSELoss(), batches, step=step)
 
 
+def test_gradients_whose_squares_overflow_are_finite() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    found = bpk.accumulate(model, nn.MSELoss(), [(1e25 * torch.ones(2, 2), torch.zeros(2, 1))], step=huge)
+    torch.testing.assert_close(found["weight"]["grad"], torch.full((1, 2), 1e25))
+
+
+def huge(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+    """A small loss with a large gradient: predictions are a half, whatever the model says."""
+    out = model(batch[0])
+    loss: Tensor = loss_fn(out - out.detach() + 0.5, batch[1])
+    return loss
+
+
 class Announcing(IterableDataset[Any]):
     """Has fewer samples than it says."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import bpk
@@ -17,6 +18,8 @@ from bpk import preconditioners
 from bpk.preconditioners import Preconditioner
 from bpk.utils.damped import DampedInverse, eigh, split_damping
 from bpk.utils.kroneckers import kfacs_to_mat
+from tests.bpk import preconditioned_worker as worker
+from tests.bpk.processes import run_all
 from tests.helpers import data, mlp
 
 Make = Callable[..., Preconditioner]
@@ -298,3 +301,31 @@ def test_eigh_gives_up() -> None:
         eigh(torch.eye(2), "a factor", solve)
     with pytest.raises(ValueError, match="not finite"):
         eigh(torch.full((2, 2), float("nan")))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo (torch.distributed)"
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_processes_take_the_steps_of_one(world: int, tmp_path: Path) -> None:
+    """With curvature of the global batch, one state everywhere, and decompositions that are shared out."""
+    found = run_all("tests.bpk.preconditioned_worker", world, tmp_path)
+    for status, text in found:
+        assert status == 0 and text.splitlines()[-1] == "right", text
+        assert "refused True" in text
+    sizes = [[int(n) for n in text.partition("decomposed ")[2].splitlines()[0].split(",")] for _, text in found]
+    once = sorted([3, 9, 3, 6, 12, 6, 3, 6, 3])  # factors of three layers: weights have two, biases one
+    assert sorted(n for mine in sizes for n in mine) == sorted(once * 3)  # in steps 0, 2 and 4
+    work = [sum(n**3 for n in mine) for mine in sizes]
+    assert max(work) <= sum(work) / world + 3 * max(once) ** 3
+    for name, make in worker.MAKES.items():
+        model = worker.network()
+        alone = make(model, kl_clip=1e-2, lr=0.1)
+        worker.train(bpk.extend(model), alone, worker.batches())
+        ranks = [torch.load(tmp_path / f"{name}{rank}-of-{world}.pt") for rank in range(world)]
+        for known in ranks:
+            assert str(known["state"]) == str(ranks[0]["state"])
+            torch.testing.assert_close(known["params"], ranks[0]["params"], rtol=0, atol=0)
+            torch.testing.assert_close(known["params"], dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(known["state"]["means"], alone.state_dict()["means"], rtol=1e-9, atol=1e-12)

@@ -133,6 +133,26 @@ def subsampled(rank: int) -> None:
     assert_same(fields(model, exts), without_gradient(expected, exts), 1e-10)
 
 
+def clipped(rank: int) -> None:
+    """Sums weighted by norms, which are the same in local batches and the global one."""
+    torch.manual_seed(0)
+    model, (x, y) = Net(False).double(), global_batch()
+    y = y.abs() % 3
+    for loss, reduction in ((nn.CrossEntropyLoss(), "mean"), (nn.CrossEntropyLoss(reduction="sum"), "sum")):
+        exts = [E.ClippedGrad(0.5, per, loss_reduction=reduction) for per in ("sample", "layer")]
+        exts[1].savefield = "clipped_by_layer"
+        expected = whole(copy.deepcopy(model), copy.deepcopy(loss), x, y, *exts)
+        mine, loss_fn = bpk.extend(copy.deepcopy(model)), bpk.extend(loss)
+        with bpk.backpack(*exts):
+            loss_fn(mine(x.split(SIZES)[rank]), y.split(SIZES)[rank]).backward()
+        assert (exts[0].norms > 0.5).any()
+        bpk.distributed.all_reduce(mine, *exts)
+        assert_same(fields(mine, exts), without_gradient(expected, exts), 1e-10)
+        batches = [(a, b) for a, b in zip(x.split(2), y.split(2), strict=True)]
+        found = bpk.accumulate(copy.deepcopy(model), copy.deepcopy(loss), batches, *exts)
+        assert_same(without_gradient(found, exts), without_gradient(expected, exts), 1e-10)
+
+
 def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -143,6 +163,7 @@ def main(rank: int, world: int, store: str) -> None:
             except AssertionError as error:
                 raise AssertionError(f"{name}, outside={outside}: {error}") from error
     refused(rank)
+    clipped(rank)
     subsampled(rank)
     dist.destroy_process_group()
     print("right")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.definition import Form, PlainAutograd
+from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.sweeps.block_product import BlockProduct
@@ -40,6 +41,10 @@ class MatrixProduct(SecondOrderBackpropExtension):
 
     def value(self, uses: Uses) -> Callable[[Tensor], Tensor]:
         return BlockProduct(uses, self.curvature)
+
+    def unscaled(self, uses: Uses) -> tuple[Callable[[Tensor], Tensor], Parts]:
+        product, scale = self.value(uses), uses.loss_scale
+        return lambda mat: product(mat) / scale, {}
 
 
 class HMP(MatrixProduct):

@@ -30,6 +30,7 @@ class GradGram(GradientExtension):
     """
 
     field = "grad_gram"
+    power = 2
     form = Form.GRAM
     over_batches = (
         "its entries belong to pairs of samples, and samples of different batches are in no pass together\n"

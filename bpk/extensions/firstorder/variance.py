@@ -22,7 +22,8 @@ ROUNDINGS = 1024
 class Moments(OverBatches):
     """Sums of gradients and of their squared distances from the mean, which are merged without cancellation.
 
-    `sum_n (g_n - m)^2` of two sets of samples together is the sum of both, and `N_1 N_2 / N (m_1 - m_2)^2`.
+    `sum_n (g_n - m)^2` of two sets of samples together is the sum of both, and `N_1 N_2 / N (m_1 - m_2)^2`. The
+    statistic of a batch has the mean of these squares.
 
     Source: Chan, Golub, LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
     """
@@ -30,7 +31,16 @@ class Moments(OverBatches):
     leading: str | None = "sum"
 
     def scaled(self, part: Parts, size: Size) -> Parts:
-        return {"sum": part["sum"] * size.weight(1), "squares": part["squares"] * size.weight(2)}
+        squares = part["squares"] * (size.samples * size.weight(2))
+        return {"sum": part["sum"] * size.weight(1), "squares": squares}
+
+    def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
+        a, b, weight = of_total.samples, size.samples, size.weight(1)
+        between = torch.add(total["sum"], part["sum"], alpha=-weight * a / b)  # a (m_1 - m_2)
+        total["squares"].addcmul_(between, between, value=b / (a * (a + b)))
+        total["squares"].add_(part["squares"], alpha=b * size.weight(2))
+        total["sum"].add_(part["sum"], alpha=weight)
+        return total
 
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
         a, b = of_total.samples, of_other.samples
@@ -43,6 +53,9 @@ class Moments(OverBatches):
         """The same with squared distances from another mean: these are sums, over batches as well as over processes."""
         off = total["sum"] / size.samples - mean
         return {"sum": total["sum"], "squares": total["squares"].addcmul(off, off, value=size.samples)}
+
+    def unscaled(self, part: Parts, scale: float) -> Parts:
+        return {"sum": part["sum"] / scale, "squares": part["squares"] / scale**2}
 
     def whole(self, total: Parts, size: Size) -> Tensor:
         return total["squares"] / (size.samples * size.weight(2))
@@ -84,7 +97,7 @@ class Variance(GradientExtension):
         return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)
 
     def statistic(self, uses: Uses) -> Parts:
-        return {"sum": wide(uses.summed()), "squares": wide(self.value(uses)) * uses.batch_size}
+        return {"sum": wide(uses.summed()), "squares": wide(self.value(uses))}
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return self.magnitude(plain) - (plain.gradients.sum(0) / plain.batch_size).square()

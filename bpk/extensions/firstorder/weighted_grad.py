@@ -91,6 +91,7 @@ class WeightedGrad(GradientExtension):
 
     field = "weighted_grad"
     form = Form.BATCH
+    power = 1
     needs_apart = True
     norms: Tensor | None = None
 
@@ -111,7 +112,7 @@ class WeightedGrad(GradientExtension):
         self.over_batches = WeightedByNorm(loss_reduction) if callable(weights) else ONE_BATCH
 
     def share(self, uses: Uses) -> Tensor:
-        return wide(uses.norm_squared())
+        return wide(uses.norm_squared()) / uses.loss_scale**2
 
     def of_total(self, total: Tensor, n: int) -> Tensor:
         norms = self.norms_of(total, n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bpk.extensions.definition import Form
+from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.eigenbasis import eigenbasis
 from bpk.fields.statistics import Uses
@@ -42,6 +43,10 @@ class EKFLR(SquareRootExtension):
 
     def value(self, uses: Uses) -> Eigenbasis:
         return eigenbasis(uses)
+
+    def unscaled(self, uses: Uses) -> tuple[Eigenbasis, Parts]:
+        found = self.value(uses)
+        return found._replace(moments=found.moments / uses.loss_scale), {}
 
 
 class EKFAC(SampledRootExtension, EKFLR):

@@ -32,6 +32,7 @@ class GGNGram(SquareRootExtension):
     """
 
     field = "ggn_gram"
+    power = 1
     form = Form.ROOT_GRAM
     over_batches = (
         "its entries belong to pairs of samples, and samples of different batches are in no pass together\n"

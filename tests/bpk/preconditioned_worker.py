@@ -1,0 +1,106 @@
+"""One process of preconditioned training: `python -m tests.bpk.preconditioned_worker RANK WORLD FILE FOLDER`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import bpk
+from bpk import preconditioners
+from bpk.preconditioners import shares
+from bpk.utils import damped
+
+STEPS, SIZE = 5, 8
+
+MAKES: dict[str, Any] = {
+    "kfac": lambda model, **more: preconditioners.KFAC(model, intervals=(1, 2), mc_samples=None, **more),
+    "diagonal": lambda model, **more: preconditioners.DiagonalGGN(model, mc_samples=None, **more),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3))
+    return model.double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(SIZE, 1, 4, 4, dtype=torch.float64), torch.randint(3, (SIZE,))) for _ in range(STEPS)]
+
+
+def train(model: nn.Module, preconditioner: Any, data: list[tuple[Tensor, Tensor]]) -> None:
+    """Some steps; `model` may be wrapped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    for x, y in data:
+        optimizer.zero_grad()
+        with preconditioner:
+            loss_fn(model(x), y).backward()
+        preconditioner.step()
+        optimizer.step()
+
+
+def together(rank: int, world: int, name: str, folder: Path) -> None:
+    """Trains on a share of each batch, and goes on from a saved state halfway."""
+    model, mine = network(), slice(rank * SIZE // world, (rank + 1) * SIZE // world)
+    data = [(x[mine], y[mine]) for x, y in batches()]
+    parallel = DistributedDataParallel(model)
+    first = MAKES[name](model, kl_clip=1e-2, lr=0.1)
+    train(parallel, first, data[:3])
+    torch.save(first.state_dict(), folder / f"{name}{rank}.pt")
+    again = MAKES[name](model, kl_clip=1e-2, lr=0.1)
+    again.load_state_dict(torch.load(folder / f"{name}{rank}.pt"))
+    train(parallel, again, data[3:])
+    torch.save({"params": model.state_dict(), "state": again.state_dict()}, folder / f"{name}{rank}-of-{world}.pt")
+
+
+def refusals(rank: int) -> None:
+    """Moments in local bases do not add up; each process may train a model of its own."""
+    model = DistributedDataParallel(network())
+    try:
+        train(model, preconditioners.EKFAC(model.module), batches()[:1])
+    except ValueError as error:
+        assert "eigenbasis of the local batch" in str(error)
+    else:
+        raise AssertionError("EKFAC was not refused")
+    own = dist.new_group([rank], use_local_synchronization=True)
+    train(network(), preconditioners.EKFAC(network(), group=own), [])
+    alone, other = network(), copy.deepcopy(network())
+    data = [(x[: rank + 2], y[: rank + 2]) for x, y in batches()]
+    train(alone, preconditioners.EKFAC(alone, group=own, intervals=(1, 2)), data)
+    assert any(not torch.equal(p, q) for p, q in zip(alone.parameters(), other.parameters(), strict=True))
+
+
+def main(rank: int, world: int, path: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    sizes, plain = list[int](), damped.eigh
+
+    def counting(matrix: Tensor, where: str) -> tuple[Tensor, Tensor]:
+        sizes.append(len(matrix))
+        return plain(matrix, where)
+
+    damped.eigh = counting
+    for name in MAKES:
+        together(rank, world, name, folder)
+    print("decomposed", ",".join(map(str, sizes)))
+    known = {("a", k): torch.eye(2).fill_(torch.nan if k == 0 else 1.0) for k in range(world)}
+    try:
+        shares.decomposed(known, None)
+    except ValueError as error:
+        print("refused", "Rank 0 found no eigendecomposition" in str(error) or "not finite" in str(error))
+    refusals(rank)
+    dist.destroy_process_group()
+    print("right")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
