@@ -15,6 +15,7 @@ from bpk.fields.arrived import PIECE, Squares
 from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
 from bpk.fields.rows import Use as Use
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.utils.kroneckers import sparse_diagonal
@@ -139,9 +140,17 @@ class Uses(Products):
         if self.simple:
             use = self.uses[0]
             return use.rule.kron_output(use.call, use.arrived.blocks[key], use.name, approximation)
-        rows = add_up(
-            [self.kron_rows(use, key, approximation).flatten(0, -2) for use in self.uses if key in use.arrived.blocks]
-        )
+        found = [self.kron_rows(use, key, approximation) for use in self.uses if key in use.arrived.blocks]
+        if len({rows.shape for rows in found}) > 1:
+            raise UnsupportedLayer(
+                explain(
+                    f"A parameter {list(self.param.shape)} is used at different numbers of positions: rows "
+                    f"{' and '.join(str(list(rows.shape)) for rows in found)}.",
+                    "with approximation='expand', uses add up position by position.",
+                    "leave out approximation=, which adds up the positions of each use first.",
+                )
+            )
+        rows = add_up(found).flatten(0, -2)
         return rows.T @ rows
 
     def kron_rows(self, use: Use, key: Hashable, approximation: str) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.core import room
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.utils.kroneckers import inv_kfac_mat_prod, kfac_mat_prod, kfacs_to_mat
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*generic way")
@@ -353,3 +354,28 @@ def test_factors_are_in_the_order_of_the_last_use() -> None:
     torch.manual_seed(0)
     args = Branches().double(), nn.CrossEntropyLoss(), torch.randn(5, 3).double(), torch.randint(2, (5,))
     assert bpk.verify(*args, E.KFLR(), E.KFAC()).ok
+
+
+class TwoLengths(nn.Module):
+    """A layer at all positions, and once more at one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(1) + self.layer(x[:, :1].sin())[:, 0])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("extension", [E.KFAC, E.KFLR])
+def test_positions_of_uses_with_different_lengths_do_not_add_up(extension: type, n: int) -> None:
+    """One row of one sample would be added to all others."""
+    model, loss_fn = bpk.extend(TwoLengths()), bpk.extend(nn.CrossEntropyLoss())
+    loss = loss_fn(model(torch.randn(n, 4, 3)), torch.zeros(n, dtype=torch.long))
+    with bpk.backpack(extension()):
+        loss.backward(retain_graph=True)
+    assert torch.isfinite(kfacs_to_mat(getattr(model.layer.weight, extension().savefield))).all()
+    expand = bpk.backpack(extension(approximation="expand"))
+    with pytest.raises(UnsupportedLayer, match="different numbers of positions"), expand:
+        loss_fn(model(torch.randn(n, 4, 3)), torch.zeros(n, dtype=torch.long)).backward()
