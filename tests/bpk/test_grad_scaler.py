@@ -65,7 +65,16 @@ def scaler_of(scale: float = SCALE, enabled: bool = True) -> GradScaler:
     return GradScaler("cpu", init_scale=scale, enabled=enabled)
 
 
-@pytest.mark.parametrize("make", [*FIELDS, lambda: E.WeightedGrad([0.5, 2.0, 1.0, 0.0, -1.0, 3.0])], ids=str)
+def weighted_grad() -> E.WeightedGrad:
+    return E.WeightedGrad([0.5, 2.0, 1.0, 0.0, -1.0, 3.0])
+
+
+def name_of(make: Callable[[], BackpropExtension]) -> str:
+    """The same in every process that collects tests."""
+    return make.__name__
+
+
+@pytest.mark.parametrize("make", [*FIELDS, weighted_grad], ids=name_of)
 def test_every_quantity_is_that_of_the_loss(make: Callable[[], BackpropExtension]) -> None:
     """Also with few columns at a time, where values are combined."""
     torch.manual_seed(0)
@@ -78,7 +87,7 @@ def test_every_quantity_is_that_of_the_loss(make: Callable[[], BackpropExtension
             torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-13)
 
 
-@pytest.mark.parametrize("make", FIELDS, ids=str)
+@pytest.mark.parametrize("make", FIELDS, ids=name_of)
 def test_half_precision_does_not_overflow(make: Callable[[], BackpropExtension]) -> None:
     """Squares of scaled gradients are above what half precision holds, and are right nevertheless.
 

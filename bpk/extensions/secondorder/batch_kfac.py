@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.extensions.backprop_extension import checked_indices, positive
 from bpk.extensions.definition import Form
+from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
@@ -49,6 +50,13 @@ class BatchKFLR(SquareRootExtension):
         groups = self.groups_of(uses.count)
         each = [uses.of_samples(group).factors() for group in groups]
         return [torch.stack(factors) for factors in zip(*each, strict=True)]
+
+    def unscaled(self, uses: Uses) -> tuple[list[Tensor], Parts]:
+        """Only `G` is proportional to the loss."""
+        found = self.value(uses)
+        g = -1 if uses.input_first else 0
+        found[g] = found[g] / uses.loss_scale
+        return found, {}
 
     def groups_of(self, n: int) -> Groups:
         """The groups of a batch of `n` samples."""
