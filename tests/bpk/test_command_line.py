@@ -160,7 +160,10 @@ def test_mistakes(factory: str, message: str, here: Path, capsys: pytest.Capture
 def test_options_that_are_wrong(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["verify", "models_of_mine:problem"]
     assert main([*asked, "--quantities", "BatchGrd"]) == 2
-    assert capsys.readouterr().err == "error: there is no quantity 'BatchGrd'; did you mean BatchGrad or BatchL2Grad?\n"
+    assert (
+        capsys.readouterr().err
+        == "error: there is no quantity 'BatchGrd'; did you mean BatchGrad or BatchL2Grad or BatchKFLR?\n"
+    )
     assert main([*asked, "--entries", "0"]) == 2
     assert "--entries must be at least 1" in capsys.readouterr().err
     assert main([*asked, "--dtype", "int8"]) == 2

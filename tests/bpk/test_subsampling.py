@@ -61,9 +61,8 @@ def test_named_several_times(name: str) -> None:
     torch.manual_seed(0)
     model = bpk.extend(MODELS[name]().double())
     x, y = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)
-    exact = [
-        e for e in FIELDS if e not in (E.Variance, E.KFAC, E.KFLR, E.KFRA, E.EKFAC, E.EKFLR) and "MC" not in e.__name__
-    ]
+    factors = (E.KFAC, E.KFLR, E.KFRA, E.EKFAC, E.EKFLR, E.BatchKFAC, E.BatchKFLR)
+    exact = [e for e in FIELDS if e not in (E.Variance, *factors) and "MC" not in e.__name__]
     run(model, x[CHOSEN], y[CHOSEN], *[extension() for extension in exact])
     expected = {p: {e: of(p, e) for e in exact} for p in model.parameters()}
     run(model, x, y, *[extension(subsampling=CHOSEN) for extension in exact])
@@ -77,6 +76,8 @@ def of(param: Tensor, extension: type) -> Tensor:
     value = getattr(param, extension().savefield)
     if isinstance(value, Tensor):
         return value.clone() if "sqrt" not in extension().savefield else value.square().sum(0)
+    if isinstance(value, list):
+        return torch.cat([part.flatten() for part in value])
     generator = torch.Generator().manual_seed(0)
     return value(torch.randn(2, *param.shape, generator=generator, dtype=param.dtype))
 

@@ -18,7 +18,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from tests.helpers import FIELDS
 
 SUMS = (E.DiagGGNExact, E.DiagHessian, E.HMP, E.GGNMP)
-ALL_SUMS = (*SUMS, E.DiagGGNMC, E.PCHMP)
+ALL_SUMS = (*SUMS, E.DiagGGNMC, E.PCHMP, E.DiagJTJExact, E.DiagJTJMC)
 PER_SAMPLE = tuple(e for e in FIELDS if e().second_order and e not in ALL_SUMS)
 
 
@@ -226,6 +226,21 @@ def test_positive_curvature(name: str, modify: str) -> None:
         block = p.pchmp(unit).flatten(1)
         torch.testing.assert_close(block, block.T)
         assert torch.linalg.eigvalsh(block - p.ggnmp(unit).flatten(1)).min() > -1e-9, "less than the GGN"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_outputs_jacobian(name: str) -> None:
+    """Exactly, and in the mean over many signs."""
+    torch.manual_seed(0)
+    model, loss_fn, x, y = problem(name)
+    run(model, loss_fn, x, y, E.DiagJTJExact(), E.DiagJTJMC(mc_samples=2000))
+    with bpk.disable():
+        outputs = model(x).flatten()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(out, p, retain_graph=True)[0] for out in outputs]
+        expected = torch.stack(rows).square().sum(0)
+        torch.testing.assert_close(p.diag_jtj_exact, expected)
+        torch.testing.assert_close(p.diag_jtj_mc, expected, rtol=0.2, atol=1e-12 + 0.2 * float(expected.max()))
 
 
 @pytest.mark.parametrize("extension", PER_SAMPLE, ids=lambda e: e.__name__)

@@ -312,6 +312,7 @@ def test_the_picture_is_made_for_the_screen(visit: Visit, address: str, size: di
     page.emulate_media(color_scheme=scheme)
     page.goto(address, wait_until="load")
     shown = page.locator("article picture img:visible")
+    shown.wait_for()
     assert shown.count() == 1
     shown.scroll_into_view_if_needed()
     shown.evaluate("e => e.decode()")

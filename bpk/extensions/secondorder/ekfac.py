@@ -46,7 +46,7 @@ class EKFLR(SquareRootExtension):
 
     def unscaled(self, uses: Uses) -> tuple[Eigenbasis, Parts]:
         found = self.value(uses)
-        return found._replace(moments=found.moments / uses.loss_scale), {}
+        return Eigenbasis(found.bases, found.moments / uses.loss_scale), {}
 
 
 class EKFAC(SampledRootExtension, EKFLR):
