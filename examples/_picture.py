@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +18,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 from torch import Tensor, nn
+
+import bpk
+import bpk.plot
 
 NOISY, QUIET = "#d1495b", "#30638e"
 LAYERS = {"0.weight": ("conv 1", "#edae49"), "3.weight": ("conv 2", "#30638e"), "6.weight": ("linear", "#d1495b")}
@@ -69,6 +72,18 @@ def draw(model: nn.Sequential, x: Tensor, y: Tensor, data: str, out: Path, looks
             file = out.with_name(f"{out.stem}{look.ending}{out.suffix}")
             _save(figure, file, 170 if look.phone else 100, look.ground)
             plt.close(figure)
+
+
+def draw_model(model: nn.Module, samples: int, history: Mapping[int, Tensor], out: Path) -> None:
+    """The four pictures of `bpk.plot`: of the same fields, and of the GGN diagonal at some steps of the training."""
+    with plt.rc_context(LIGHT.style()), torch.no_grad():
+        figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+        bpk.plot.strip(model, "diag_ggn_exact", axes[0, 0]).set_title("GGN diagonal, entry by entry")
+        bpk.plot.gradient_noise(model, samples, axes[0, 1]).set_title("Gradient noise")
+        bpk.plot.kronecker_spectra(model, "kflr", axes[1, 0]).set_title("Kronecker spectra")
+        bpk.plot.histograms(history, axes[1, 1], label="log10 of the diagonal").set_title("Curvature over training")
+        _save(figure, out, 80, LIGHT.ground)
+        plt.close(figure)
 
 
 def _save(figure: Figure, out: Path, dots: int, ground: str) -> None:

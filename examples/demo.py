@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 import bpk
 from _digits import Digits, load_digits
-from _picture import VARIANTS, draw
+from _picture import VARIANTS, draw, draw_model
 from _quantities import QUANTITIES, Audit, Pairs, Quantity
 from _reference import Net
+from bpk.extensions import DiagGGNExact
 
 TOLERANCE = 1e-3  # float32 against float64
 WIDTH = 112  # columns that the table needs
@@ -41,10 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     digits = load_digits(Path(options.data), options.download)
     console.print(f"[bold]bpk[/] on {digits.name}: {len(digits.train_x)} to train on, {len(digits.test_x)} held out")
 
-    model = network(digits.size)
-    train(console, model, digits, options.steps, options.batch)
+    model, loss_fn = bpk.extend(network(digits.size)), bpk.extend(nn.CrossEntropyLoss())
+    history = train(console, model, loss_fn, digits, options.steps, options.batch)
 
-    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
     x, y = digits.test_x[: options.batch], digits.test_y[: options.batch]
     alone = {q.title: timed(model, loss_fn, x, y, [q]) for q in QUANTITIES}
     plain = timed(model, loss_fn, x, y, [])
@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     draw(model, x, y, digits.name, out, VARIANTS if options.variants else VARIANTS[:1])
-    console.print(f"Picture: [bold]{out}[/]")
+    of_model = out.with_name(f"{out.stem}-model{out.suffix}")
+    draw_model(model, len(x), history, of_model)
+    console.print(f"Picture: [bold]{out}[/], and what bpk.plot draws of the model: [bold]{of_model}[/]")
     if not worst < TOLERANCE:
         console.print(f"[red]A quantity differs from autograd by {worst:.1e} (allowed: {TOLERANCE:.0e}).[/]")
         return 1
@@ -115,9 +117,12 @@ def network(size: int) -> nn.Sequential:
     )
 
 
-def train(console: Console, model: nn.Sequential, digits: Digits, steps: int, batch: int) -> None:
-    """A few steps of Adam, with a progress bar."""
-    loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=0.01)
+def train(
+    console: Console, model: nn.Sequential, loss_fn: nn.Module, digits: Digits, steps: int, batch: int
+) -> dict[int, Tensor]:
+    """A few steps of Adam, with a progress bar; returns the entries of the GGN diagonal at some of them."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    history, seldom = dict[int, Tensor](), max(1, steps // 3)
     columns = (
         TextColumn("training"),
         BarColumn(40),
@@ -127,16 +132,20 @@ def train(console: Console, model: nn.Sequential, digits: Digits, steps: int, ba
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=steps, loss=math.nan)
-        for _ in range(steps):
+        for step in range(steps):
             rows = torch.randint(len(digits.train_x), (batch,))
             loss = loss_fn(model(digits.train_x[rows]), digits.train_y[rows])
             optimizer.zero_grad()
-            loss.backward()
+            with bpk.backpack(*[DiagGGNExact()] * (step % seldom == 0)):
+                loss.backward()
+            if step % seldom == 0:
+                history[step] = torch.cat([p.diag_ggn_exact.flatten() for p in model.parameters()])
             optimizer.step()
             progress.update(task, advance=1, loss=loss.item())
     with torch.no_grad():
         right = (model(digits.test_x).argmax(1) == digits.test_y).float().mean().item()
     console.print(f"accuracy on the held-out digits: [bold]{right:.1%}[/]")
+    return history
 
 
 def timed(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor, wanted: Sequence[Quantity]) -> float:

@@ -33,7 +33,7 @@ def test_demo_checks_every_quantity_and_draws(tmp_path: Path) -> None:
     assert done.stdout.count("✓") == 18
     assert "✗" not in done.stdout
     drawn = {file.name: file.read_bytes() for file in picture.parent.iterdir()}
-    assert drawn.keys() == {"demo.png", "demo-dark.png", "demo-phone.png", "demo-phone-dark.png"}
+    assert drawn.keys() == {f"demo{kind}.png" for kind in ("", "-dark", "-phone", "-phone-dark", "-model")}
     assert all(content.startswith(b"\x89PNG") for content in drawn.values())
 
 
