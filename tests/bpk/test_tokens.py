@@ -161,12 +161,12 @@ def test_sampled() -> None:
     model, tokens, y = problem("attention, rows")
     bpk.extend(model)
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
-    many = (E.TokenDiagGGNMC(2000), E.TokenTraceGGNMC(2000), E.TokenTraceGGNExact())
+    many = (E.TokenDiagGGNMC(500), E.TokenTraceGGNMC(500), E.TokenTraceGGNExact())
     backward(model, loss_fn, tokens, y, *many)
     for p in model.parameters():
         torch.testing.assert_close(p.trace_ggn_mc_token, p.diag_ggn_mc_token.flatten(2).sum(2))
         error = (p.trace_ggn_mc_token - p.trace_ggn_exact_token).norm() / p.trace_ggn_exact_token.norm()
-        assert error < 0.1
+        assert error < 0.15
 
 
 @pytest.mark.filterwarnings("ignore:These go")
