@@ -4,8 +4,8 @@ The loss of a text adds up a term for each character. `TokenL2Grad` gives the sq
 term, `[N, T]`, from one backward pass: a character that the model could foresee asks for no step, one that breaks a
 pattern for a large one. Gradients of single characters are not formed.
 
-Trains a GRU on words in a fixed order, then reads a text in which one word is misspelt, and compares norms with
-autograd.
+Prints which character of a text with a misspelt word has the largest gradient, for a GRU that was trained on words in a
+fixed order, and compares norms with autograd.
 """
 
 from __future__ import annotations
