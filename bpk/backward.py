@@ -14,7 +14,6 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -68,23 +67,17 @@ class Backward:
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         """Work on one call; if anything fails, leave nothing half-done behind."""
         onlookers = self.inspection.onlookers
-        if onlookers.retaining:
-            onlookers.look()
+        onlookers.look()
         try:
             grad = record.gradient(grads)
             assert grad is not None
-            with CTX.quietly():
-                if torch.is_autocast_enabled(grad.device.type):
-                    with without_autocast(grad.device):
-                        self.work_on(record, grad)
-                else:
-                    self.work_on(record, grad)
+            with CTX.quietly(), without_autocast(grad.device):
+                self.work_on(record, grad)
         except BaseException:
             self.abort()
             raise
         finally:
-            if onlookers.before:
-                onlookers.put_back()
+            onlookers.put_back()
 
     def close(self) -> None:
         """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
@@ -164,7 +157,7 @@ class Backward:
     def leave(self, record: Record) -> None:
         """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""
         if not (self.context.retain_graph or engine.keeps_graph()):
-            waits = self.hooks.hook is not None and self.hooks.waits_for(record.module)
+            waits = self.hooks.waits_for(record.module)
             if waits and record.left is not None:
                 self.hooks.store(record.module, record.left)
             record.release(keeps_fields=waits)
@@ -185,9 +178,8 @@ class Backward:
         module = step.record.module
         if step.consumer is None and step.rule is not PASSAGE and not isinstance(module, Plain):
             self.reached[module] = None
-            if self.hooks.hook is not None:
-                self.hooks.visit(module)
-                self.hooks.run(module)
+            self.hooks.visit(module)
+            self.hooks.run(module)
 
 
 class Ending:

@@ -23,7 +23,7 @@ class Hooks:
 
     def waits_for(self, module: nn.Module) -> bool:
         """Whether the hook of a layer is still to come."""
-        return id(module) not in self.done
+        return self.hook is not None and id(module) not in self.done
 
     def store(self, module: nn.Module, output: Tensor) -> None:
         """A layer keeps its inputs and this output (`module.input0`, ...) until its hook has run."""

@@ -167,7 +167,7 @@ class Inspection:
     def is_served(self, record: Record) -> bool:
         """Whether the rule of a layer can do all that extensions may ask of it at this call."""
         rule = record.rule
-        if rule is None or record.problem or (rule.may_mix and mixes(record)):
+        if rule is None or record.problem or mixes(record):
             return False
         if not self.second_order or not rule.may_refuse:
             return True

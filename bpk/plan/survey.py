@@ -34,11 +34,6 @@ def mixes(record: Record) -> bool:
     return rule.mixing(record.call()) is not None
 
 
-def mixing(records: Iterable[Record]) -> list[Record]:
-    """Those whose outputs depend on several samples each."""
-    return [r for r in records if r.rule is not None and r.rule.may_mix and mixes(r)]
-
-
 def require_layers(loss: Record, records: list[Record], sources: Sources) -> None:
     """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
     unseen = [leaf for source in sources[loss].values() for leaf in source.leaves if isinstance(leaf, nn.Parameter)]

@@ -23,7 +23,7 @@ from bpk.plan.placement import Placement, is_stuck, leave, place
 from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.sources import Sources
 from bpk.plan.support import require_support
-from bpk.plan.survey import mixes, mixing, upstream
+from bpk.plan.survey import mixes, upstream
 from bpk.recording.record import Record
 
 
@@ -42,7 +42,7 @@ def place_or_merge(
     apart = any(e.needs_apart for e in extensions)
     if not may_merge(extensions) or not all(root.is_loss for root in roots):
         return {root: place(root, sources, second_order, by_hand, apart) for root in roots}, False
-    mixed = {r: None for root in roots for r in mixing(upstream(root, sources)) if not by_hand(r)}
+    mixed = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
     if not mixed:
         try:
             return {root: place(root, sources, second_order, by_hand, apart) for root in roots}, False

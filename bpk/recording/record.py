@@ -114,11 +114,7 @@ class Record(Connected):
 
     def trained(self) -> dict[str, Tensor]:
         """The parameters of the call that get fields, by name."""
-        found: dict[str, Tensor] = {}
-        for name, p in self.params.items():
-            if p.requires_grad and p.is_leaf:
-                found[name] = p
-        return found
+        return {name: p for name, p in self.params.items() if is_trained(p)}
 
     @property
     def path(self) -> str:

@@ -20,10 +20,14 @@ MANAGED = "torch.distributed.fsdp"
 """Where the class lives of modules that put parameters together for the time that they run."""
 
 
+NOTHING = nullcontext()
+"""May be entered any number of times."""
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which a device computes in the precision of its tensors: what rules do may call layers again."""
     active = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if active else nullcontext()
+    return torch.autocast(device.type, enabled=False) if active else NOTHING
 
 
 def may_shard() -> bool:

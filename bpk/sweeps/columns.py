@@ -49,8 +49,7 @@ class ColumnSweep(Player):
         starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
         if step.is_loss:
             step.reached = True
-        if self.merging is not None:
-            self.run.merge(step)
+        self.run.merge(step)
         if starting:
             self.make_room(step.number, sum(lazy.count for lazy in starting))
         self.run.visit(step)

@@ -17,8 +17,14 @@ from bpk.utils.projections import rows_of_matrix, sides
 class Projecting:
     """Projections of rows with a random matrix `R` that follows from the seed and the parameter's shape."""
 
-    def choose(self, k: int | tuple[int, int], kind: str, seed: int) -> None:
-        """Note which matrix; refuses what is none."""
+    def __init__(
+        self,
+        k: int | tuple[int, int] = 64,
+        kind: str = "gaussian",
+        seed: int = 0,
+        subsampling: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(subsampling)  # type: ignore[call-arg]  # of the extension beside which this stands
         self.k, self.kind, self.seed, self.sides = k, kind, seed, sides(k, kind)
 
     def projections(self, uses: Uses) -> Tensor:
@@ -73,16 +79,6 @@ class ProjectedGrad(Projecting, GradientExtension):
     field = "projected_grad"
     form = Form.SAMPLE_VECTORS
     over_batches = Rows()
-
-    def __init__(
-        self,
-        k: int | tuple[int, int] = 64,
-        kind: str = "gaussian",
-        seed: int = 0,
-        subsampling: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(subsampling)
-        self.choose(k, kind, seed)
 
     def value(self, uses: Uses) -> Tensor:
         return self.projections(uses)[0]

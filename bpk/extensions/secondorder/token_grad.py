@@ -116,16 +116,6 @@ class TokenProjectedGrad(Projecting, TokenGradientExtension):
     form = Form.TOKEN_VECTORS
     over_batches = Rows()
 
-    def __init__(
-        self,
-        k: int | tuple[int, int] = 64,
-        kind: str = "gaussian",
-        seed: int = 0,
-        subsampling: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(subsampling)
-        self.choose(k, kind, seed)
-
     def value(self, uses: Uses) -> Tensor:
         return in_order(uses, self.projections(uses))
 
