@@ -32,7 +32,7 @@ class AtLosses:
         sweeps: Those of this pass.
         inspection: What is known of the graph.
         parameters: Take what arrives.
-        passed: Called when all sweeps have passed a call, and nothing else will come.
+        passed: Called when all sweeps have passed a call, and nothing else will come (`None`: nobody wants to know).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AtLosses:
         sweeps: SharedSweeps,
         inspection: Inspection,
         parameters: Parameters,
-        passed: Callable[[Step], None],
+        passed: Callable[[Step], None] | None,
     ) -> None:
         self.settings = settings
         self.sweeps = sweeps
@@ -111,7 +111,8 @@ class AtLosses:
             self.parameters.save_values([step.params[name] for name in step.last])
         if not self.sweeps.observers and not self.to_come:
             step.let_go()
-            self.passed(step)
+            if self.passed is not None:
+                self.passed(step)
 
     def finish(self) -> None:
         """No other loss will come."""

@@ -35,7 +35,7 @@ from bpk.recording.membership import around
 from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
-from bpk.recording.surroundings import require_whole, without_autocast
+from bpk.recording.surroundings import require_whole
 from bpk.sweeps.shared import SharedSweeps
 
 
@@ -56,7 +56,8 @@ class Backward:
         self.parameters = Parameters(
             self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
         )
-        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, self.run_hook_early)
+        passed = None if self.hooks.hook is None else self.run_hook_early
+        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, passed)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters)
         self.kept: list[Record] = []
         self.closed = False
@@ -67,17 +68,19 @@ class Backward:
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
         """Work on one call; if anything fails, leave nothing half-done behind."""
         onlookers = self.inspection.onlookers
-        onlookers.look()
+        if onlookers.retaining:
+            onlookers.look()
         try:
             grad = record.gradient(grads)
             assert grad is not None
-            with CTX.quietly(), without_autocast(grad.device):
+            with CTX.quietly(device=grad.device):
                 self.work_on(record, grad)
         except BaseException:
             self.abort()
             raise
         finally:
-            onlookers.put_back()
+            if onlookers.before:
+                onlookers.put_back()
 
     def close(self) -> None:
         """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
@@ -102,6 +105,7 @@ class Backward:
         """The pass did not finish: leave no fields on the models that it was to train."""
         for record in (one for root, above in self.inspection.above.items() for one in (root, *above)):
             record.close()  # the engine may keep a part of the graph until its next pass
+            self.reached[record.module] = None
         self.parameters.discard(around(self.reached)[1])
         self.clear()
 
@@ -157,7 +161,7 @@ class Backward:
     def leave(self, record: Record) -> None:
         """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""
         if not (self.context.retain_graph or engine.keeps_graph()):
-            waits = self.hooks.waits_for(record.module)
+            waits = self.hooks.hook is not None and self.hooks.waits_for(record.module)
             if waits and record.left is not None:
                 self.hooks.store(record.module, record.left)
             record.release(keeps_fields=waits)
@@ -177,7 +181,6 @@ class Backward:
         """All fields of a call are there ahead of autograd: a hook may make use of them, and free them."""
         module = step.record.module
         if step.consumer is None and step.rule is not PASSAGE and not isinstance(module, Plain):
-            self.reached[module] = None
             self.hooks.visit(module)
             self.hooks.run(module)
 

@@ -39,7 +39,7 @@ class Observing:
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> None:
         """Autograd is at a call; in second order, it is `planned`."""
-        trained = record.trained()
+        trained = record.trained() if planned is None else planned.params
         function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
         if trained and not function:
             require_own(record, trained)

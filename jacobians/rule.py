@@ -85,7 +85,7 @@ class Rule(Kronecker, TaylorProduct):
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         """From the arguments of a forward call to what the rule sees. Default: the tensors among them, as they are."""
         if kwargs:
-            args = tuple(named_arguments(module, args, kwargs).arguments.values())
+            args = tuple(named_arguments(module, args, kwargs).values())
         return Binding(module, tuple([x for x in args if isinstance(x, Tensor)]))
 
     def join(

@@ -26,9 +26,7 @@ class MultiheadAttentionRule(AttentionLayer):
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         assert isinstance(module, nn.MultiheadAttention)
-        bound = named_arguments(module, args, kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = named_arguments(module, args, kwargs)
         inputs: list[Tensor] = [given["query"], given["key"], given["value"]]
         problem, do = problem_of(module, inputs)
         if problem:

@@ -12,7 +12,6 @@ from bpk.recording import engine
 from bpk.recording.graph_nodes import parameter_edges
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
-from bpk.recording.surroundings import without_autocast
 
 
 def expect_use(
@@ -30,7 +29,7 @@ def expect_use(
         (grad,) = grads
         if CTX.quiet or engine.current_task() != task or grad is None:
             return
-        with CTX.quietly(), without_autocast(grad.device):
+        with CTX.quietly(device=grad.device):
             reached(grad)
             for state in states:
                 state.awaited_uses -= 1

@@ -19,7 +19,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.record import Record, calls_by_parameter
 from bpk.recording.state import CTX
-from bpk.recording.surroundings import may_shard, require_whole, without_autocast
+from bpk.recording.surroundings import may_shard, require_whole
 
 
 class Parameters:
@@ -149,7 +149,7 @@ class Parameters:
 
     def finish_later(self, state: ParameterState) -> None:
         """The same after the visit of a call, where the user's settings are in force: rules may call a layer again."""
-        with CTX.quietly(), without_autocast(state.param.device):
+        with CTX.quietly(device=state.param.device):
             self.finish(state, final=True)
 
     def finish(self, state: ParameterState, final: bool = False) -> None:

@@ -85,7 +85,7 @@ class Rows:
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
         known = self.memo("signs", self._signs)
-        if all(signs is None for signs in known.values()):
+        if set(known.values()) == {None}:
             return None
         return join([self.ones(key) if (signs := known[key]) is None else signs for key in keys])
 

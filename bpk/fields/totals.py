@@ -12,7 +12,6 @@ from bpk.fields.values import value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.state import CTX
-from bpk.recording.surroundings import without_autocast
 
 
 class Totals:
@@ -51,7 +50,7 @@ class Totals:
         """The parameters, the names of the fields, and their values, now that nothing more will come."""
         kept, self.kept = [each for uses in self.kept.values() for each in uses], {}
         for device in dict.fromkeys(uses.param.device for _, uses in kept):
-            with CTX.quietly(), without_autocast(device):
+            with CTX.quietly(device=device):
                 totals: dict[int, Any] = {}
                 for index, uses in kept:
                     extension = self.extensions[index]

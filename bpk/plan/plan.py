@@ -47,7 +47,9 @@ class Plan:
         nodes: dict[Record, Node | None] = dict(losses)
         for record in (*losses, *above):
             for source in sources[record].values():
-                nodes.update((producer, edge[0]) for producer, edge in source.targets if edge[0] is not None)
+                for producer, (node, _) in source.targets:
+                    if node is not None:
+                        nodes[producer] = node
         self.of: dict[Record, Step] = {}
         self.largest = 1
         for record in (*losses, *above):

@@ -50,6 +50,5 @@ def forget(module: nn.Module, output: Tensor | None = None) -> None:
         return
     fields.pop("output", None)
     for name in INPUT_NAMES:
-        if name not in fields:
+        if fields.pop(name, None) is None:
             break
-        del fields[name]

@@ -27,6 +27,10 @@ class Connected:
     computed again on demand.
     """
 
+    shifted = 0
+    _batch_size: int | None = None
+    recomputed: Recomputed | None = None
+
     def __init__(
         self,
         binding: Binding,
@@ -43,15 +47,16 @@ class Connected:
         self.edges = edges
         self.places = places
         self.rows = rows
-        self.shifted = 0
-        self.as_called = not (binding.axes or binding.out_axes or rows is not None or len(results) > 1)
-        self.aligned = self.as_called
-        self._batch_size: int | None = None
-        self.used: list[int] = [] if len(results) > 1 else list(results)
-        self.versions = [x._version for x in (*inputs, *results.values())]
-        self.recomputed = None if hooks is None else Recomputed(hooks, (*inputs, *results.values()))
-        self._inputs: tuple[Tensor, ...] | None = inputs if hooks is None else None
-        self._results: dict[int, Tensor] | None = results if hooks is None else None
+        several = len(results) > 1
+        self.as_called = self.aligned = not (several or binding.axes or binding.out_axes or rows is not None)
+        self.used: list[int] = [] if several else list(results)
+        tensors = (*inputs, *results.values())
+        self.versions = [x._version for x in tensors]
+        self._inputs: tuple[Tensor, ...] | None = inputs
+        self._results: dict[int, Tensor] | None = results
+        if hooks is not None:
+            self.recomputed = Recomputed(hooks, tensors)
+            self._inputs = self._results = None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from operator import attrgetter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,25 +41,33 @@ def is_trained(param: Tensor) -> bool:
 
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
     """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
-    own = module._parameters
     if rule is None:
-        return {name: p for name, p in own.items() if p is not None}
+        return {name: p for name, p in module._parameters.items() if p is not None}
     found: dict[str, Tensor] = {}
     for name in rule.params_of(module):
-        p = own[name] if name in own else attrgetter(name)(module)
+        holder, last = holder_of(module, name)
+        p = holder._parameters[last] if last in holder._parameters else getattr(holder, last)
         if p is not None:
             found[name] = p
     return found
 
 
+def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a parameter, and under which name: itself, or a child (`"child.weight"`)."""
+    if "." in name:
+        *path, name = name.split(".")
+        for child in path:
+            module = getattr(module, child)
+    return module, name
+
+
 def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
     """Whether this is the module's parameter of that name, its own or one of a child (`"child.weight"`)."""
-    *path, last = name.split(".")
-    for child in path:
-        if child not in module._modules or module._modules[child] is None:
-            return False
-        module = module._modules[child]  # type: ignore[assignment]  # it is there
-    return module._parameters.get(last) is param
+    try:
+        holder, last = holder_of(module, name)
+        return holder._parameters.get(last) is param
+    except AttributeError:
+        return False
 
 
 class Record(Connected):
@@ -70,6 +78,13 @@ class Record(Connected):
     they live. `drawn` is the state of the generators before the call. `left` is what was left of the output on the
     module. `open`: a backward pass is awaited. `released`: the tensors are gone.
     """
+
+    handed: Sequence[weakref.ref[Tensor]] = ()
+    drawn: RandomState | None = None
+    seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
+    left: Tensor | None = None
+    open = True
+    released = False
 
     def __init__(
         self,
@@ -92,14 +107,8 @@ class Record(Connected):
         self.training = module.training
         self.given = CTX.given
         self.contexts = CTX.entered
-        for opened in self.contexts[-1:]:
-            opened.recorded = True
-        self.handed: list[weakref.ref[Tensor]] = []
-        self.drawn: RandomState | None = None
-        self.seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
-        self.left: Tensor | None = None
-        self.open = True
-        self.released = False
+        if self.contexts:
+            self.contexts[-1].recorded = True
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
 
@@ -114,7 +123,7 @@ class Record(Connected):
 
     def trained(self) -> dict[str, Tensor]:
         """The parameters of the call that get fields, by name."""
-        return {name: p for name, p in self.params.items() if is_trained(p)}
+        return {name: p for name, p in self.params.items() if p.requires_grad and p.is_leaf}
 
     @property
     def path(self) -> str:

@@ -25,7 +25,7 @@ from bpk.recording.bystanders import passes_on
 from bpk.recording.graph_nodes import Edge, parameter_edges
 from bpk.recording.identity import alias, together
 from bpk.recording.membership import parameters_in
-from bpk.recording.ownership import give, owner_of
+from bpk.recording.ownership import OWNER, give
 from bpk.recording.record import Record, parameters_of
 from bpk.recording.state import CTX
 from bpk.recording.unrecorded import is_seen, leave_note, leave_unrecorded, note_transform
@@ -122,8 +122,10 @@ def write_down(
     node = returned[0].grad_fn
     assert node is not None
     handed = [weakref.ref(x) for x in (*binding.inputs, *returned) if x.requires_grad]
-    places, detached, changed = dict[int, int](), dict[int, Tensor](), dict[int, Tensor]()
-    for (number, old), new in zip(results.items(), returned, strict=True):
+    places: dict[int, int] = {}
+    detached: dict[int, Tensor] = {}
+    changed: dict[int, Tensor] = {}
+    for new, (number, old) in zip(returned, results.items(), strict=True):
         places[new.output_nr] = number
         detached[number] = new.detach()
         if new is not old:
@@ -142,15 +144,18 @@ def write_down(
 
 def connect(inputs: tuple[Tensor, ...], before: Before | None) -> tuple[tuple[Tensor, ...], tuple[Edge, ...]]:
     """Aliases of the inputs of a call, and the graph edges that lead to them."""
-    given = inputs if before is None or before.kept is None else inputs[1:]
-    once, kept = dict[int, tuple[Tensor, Edge]](), list[tuple[Tensor, Edge]]()
-    for x in given:
-        if id(x) not in once:  # query, key and value may be the same tensor
-            once[id(x)] = keep(x)
-        kept.append(once[id(x)])
+    found: dict[int, tuple[Tensor, Edge]] = {}  # query, key and value may be the same tensor
     if before is not None and before.kept is not None:
-        kept.insert(0, (before.kept, before.edge))
-    return tuple([x for x, _ in kept]), tuple([edge for _, edge in kept])
+        found[id(inputs[0])] = before.kept, before.edge
+    kept: list[Tensor] = []
+    edges: list[Edge] = []
+    for x in inputs:
+        pair = found.get(id(x))
+        if pair is None:
+            pair = found[id(x)] = keep(x)
+        kept.append(pair[0])
+        edges.append(pair[1])
+    return tuple(kept), tuple(edges)
 
 
 def at_one_node(results: Mapping[int, Tensor], inputs: tuple[Tensor, ...], before: Before | None) -> tuple[Tensor, ...]:
@@ -160,7 +165,7 @@ def at_one_node(results: Mapping[int, Tensor], inputs: tuple[Tensor, ...], befor
         return found
     (out,) = results.values()
     node = out.grad_fn
-    if node is None or owner_of(node) is not None or passes_on(node) or is_given(out, inputs, before):
+    if node is None or OWNER in engine.belongings(node) or passes_on(node) or is_given(out, inputs, before):
         return (out.view_as(out),)  # the layer returned its input (nn.Identity, Dropout in evaluation)
     if out._is_view() and not shares_memory(out, inputs):
         return (alias(out),)  # no view of something internal, so that it may be changed in place

@@ -110,12 +110,13 @@ class Context(threading.local):
         if self.get_active_exts() and not self.quiet:
             raise RuntimeError(message)
 
-    def quietly(self, passing: object | None = None) -> Quietly:
+    def quietly(self, passing: object | None = None, device: torch.device | None = None) -> Quietly:
         """Let `bpk` itself differentiate a part of the graph (in this thread), or evaluate a layer.
 
-        Nothing is recorded, and recorded calls are where that part ends, except for the one in `passing`.
+        Nothing is recorded, and recorded calls are where that part ends, except for the one in `passing`. A `device`
+        computes in the precision of its tensors, without autocast: what rules do may call layers again.
         """
-        return Quietly(self, passing)
+        return Quietly(self, passing, device)
 
     @contextmanager
     def aloud(self) -> Iterator[None]:
@@ -146,11 +147,13 @@ class Context(threading.local):
 class Quietly:
     """See `Context.quietly`: a class, because it is entered for every call."""
 
-    __slots__ = ("before", "context", "passing")
+    __slots__ = ("before", "context", "passing", "precision")
 
-    def __init__(self, context: Context, passing: object | None) -> None:
+    def __init__(self, context: Context, passing: object | None, device: torch.device | None) -> None:
         self.context = context
         self.passing = passing
+        active = device is not None and torch.is_autocast_enabled(device.type)
+        self.precision = torch.autocast(device.type, enabled=False) if device is not None and active else None
 
     def __enter__(self) -> None:
         context = self.context
@@ -158,8 +161,12 @@ class Quietly:
         context.quiet, context.passing = True, self.passing
         if self.before[2]:
             engine.set_multithreaded(False)
+        if self.precision is not None:
+            self.precision.__enter__()
 
     def __exit__(self, *error: object) -> None:
+        if self.precision is not None:
+            self.precision.__exit__(*error)
         self.context.quiet, self.context.passing, threads = self.before
         if threads:
             engine.set_multithreaded(True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.utils.checkpoint
@@ -20,19 +19,9 @@ MANAGED = "torch.distributed.fsdp"
 """Where the class lives of modules that put parameters together for the time that they run."""
 
 
-NOTHING = nullcontext()
-"""May be entered any number of times."""
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a device computes in the precision of its tensors: what rules do may call layers again."""
-    active = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if active else NOTHING
-
-
 def may_shard() -> bool:
     """Whether there can be any: only where their code was imported."""
-    return any(name in sys.modules for name in SHARDING)
+    return not sys.modules.keys().isdisjoint(SHARDING)
 
 
 def is_sharded(thing: object) -> bool:

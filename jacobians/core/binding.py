@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -65,20 +65,31 @@ class WithArguments:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-SIGNATURES: WeakKeyDictionary[type[nn.Module], inspect.Signature] = WeakKeyDictionary()
-"""Of the forward passes of classes: to find one takes longer than many a layer."""
+PLAIN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Parameters of functions that take one argument each."""
+
+SIGNATURES: WeakKeyDictionary[type[nn.Module], dict[str, Any] | None] = WeakKeyDictionary()
+"""Of the forward passes of classes, the names of the arguments, with their defaults; `None`: it takes any number."""
 
 
-def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    """The arguments of a forward call, by the names that the layer has for them."""
-    if "forward" in module.__dict__:
-        return inspect.signature(module.forward).bind(*args, **kwargs)
+def defaults_of(forward: Callable[..., Any]) -> dict[str, Any] | None:
+    """The names of a function's arguments, with their defaults (`None`: it takes any number of them)."""
+    parameters = inspect.signature(forward).parameters.values()
+    return {p.name: p.default for p in parameters} if all(p.kind in PLAIN for p in parameters) else None
+
+
+def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward call that has gone well, and the defaults of those left out, by name and in order."""
     kind = type(module)
     if kind not in SIGNATURES:
-        SIGNATURES[kind] = inspect.signature(kind.forward)
-    bound = SIGNATURES[kind].bind(module, *args, **kwargs)
-    del bound.arguments[next(iter(bound.arguments))]
-    return bound
+        SIGNATURES[kind] = defaults_of(kind.forward)
+    defaults = SIGNATURES[kind]
+    if defaults is None or "forward" in module.__dict__:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+    given = dict(zip(defaults, (module, *args), strict=False)) | kwargs
+    return {name: given.get(name, default) for name, default in defaults.items()}
 
 
 def in_front(x: Tensor, axis: Axis, n: int) -> Tensor:
