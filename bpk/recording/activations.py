@@ -31,7 +31,10 @@ class Left(Tensor):
 
 def left(x: Tensor) -> Tensor:
     """An alias without a graph."""
-    return engine.make_subclass(Left, x) if type(x) is Tensor else x.detach()
+    alias = x.detach()
+    if type(alias) is Tensor:
+        alias.__class__ = Left  # half as long as making it one
+    return alias
 
 
 def leave_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ ENTRIES = (
     "torch._C._set_multithreading_enabled",
     "torch._C._storage_Use_Count",
     "torch._C._will_engine_execute_node",
-    "torch.Tensor._make_subclass",
     "torch.Tensor._use_count",
     "torch.UntypedStorage._cdata",
     "torch.autograd.Function._backward_cls",
@@ -129,9 +128,6 @@ def applying(function: type[Function]) -> Callable[..., Any]:
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
     return apply
 
-
-make_subclass = Tensor._make_subclass
-"""An alias of a tensor without a graph, of another class. If it goes: `x.detach().as_subclass`, which takes longer."""
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """What makes the operations of a subclass those of tensors. If it goes: `super().__torch_function__`, in Python."""

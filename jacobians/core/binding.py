@@ -88,7 +88,7 @@ def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
-    given = dict(zip(defaults, (module, *args), strict=False)) | kwargs
+    given: dict[str, Any] = {**dict(zip(defaults, (module, *args), strict=False)), **kwargs}
     return {name: given.get(name, default) for name, default in defaults.items()}
 
 
