@@ -41,12 +41,12 @@ def is_trained(param: Tensor) -> bool:
 
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
     """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
+    own = module._parameters
     if rule is None:
-        return {name: p for name, p in module._parameters.items() if p is not None}
+        return {name: p for name, p in own.items() if p is not None}
     found: dict[str, Tensor] = {}
     for name in rule.params_of(module):
-        holder, last = holder_of(module, name)
-        p = holder._parameters[last] if last in holder._parameters else getattr(holder, last)
+        p = own[name] if name in own else getattr(*holder_of(module, name))
         if p is not None:
             found[name] = p
     return found
@@ -54,15 +54,16 @@ def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
 
 def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that has a parameter, and under which name: itself, or a child (`"child.weight"`)."""
-    if "." in name:
-        *path, name = name.split(".")
-        for child in path:
-            module = getattr(module, child)
-    return module, name
+    *path, last = name.split(".")
+    for child in path:
+        module = getattr(module, child)
+    return module, last
 
 
 def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
     """Whether this is the module's parameter of that name, its own or one of a child (`"child.weight"`)."""
+    if module._parameters.get(name) is param:
+        return True
     try:
         holder, last = holder_of(module, name)
         return holder._parameters.get(last) is param

@@ -64,11 +64,13 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     results = {k: x for k, x in enumerate(tensors) if x.requires_grad}
     rule = rule_of(module, output) if results else REGISTRY.find(module)
     binding = bind(module, rule, args, kwargs)
-    params = parameters_of(module, rule) if results else {}
-    treatment = treatment_of(module, rule, binding, results, params) if results else Treatment.LEAVE
-    if treatment is Treatment.RECORD:
-        changed = write_down(module, rule, binding, results, params, before)
-        return substitute(output, changed) if changed else None
+    treatment = Treatment.LEAVE
+    if results:
+        params = parameters_of(module, rule)
+        treatment = treatment_of(module, rule, binding, results, params)
+        if treatment is Treatment.RECORD:
+            changed = write_down(module, rule, binding, results, params, before)
+            return substitute(output, changed) if changed else None
     leave_unrecorded(module, binding.inputs, tensors, None if before is None else before.kept)
     return mark_results(module, output) if treatment is Treatment.PASSAGE else None
 
