@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.own_process import commit
+from benchmarks.overview import overview
+from benchmarks.own_process import commit, commits
 from benchmarks.problems import KNOWN
 from benchmarks.quantities import IMPORT_SECONDS
 from benchmarks.row import Cell, Row
@@ -19,6 +22,15 @@ from benchmarks.row import Cell, Row
 RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = ("backpack-for-pytorch", "opacus", "curvlinops-for-pytorch")
 COLUMNS = ("bpk", "bpk plain", "torch.func", "loop", "backpack", "opacus", "curvlinops", "write")
+
+
+@dataclass
+class Run:
+    """Everything that one command has measured, and on what."""
+
+    rows: list[Row]
+    import_seconds: float | None = None
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
 
 
 def machine() -> dict[str, Any]:
@@ -109,50 +121,72 @@ def by_problem(rows: list[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def screen(rows: list[Row], import_seconds: float | None = None) -> str:
+def screen(run: Run) -> str:
     """Everything as text."""
     parts = []
-    for problem, group in by_problem(rows).items():
+    for problem, group in by_problem(run.rows).items():
         names = columns(group)
         parts.append(f"{title(problem, group)}\n{text([header(names), *(cells(row, names) for row in group)])}")
         parts += [f"  {line}" for line in notes(group)]
         parts.append("")
-    if import_seconds is not None:
-        parts.append(f"import bpk after torch: {import_seconds:.3f} s (at most {IMPORT_SECONDS:g})")
+    if run.import_seconds is not None:
+        parts.append(f"import bpk after torch: {run.import_seconds:.3f} s (at most {IMPORT_SECONDS:g})")
     return "\n".join(parts)
 
 
-def markdown(rows: list[Row], import_seconds: float | None = None) -> str:
-    """The same tables for the README; `bpk` in bold where it is the fastest."""
-    info = machine()
-    parts = [f"Ratios to plain forward and backward. {info['cpu']}, one thread, float32, torch {info['torch']}.", ""]
-    for problem, group in by_problem(rows).items():
+def markdown(run: Run, shown: Sequence[str] = ()) -> str:
+    """The same for the README: an overview of all, tables of some problems (by default of all), the fastest in bold."""
+    parts = [f"Ratios to plain forward and backward; {setting(run.machine)}.", "", *lines_of(overview(run.rows)), ""]
+    for problem, group in by_problem(run.rows).items():
+        if shown and problem not in shown:
+            continue
         names = columns(group)
-        head = header(names)
-        parts += [f"**{title(problem, group)}**", ""]
-        parts += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for row in group:
-            line = cells(row, names)
+        body = [cells(row, names) for row in group]
+        for row, line in zip(group, body, strict=True):
             if "slower" not in row.verdict and row.cells.get("bpk", Cell("")).ratio is not None:
                 line[2] = f"**{line[2]}**"
-            parts.append("| " + " | ".join(line) + " |")
-        parts.append("")
-    if import_seconds is not None:
-        parts.append(f"Importing `bpk` adds {import_seconds:.2f} s to importing torch.")
+        parts += [f"**{title(problem, group)}**", "", *lines_of([header(names), *body]), ""]
+    if run.import_seconds is not None:
+        parts.append(f"Importing `bpk` adds {run.import_seconds:.2f} s to importing torch.")
     return "\n".join(parts)
 
 
-def write_json(rows: list[Row], name: str, import_seconds: float | None = None) -> Path:
+def lines_of(table: list[list[str]]) -> list[str]:
+    """A table in Markdown."""
+    head, *body = table
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+
+
+def setting(machine: dict[str, Any]) -> str:
+    """On what was measured, and what: one line."""
+    threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    peers = "".join(f", {name} {number}" for name, number in machine.get("peers", {}).items())
+    at = f", {commits([machine['commit']])}" if machine.get("commit") else ""
+    return f"{machine['cpu']}, {threads}, float32, torch {machine['torch']}{peers}{at}"
+
+
+def write_json(run: Run, name: str) -> Path:
     """Write `results/NAME.json`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    content = {"machine": machine(), "import_seconds": import_seconds, "rows": [row.as_dict() for row in rows]}
+    rows = [row.as_dict() for row in run.rows]
+    content = {"machine": run.machine, "import_seconds": run.import_seconds, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
 
 
-def read_json(path: Path) -> tuple[list[Row], float | None]:
-    """Rows of a file that `write_json` wrote."""
+def read_json(path: Path) -> Run:
+    """A file that `write_json` wrote."""
     content = json.loads(path.read_text())
     rows = [Row(**{**r, "cells": {k: Cell(**c) for k, c in r["cells"].items()}}) for r in content["rows"]]
-    return rows, content["import_seconds"]
+    return Run(rows, content["import_seconds"], content["machine"])
+
+
+def joined(runs: Sequence[Run]) -> Run:
+    """Runs of different problems as one: on one machine, of one commit, with the same versions."""
+    first = runs[0]
+    for run in runs[1:]:
+        differs = [key for key in first.machine if key != "load" and run.machine.get(key) != first.machine[key]]
+        if differs:
+            raise SystemExit(f"These runs are not of one machine and commit: {', '.join(differs)} differ.")
+    return Run([row for run in runs for row in run.rows], first.import_seconds, first.machine)

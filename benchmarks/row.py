@@ -133,16 +133,18 @@ def _time(jobs: Mapping[str, Job], rounds: int, budget: float, row: Row) -> dict
 
 def fastest_peer(row: Row) -> str | None:
     """The fastest alternative to `bpk` that gives the same result; without a quantity there is nothing to compare."""
+    peers = peers_of(row)
+    return min(peers, key=peers.__getitem__) if peers else None
+
+
+def peers_of(row: Row, freed: bool = False) -> dict[str, float]:
+    """The ratios of alternatives to `bpk` that give the same result, with fields kept or freed."""
     if QUANTITIES[row.quantity].form is Form.NONE:
-        return None
-    peers = {
-        name: cell.ratio
-        for name, cell in row.cells.items()
-        if name not in (PLAIN.name, WRITE.name, BPK.name, BPK_PLAIN.name)
-        and cell.status == "ok"
-        and cell.ratio is not None
-    }
-    return min(peers, key=lambda name: peers[name] or 0.0) if peers else None
+        return {}
+    own = (PLAIN.name, WRITE.name, BPK.name, BPK_PLAIN.name)
+    cells = {name: cell for name, cell in row.cells.items() if name not in own and cell.status == "ok"}
+    found = {name: cell.freed if freed else cell.ratio for name, cell in cells.items()}
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
 
 
 def judge(row: Row) -> str:

@@ -45,7 +45,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cpu", help="where networks run (cpu, cuda; default cpu)")
     p.add_argument("--name", help="write results/NAME.json (latest; with --layers layers)")
     p.add_argument("--markdown", action="store_true", help="print Markdown in place of the plain table")
-    p.add_argument("--show", type=Path, metavar="JSON", help="print an earlier result and measure nothing")
+    p.add_argument(
+        "--show",
+        type=Path,
+        nargs="+",
+        metavar="JSON",
+        help="print earlier results and measure nothing; several of one machine and commit become one (with --name)",
+    )
     p.add_argument("--memory-of", nargs=3, metavar=("PROBLEM", "QUANTITY", "ALTERNATIVE"), help=argparse.SUPPRESS)
     return p
 
@@ -60,21 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = replace(KNOWN[problem], device=args.device)
         print(json.dumps(asdict(measure(ALTERNATIVES[alternative], known, quantity))))
         return 0
-    if args.layers is not None or (args.show and layers.read_json(args.show) is not None):
-        found = layers.read_json(args.show) if args.show else run_layers(args)
+    if args.layers is not None or (args.show and layers.read_json(args.show[0]) is not None):
+        found = layers.read_json(args.show[0]) if args.show else run_layers(args)
         print(layers.screen(found or [], args.markdown))
         return 0
-    if args.show:
-        rows, seconds = report.read_json(args.show)
-    else:
-        rows, seconds = run(args)
-        path = report.write_json(rows, args.name or "latest", seconds)
-        print(f"written: {path}", file=sys.stderr)
-    print(report.markdown(rows, seconds) if args.markdown else report.screen(rows, seconds))
+    found = report.joined([report.read_json(path) for path in args.show]) if args.show else run(args)
+    if args.name or not args.show:
+        print(f"written: {report.write_json(found, args.name or 'latest')}", file=sys.stderr)
+    print(report.markdown(found, args.problem or ()) if args.markdown else report.screen(found))
     return 0
 
 
-def run(args: argparse.Namespace) -> tuple[list[Row], float | None]:
+def run(args: argparse.Namespace) -> report.Run:
     """Measure the rows that were asked for, with one line of progress each."""
     rounds, budget = (5, 6.0) if args.quick else (args.rounds or 25, args.budget or 120.0)
     candidates = OWN if args.no_peers else (*OWN, *PEERS)
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> tuple[list[Row], float | None]:
             rows.append(row)
             line = "  ".join(f"{column} {report.shown(row.cells.get(column))}" for column in report.COLUMNS)
             print(f"{name} {quantity}: {line}  {row.verdict}", file=sys.stderr, flush=True)
-    return rows, import_seconds()
+    return report.Run(rows, import_seconds())
 
 
 def run_layers(args: argparse.Namespace) -> list[layers.LayerRow]:

@@ -12,6 +12,7 @@ import torch
 from benchmarks import convolution_choices, generic, input_derivatives, layers, limits, report
 from benchmarks.architectures import LanguageModel
 from benchmarks.memory import measure
+from benchmarks.overview import overview
 from benchmarks.problems import LARGE, PROBLEMS, TEST_PROBLEMS
 from benchmarks.quantities import QUANTITIES, RELATIVE, TARGETS
 from benchmarks.reference import Reference, check
@@ -68,10 +69,43 @@ def test_row_is_reported(quantity: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert row.cells["bpk"].freed is not None and row.cells["bpk"].freed > 0
     assert set(row.parts) == set(RELATIVE.get(quantity, ((),))[0])
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    path = report.write_json([row], "one", 0.1)
-    assert report.read_json(path) == ([row], 0.1)
-    assert quantity in report.screen([row], 0.1) and f"| {quantity} |" in report.markdown([row], 0.1)
+    run = report.Run([row], 0.1)
+    assert report.read_json(report.write_json(run, "one")) == run
+    assert quantity in report.screen(run) and f"| {quantity} |" in report.markdown(run)
     assert torch.get_num_threads() == threads
+
+
+def test_overview_counts_where_a_peer_is_ahead() -> None:
+    rows = [
+        Row(
+            "3c3d",
+            "BatchGrad",
+            64,
+            None,
+            {"bpk": Cell("ok", ratio=3.0, freed=1.0), "loop": Cell("ok", ratio=2.0, freed=2.0)},
+        ),
+        Row(
+            "3c3d",
+            "KFAC",
+            64,
+            None,
+            {"bpk": Cell("ok", ratio=2.0, freed=2.0), "backpack": Cell("ok", ratio=8.0, freed=8.0)},
+        ),
+        Row(
+            "3c3d",
+            "NoContext",
+            64,
+            None,
+            {"bpk": Cell("ok", ratio=1.2, freed=1.2), "backpack": Cell("ok", ratio=1.0, freed=1.0)},
+        ),
+    ]
+    _, line, every = overview(rows)
+    assert line[1:] == ["2", "1 / 2", "4.00", f"{(8 / 3) ** 0.5:.2f}", "BatchGrad 3 (loop 2)"]
+    assert every[:2] == ["all", "2"]
+    runs = [report.Run(rows[:1]), report.Run(rows[1:], machine={**report.machine(), "commit": "another"})]
+    assert report.joined([runs[0], runs[0]]).rows == rows[:1] * 2
+    with pytest.raises(SystemExit, match="commit differ"):
+        report.joined(runs)
 
 
 def test_verdict_names_every_fault() -> None:

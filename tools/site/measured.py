@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, floor, log, log10
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
+from benchmarks.overview import overview
 from benchmarks.problems import KNOWN
 from tools.site.markdown import escape, table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
 LAYERS = RESULTS.with_name("layers.json")
 ROW = 24
-PEERS = ("bpk", "backpack", "torch.func", "loop", "opacus")
+PEERS = ("bpk", "backpack", "torch.func", "loop", "opacus", "curvlinops")
 NAMES = {
     "bpk": "bpk",
     "backpack": "BackPACK 1.7.1",
     "torch.func": "torch.func",
     "loop": "loop over samples",
     "opacus": "Opacus",
+    "curvlinops": "curvlinops",
 }
 SUMMARY = ("BatchGrad", "Variance", "DiagGGNExact", "DiagHessian", "KFAC", "HMP")
 """Quantities of the start page."""
@@ -29,12 +33,16 @@ SUMMARY = ("BatchGrad", "Variance", "DiagGGNExact", "DiagHessian", "KFAC", "HMP"
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity of one network: time as a ratio to plain forward and backward, and peak memory in MB, by who."""
+    """One quantity of one network, by who: times as ratios to plain forward and backward, and peak memory in MB.
+
+    Fields are kept until the next step overwrites them (`ratios`), or `freed` before it.
+    """
 
     quantity: str
     batch: int
     problem: str
     ratios: dict[str, float]
+    freed: dict[str, float]
     megabytes: dict[str, float]
 
     @property
@@ -54,21 +62,24 @@ def stored() -> dict[str, Any]:
 def rows() -> list[Row]:
     """What was measured."""
     return [
-        Row(r["quantity"], r["batch"], r["problem"], those_of(r["cells"], "ratio"), those_of(r["cells"], "megabytes"))
+        Row(
+            r["quantity"],
+            r["batch"],
+            r["problem"],
+            *(those_of(r["cells"], of) for of in ("ratio", "freed", "megabytes")),
+        )
         for r in stored()["rows"]
     ]
 
 
 def those_of(cells: dict[str, Any], what: str) -> dict[str, float]:
     """What each alternative took, where it was measured."""
-    return {name: cell[what] for name, cell in cells.items() if cell[what]}
+    return {name: cell[what] for name, cell in cells.items() if cell.get(what)}
 
 
 def setting() -> str:
     """On what it was measured."""
-    machine = stored()["machine"]
-    threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    return f"{machine['cpu']}, {threads}, float32, torch {machine['torch']}"
+    return report.setting(stored()["machine"])
 
 
 def cost(quantity: str) -> str:
@@ -111,17 +122,27 @@ def page() -> str:
         "Time of forward, backward and the quantity, as a ratio to plain forward and backward: 1 would be for free. "
         f"Medians of interleaved rounds; {setting()}. Importing `bpk` adds {stored()['import_seconds']:.2f} s to "
         "importing torch. `make bench` measures them again ([how](measuring.md)); this page shows "
-        "`benchmarks/results/latest.json`. A dash in a table: the alternative does not give the quantity.",
+        "`benchmarks/results/latest.json`. A dash in a table: the alternative does not give the quantity. Of two "
+        "numbers, the first is that of a loop which keeps its fields until the next step overwrites them, the second "
+        "that of one which frees them before; charts show the first.",
+        summary_of_all(),
     ]
     for title in dict.fromkeys(row.title for row in mine):
         found = [row for row in mine if row.title == title]
         ratios = {row.quantity: row.ratios for row in found}
-        parts += [f"## {title}", chart(ratios, "times plain forward and backward", 1), values(ratios, "{:.2f}")]
+        freed = {row.quantity: row.freed for row in found}
+        parts += [f"## {title}", chart(ratios, "times plain forward and backward", 1), values(ratios, "{:.2f}", freed)]
         if megabytes := {row.quantity: row.megabytes for row in found if "bpk" in row.megabytes}:
             plain = min(cell["plain"] for cell in megabytes.values() if "plain" in cell)
             about = f"Peak memory beyond model and data; plain forward and backward take {plain:.0f} MB."
             parts += [f"### Memory: {title}", about, chart(megabytes, "MB", plain), values(megabytes, "{:.0f}")]
     return "\n\n".join(parts) + "\n"
+
+
+def summary_of_all() -> str:
+    """One line for each network: how often `bpk` is fastest, and where it is not."""
+    head, *body = overview(report.read_json(RESULTS).rows)
+    return table(head, body)
 
 
 def summary() -> str:
@@ -132,10 +153,14 @@ def summary() -> str:
     return f"{chart({row.quantity: row.ratios for row in first}, 'times plain forward and backward', 1)}\n\n{caption}"
 
 
-def values(found: dict[str, dict[str, float]], form: str) -> str:
-    """The numbers of a chart."""
+def values(found: dict[str, dict[str, float]], form: str, others: Mapping[str, dict[str, float]] | None = None) -> str:
+    """The numbers of a chart, and `others` behind them."""
     used = [name for name in PEERS if any(name in cells for cells in found.values())]
-    body = [[q, *(form.format(cells[n]) if n in cells else "–" for n in used)] for q, cells in found.items()]
+    body = []
+    for quantity, cells in found.items():
+        second = (others or {}).get(quantity, {})
+        shown = [" / ".join(form.format(x[name]) for x in (cells, second) if name in x) or "–" for name in used]
+        body.append([quantity, *shown])
     return table(["quantity", *(NAMES[name] for name in used)], body)
 
 
@@ -191,6 +216,7 @@ FORMS = {
     "torch.func": '<path class="mark mark-2" d="M-5 -5 H5 V5 H-5 z">',
     "loop": '<path class="mark mark-3" d="M0 -6 L6 5 H-6 z">',
     "opacus": '<path class="mark mark-4" d="M0 -6 L6 0 L0 6 L-6 0 z">',
+    "curvlinops": '<path class="mark mark-5" d="M-6 -2 H-2 V-6 H2 V-2 H6 V2 H2 V6 H-2 V2 H-6 z">',
 }
 """Signs of the alternatives: their forms differ as well as their colours."""
 
