@@ -167,6 +167,13 @@ def output_shapes(node: Node) -> tuple[torch.Size, ...]:
     return tuple([torch.Size(one.shape) for one in node._input_metadata])
 
 
+def kind_of_output(node: Node | None, number: int) -> tuple[torch.Size, torch.dtype]:
+    """Shape and precision of one of them."""
+    assert node is not None
+    one = node._input_metadata[number]
+    return torch.Size(one.shape), one.dtype
+
+
 SAVED = "_saved_"
 """How names begin under which nodes keep something (torch documents this, but not the names)."""
 

@@ -16,11 +16,22 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 LINEAR: dict[str, Function] = {
     "sum": lambda x, y, w: x + y,
+    "sum with itself, a constant and a parameter": lambda x, y, w: x + y + x + 1 + w,
+    "sum with a factor": lambda x, y, w: torch.add(x, y, alpha=3) + x,
+    "sum that broadcasts": lambda x, y, w: x + y[:, :1] + y,
+    "sum of many": lambda x, y, w: sum([x] * 40, y),
+    "doubled again and again": lambda x, y, w: twice(twice(twice(twice(twice(twice(x + y)))))) + x,
     "difference, scaled": lambda x, y, w: 3 * x - y / 2,
     "mean of a maximum": lambda x, y, w: torch.maximum(x, y) - y.mean(1, keepdim=True),
     "shift": lambda x, y, w: torch.cat([x, y], 1)[:, 2:6] + w,
 }
 """Of two outputs and a parameter."""
+
+
+def twice(x: Tensor) -> Tensor:
+    """A sum of one tensor with itself."""
+    return x + x
+
 
 CURVED: dict[str, Function] = {
     "product of outputs": lambda x, y, w: x + x * y,
