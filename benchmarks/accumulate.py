@@ -1,17 +1,21 @@
-"""What `bpk.accumulate` costs beside the bare passes, whether its memory stays, and whether killed runs end right.
+"""What `bpk.accumulate` costs beside the bare passes, what a second process gains, whether its memory stays, and
+whether killed runs end right.
 
     python -m benchmarks.accumulate                       # overhead: medians of interleaved rounds
+    python -m benchmarks.accumulate --only processes      # one against two, on two idle cores: 2 minutes
     python -m benchmarks.accumulate --only memory         # 10,000 tiny batches
     python -m benchmarks.accumulate --only killed         # 20,000 batches, ten SIGKILLs at random moments: minutes
 
-Overhead: the same batches, model and extensions in a loop of `with bpk.backpack(...): loss.backward()` that adds
-nothing up. Seconds are those of the process.
+Overhead: the same batches, model and extensions in a loop with `bpk.backpack(...)`, which adds nothing up, and in one
+which adds gradients and fields up by hand, without a look at any of them. Seconds are those of the process; those of
+`--only processes` are the wall clock's, from when all have started.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import random
 import statistics
@@ -23,7 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import bpk
 from bpk import extensions as E
@@ -43,6 +49,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 def networks() -> dict[str, tuple[nn.Module, Batches]]:
     """Models and data: 64 batches, so that what a call costs once does not count as part of each."""
+    torch.manual_seed(0)  # in all processes
     tiny = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     mlp = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
     small = nn.Sequential(
@@ -66,40 +73,102 @@ def networks() -> dict[str, tuple[nn.Module, Batches]]:
     }
 
 
-def bare(model: nn.Module, loss_fn: nn.Module, batches: Batches, extensions: tuple[BackpropExtension, ...]) -> None:
-    """The passes alone."""
+def bare(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    batches: Batches,
+    extensions: tuple[BackpropExtension, ...],
+    adds: bool = False,
+) -> None:
+    """The passes alone, or with gradients and fields added up as a user would."""
+    params, fields = dict(model.named_parameters()), ("grad", *(e.savefield for e in extensions))
+    totals: dict[tuple[str, str], list[Tensor]] = {}
     for x, y in batches:
-        for p in model.parameters():
+        for p in params.values():
             p.grad = None
-        loss = loss_fn(model(x), y)
         with bpk.backpack(*extensions):
+            loss = loss_fn(model(x), y)
             loss.backward()
+        for name, p in params.items() if adds else ():
+            for field in fields:
+                value = getattr(p, field)
+                value = value if isinstance(value, list) else [value]
+                if (name, field) not in totals:
+                    totals[name, field] = [part * len(x) for part in value]
+                else:
+                    for total, part in zip(totals[name, field], value, strict=True):
+                        total.add_(part, alpha=len(x))
 
 
 def overhead(rounds: int) -> None:
-    """Print the time of a pass, and the ratio of `accumulate` to the passes."""
+    """Print the time of a pass, and what `accumulate` takes beside the passes, and beside sums by hand."""
     torch.set_num_threads(1)
-    print(f"{'model':<24}{'extensions':<28}{'pass, ms':>9}{'ratio':>8}")
+    print(f"{'model':<24}{'extensions':<28}{'pass, ms':>9}{'/ passes':>10}{'/ by hand':>10}")
     for name, (model, batches) in networks().items():
         loss_fn = bpk.extend(nn.CrossEntropyLoss())
         bpk.extend(model)
         for what, make in SETS.items():
-            ratios, plain = [], []
+            ways: list[Callable[[], object]] = [
+                lambda: bare(model, loss_fn, batches, make()),  # noqa: B023
+                lambda: bare(model, loss_fn, batches, make(), adds=True),  # noqa: B023
+                lambda: bpk.accumulate(model, loss_fn, batches, *make()),  # noqa: B023
+            ]
+            found = []
             for k in range(rounds + 1):
-                seconds = {}
-                for adds in (True, False) if k % 2 else (False, True):
+                seconds = [0.0] * len(ways)
+                for way in (0, 1, 2) if k % 2 else (2, 1, 0):
                     gc.collect()
                     start = time.process_time()
-                    if adds:
-                        bpk.accumulate(model, loss_fn, batches, *make())
-                    else:
-                        bare(model, loss_fn, batches, make())
-                    seconds[adds] = time.process_time() - start
+                    ways[way]()
+                    seconds[way] = time.process_time() - start
                 if k:  # the first round warms up
-                    ratios.append(seconds[True] / seconds[False])
-                    plain.append(seconds[False])
-            one = 1000 * statistics.median(plain) / len(batches)
-            print(f"{name:<24}{what:<28}{one:>9.2f}{statistics.median(ratios):>8.3f}", flush=True)
+                    found.append(seconds)
+            one = 1000 * statistics.median(plain for plain, _, _ in found) / len(batches)
+            ratios = [statistics.median(mine / row[other] for *row, mine in found) for other in (0, 1)]
+            print(f"{name:<24}{what:<28}{one:>9.2f}{ratios[0]:>10.3f}{ratios[1]:>10.3f}", flush=True)
+
+
+SHARED = {"MLP, 0.2 M": "Variance", "convolutional, 4 k": "SumGradSquared, DiagGGNMC", "convolutional, 0.3 M": "KFAC"}
+"""What processes share, by network."""
+
+
+def share() -> None:
+    """Print the seconds of each network's data set, in JSON: in one process, or with others inside of `torchrun`."""
+    torch.set_num_threads(1)
+    seconds = {}
+    for name, (model, batches) in networks().items():
+        if name not in SHARED:
+            continue
+        data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+        size = len(batches[0][0])
+        for count in (2 * size, len(data)):  # the first call joins the processes, and warms up
+            part = DataLoader(Subset(data, range(count)), batch_size=size)
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            bpk.accumulate(model, nn.CrossEntropyLoss(), part, *SETS[SHARED[name]]())
+            seconds[name] = time.perf_counter() - start
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(seconds))
+
+
+def processes(rounds: int) -> None:
+    """Print how much faster two processes are than one."""
+    found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+    for k in range(rounds):
+        for world in (1, 2) if k % 2 else (2, 1):
+            start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world > 1 else []
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            done = subprocess.run(
+                [sys.executable, *start, "-m", "benchmarks.accumulate", "--only", "share"],
+                cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            found[world].append(json.loads(done.stdout.splitlines()[-1]))
+    print(f"{'model':<24}{'extensions':<28}{'one, s':>8}{'two, s':>8}{'times as fast':>15}")
+    for name, what in SHARED.items():
+        one, two = ([row[name] for row in found[world]] for world in (1, 2))
+        ratio = statistics.median(a / b for a, b in zip(one, two, strict=True))
+        print(f"{name:<24}{what:<28}{statistics.median(one):>8.2f}{statistics.median(two):>8.2f}{ratio:>15.2f}")
 
 
 def resident() -> int:
@@ -165,13 +234,17 @@ def killed(batches: int, kills: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=("overhead", "memory", "killed"), default="overhead")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=("overhead", "processes", "share", "memory", "killed"), default="overhead")
+    parser.add_argument("--rounds", type=int, help="default: 7, of processes 4")
     parser.add_argument("--batches", type=int, help="default: 10,000 of memory, 20,000 of killed")
     parser.add_argument("--kills", type=int, default=10)
     given = parser.parse_args()
     if given.only == "overhead":
-        overhead(given.rounds)
+        overhead(given.rounds or 7)
+    elif given.only == "processes":
+        processes(given.rounds or 4)
+    elif given.only == "share":
+        share()
     elif given.only == "memory":
         memory(given.batches or 10_000)
     else:

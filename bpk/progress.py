@@ -31,10 +31,13 @@ class Line:
 
     def show(self, *parts: str) -> None:
         """Say what there is to say, the most important first, as far as it fits."""
-        now = time.monotonic()
-        if self.shown and now - self.last > (0.1 if self.renewed else 10):
-            self.last = now
+        if self.is_due():
+            self.last = time.monotonic()
             self.write(fitting(parts, self.columns() - 1))
+
+    def is_due(self) -> bool:
+        """Whether something would be shown now."""
+        return self.shown and time.monotonic() - self.last > (0.1 if self.renewed else 10)
 
     def columns(self) -> int:
         """The width of the place where the line goes, which need not be that of standard output."""

@@ -21,7 +21,8 @@ class Progress(Line):
     def step(self, samples: int) -> None:
         """One more batch is done."""
         self.done, self.samples = self.done + 1, self.samples + samples
-        self.show(*self.parts(self.seconds()))
+        if self.is_due():
+            self.show(*self.parts(self.seconds()))
 
     def parts(self, seconds: float) -> list[str]:
         """What there is to say, the most important first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -104,7 +105,7 @@ class Runner:
                 )
             )
         value = loss.item()
-        if value != value or value in (float("inf"), -float("inf")):
+        if not cmath.isfinite(value):
             raise ValueError(not_finite(number, f"a loss of {value}"))
         return value
 
@@ -120,6 +121,8 @@ class Runner:
             )
         if seen.samples < 1 or any(divisor == 0 for divisor in seen.divisors):
             raise ValueError(not_finite(number, "no samples that count"))
+        if seen == self.first:
+            return
         first = self.first = self.first or seen
         share = [(d, d0) for d, d0 in zip(seen.divisors, first.divisors, strict=False) if d is not None and d0]
         alike = [d is None for d in seen.divisors] == [d is None for d in first.divisors]
@@ -161,7 +164,9 @@ class Runner:
 def all_finite(tensors: list[Tensor]) -> bool:
     """Whether all entries are finite: what is not stays in any sum, and a sum is what takes the least time."""
     sums = [wide(x).sum() for x in tensors]
-    return not sums or bool(torch.stack([x.to(sums[0].device) for x in sums]).sum().isfinite())
+    if sums and sums[0].device.type != "cpu":  # where each number that is read waits for all before it
+        sums = [torch.stack([x.to(sums[0].device) for x in sums]).sum()]
+    return cmath.isfinite(sum([x.item() for x in sums]))
 
 
 def described(loss: Any) -> str:

@@ -34,6 +34,10 @@ class Totals:
                 rule.require(self.size, size)
         for field, rule in self.rules.items():
             totals, given = self.parts[field], found.get(field, {})
+            if self.size is not None and totals.keys() == given.keys():
+                for name, part in given.items():
+                    totals[name] = rule.add(totals[name], self.size, part, size)
+                continue
             for name in dict.fromkeys((*totals, *given)):
                 totals[name] = self.added(rule, totals.get(name), given.get(name), size)
         self.loss += loss * size.weight(1)

@@ -77,8 +77,8 @@ class WatchedBackward(Backward):
                 seen.divisors.append(None if divisor is None else float(divisor))
 
     def work_on(self, record: Record, grad: Tensor) -> None:
-        if isinstance(record.rule, Loss):
-            self.context.seen.factors.append(float(grad))
+        if record.is_loss and isinstance(record.rule, Loss):
+            self.context.seen.factors.append(grad.item())
         super().work_on(record, grad)
 
 

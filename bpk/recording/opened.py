@@ -65,7 +65,8 @@ class Opened:
         self.recorded = False
         self.reached = False
         self.elsewhere = False
-        self.passes_before = PROBE.passes() if context.extensions else 0
+        runs_passes = context.adds_up  # by itself: there will be one
+        self.passes_before = PROBE.passes() if context.extensions and not runs_passes else 0
 
     def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> None:
         """A backward pass has reached a recorded call."""
