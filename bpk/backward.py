@@ -14,6 +14,8 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -95,11 +97,15 @@ class Backward:
                 self.parameters.remove_stale(wholes)
             self.hooks.run_last()
             if self.sharded is not None:
-                engine.when_finished(self.sharded.finish)  # FSDP2 has announced its own end before
+                engine.when_finished(self.ending(self.sharded))  # FSDP2 has announced its own end before
         except BaseException:
             self.abort()
             raise
         self.clear()
+
+    def ending(self, sharded: Sharded) -> Callable[[], None]:
+        """What is done with sharded parameters when FSDP2 has ended its pass."""
+        return sharded.finish
 
     def abort(self) -> None:
         """The pass did not finish: leave no fields on the models that it was to train."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bpk.context import check_extension, check_fields
-from bpk.dataset.among import RESULTS, combine, deal, others, own_path
+from bpk.dataset.among import RESULTS, collect, combine, deal, others, own_path
 from bpk.dataset.batches import Batches, StepOf
 from bpk.dataset.fingerprint import fingerprint, versions
 from bpk.dataset.keeper import Keeper
@@ -22,10 +22,10 @@ from bpk.dataset.randomness import Randomness
 from bpk.dataset.result import Accumulated
 from bpk.dataset.rows import Callback, Handed, InMemory, Sink
 from bpk.dataset.run import DivisorOf, Runner
+from bpk.dataset.sharded import ShardedRunner, Total, add_up_in_rounds, in_shards
 from bpk.dataset.totals import Totals
 from bpk.dataset.watched import Watched
 from bpk.distributed.processes import Processes
-from bpk.distributed.sharded import require_own
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
 from bpk.jacobians.core.errors import explain
@@ -60,7 +60,8 @@ def accumulate(
     `G` and `A` each by itself. Memory does not grow with the number of batches, unless rows are kept in it.
 
     Args:
-        model: Stays in its mode, and keeps its gradients and fields. It is extended for the time being if it is not.
+        model: Stays in its mode, and keeps its gradients and fields. It is extended for the time being if it is not. Of
+            one that `fully_shard` shards over all processes, sums are `DTensor`s, placed as parameters are.
         loss_fn: The loss, a module.
         loader: Gives the batches: a `DataLoader`, or anything to iterate over.
         *extensions: Instances, such as `KFAC()`; without any, the result has the gradient alone.
@@ -101,12 +102,14 @@ def accumulate(
     check(every, divisor, result)
     rules = combinations(extensions, batch_averages)
     check_fields(extensions)
-    require_own(model)
+    sharded = in_shards(model, checkpoint is not None)
     totals = Totals({field: rule for field, rule in rules.items() if not isinstance(rule, Rows)})
-    context = Watched(*extensions, asks=divisor is None, chunk_size=chunk_size, memory=memory)
+    context = Watched(
+        *extensions, *([Total()] if sharded else []), asks=divisor is None, chunk_size=chunk_size, memory=memory
+    )
     at = None if device is None else torch.device(device)
-    runner = Runner(model, loss_fn, context, step, at, autocast, divisor)
-    with others(timeout) as processes, set_aside(runner.params, (*rules,)), extended(model, loss_fn):
+    runner = (ShardedRunner if sharded else Runner)(model, loss_fn, context, step, at, autocast, divisor)
+    with others(timeout) as processes, set_aside(runner.params, (*rules, Total.field)), extended(model, loss_fn):
         here = own_folder(per_sample, processes, result)
         sink = sink_for({field: rule for field, rule in rules.items() if isinstance(rule, Rows)}, here, callback)
         options = {"autocast": autocast, "batch_averages": batch_averages, "per_sample": bool(per_sample)}
@@ -119,12 +122,19 @@ def accumulate(
                 add_up(Batches(loader), keeper, now, progress)
         else:
             share, before = deal(loader, processes, split, keeper, done), keeper.randomness.now()
-            if not done:
-                batches = Batches(share, share.number, may_be_empty=True)
-                add_up(batches, keeper, now, progress if processes.rank == 0 else False)
+            batches = Batches(share, share.number, may_be_empty=True)
+            shown = progress if processes.rank == 0 else False
+            if isinstance(runner, ShardedRunner):
+                runner.begin(processes)
+                add_up_in_rounds(batches, runner, totals, sink, Progress(batches.announced, 0, shown))
+            elif not done:
+                add_up(batches, keeper, now, shown)
             keeper.randomness.set(before)
             share.check(done)
-            combine(processes, totals, sink if isinstance(sink, InMemory) else None, runner.device_of_sums, result)
+            if not sharded:
+                combine(processes, totals, runner.device_of_sums, result)
+            if isinstance(sink, InMemory) and result == "all":
+                collect(sink, processes)
     return result_of(totals, sink, extensions)
 
 

@@ -65,21 +65,22 @@ def deal(
     return share
 
 
-def combine(processes: Processes, totals: Totals, kept: InMemory | None, device: torch.device, result: str) -> None:
-    """Let totals (and rows in memory, unless they stay where they are) be those of all processes."""
+def combine(processes: Processes, totals: Totals, device: torch.device, result: str) -> None:
+    """Let totals be those of all processes."""
     told: list[Any] = processes.tell((totals.size, totals.batches, totals.loss))
     sizes: list[Size | None] = [size for size, _, _ in told]
     if not any(sizes):
-        raise ValueError(
-            explain("The loader gave no batch to any rank.", "there is nothing to add up.", "look into its dataset.")
-        )
+        raise ValueError(nothing())
     group = processes.control if device.type == "cpu" else None
     found = over_processes(totals.rules, totals.parts, sizes, device, group, result == "owner")
     totals.parts = {field: found.get(field, {}) for field in totals.rules}
     totals.size = together(sizes)
     totals.batches, totals.loss = sum(n for _, n, _ in told), sum(loss for _, _, loss in told)
-    if kept is not None and result == "all":
-        collect(kept, processes)
+
+
+def nothing() -> str:
+    """The refusal of a data set without batches."""
+    return explain("The loader gave no batch to any rank.", "there is nothing to add up.", "look into its dataset.")
 
 
 def collect(kept: InMemory, processes: Processes) -> None:

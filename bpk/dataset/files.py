@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bpk.dataset.checkpoint import not_written
 from bpk.jacobians.core.errors import explain
+from bpk.recording.surroundings import is_sharded
 
 KEY = "bpk"
 """Under which name the metadata are kept."""
@@ -43,6 +44,14 @@ def noted(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return [noted(f"{key}/{number}", part, tensors) for number, part in enumerate(value)]
     if not isinstance(value, Tensor):  # an array in a file
         return {"file": str(value.filename), "shape": list(value.shape), "strides": list(value.strides)}
+    if is_sharded(value):
+        raise ValueError(
+            explain(
+                f"'{key}' is in shards, and cannot be saved in one file.",
+                "each process has a part of it only.",
+                "call full_tensor() on all processes, or torch.distributed.checkpoint.save(result.fields).",
+            )
+        )
     if value.is_sparse:
         value = value.coalesce()
         tensors[f"{key}/indices"], tensors[f"{key}/values"] = value.indices().contiguous(), value.values().contiguous()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from bpk.dataset.batches import length_of
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.recording.surroundings import is_sharded
 
 
 def fingerprint(
@@ -65,7 +66,9 @@ def code_of(function: FunctionType) -> str:
 
 
 def checksum(x: Tensor) -> str:
-    """Type, shape and a checksum of the numbers."""
+    """Type, shape and a checksum of the numbers (of a tensor in shards, which processes do not have alike, none)."""
+    if is_sharded(x):
+        return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} in shards"
     there = x.detach().to("cpu").contiguous()
     digest = hashlib.sha256()
     if there.numel():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bpk.dataset.batches import StepOf, loss_of_pair, moved, require_pair
 from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
+from bpk.distributed.processes import Elsewhere
 from bpk.extensions.over_batches import Parts, Size
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
@@ -64,16 +65,22 @@ class Runner:
 
     def run(self, number: int, batch: Any) -> OneBatch:
         """Forward and backward of one batch; whatever fails says in which one."""
-        if self.step is loss_of_pair:
-            require_pair(number, batch)
-        if any(x.dim() and not len(x) for x in islice(tensors_anywhere(batch), 1)):
-            raise ValueError(not_finite(number, "no samples"))
+        self.look(number, batch)
         try:
             return self.passed(number, batch)
+        except Elsewhere:
+            raise
         except Exception as error:
             if sys.version_info >= (3, 11):
                 error.add_note(f"This was batch {number} of the loader (numbers count from 0).")
             raise
+
+    def look(self, number: int, batch: Any) -> None:
+        """Refuse a batch of which no loss can be computed."""
+        if self.step is loss_of_pair:
+            require_pair(number, batch)
+        if any(x.dim() and not len(x) for x in islice(tensors_anywhere(batch), 1)):
+            raise ValueError(not_finite(number, "no samples"))
 
     def passed(self, number: int, batch: Any) -> OneBatch:
         """The passes."""
@@ -89,10 +96,13 @@ class Runner:
             self.loss = loss  # until the next one: freed before, the heap would shrink and grow, page by page
             value = self.checked(number, loss)
             loss.backward()
+        return OneBatch(self.taken(number), self.size_of(number, batch), value)
+
+    def size_of(self, number: int, batch: Any) -> Size:
+        """How large the batch was that has passed."""
         seen = self.context.seen
         self.check_losses(number, seen)
-        divisor = seen.divisors[0] if self.divisor is None else self.given_divisor(number, batch)
-        return OneBatch(self.taken(number), seen.size(divisor), value)
+        return seen.size(seen.divisors[0] if self.divisor is None else self.given_divisor(number, batch))
 
     def checked(self, number: int, loss: Any) -> float:
         """The loss as a number."""

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from bpk.jacobians.core.tabular import Table
 from bpk.reading import shown
+from bpk.recording.surroundings import is_sharded
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a value; rows on disk are left where they are."""
+    """The tensors of a value; rows on disk are left where they are, and shards apart."""
     return [
         x.to_dense() if x.is_sparse else x
         for x in (value if isinstance(value, list) else [value])
-        if isinstance(x, Tensor)
+        if isinstance(x, Tensor) and not is_sharded(x)
     ]
 
 
@@ -37,8 +38,11 @@ def table_of(fields: Mapping[str, Mapping[str, Any]], notes: Iterable[str]) -> T
     for name, values in fields.items():
         for field, value in values.items():
             size = root_mean_square(value)
-            on_disk = f"array {list(value.shape)} on disk" if size is None else ""
-            rows.append([name, field, on_disk or shown(value), "" if size is None else f"{size:.2e}"])
+            words = shown(value)
+            if size is None:
+                apart = isinstance(value, (Tensor, list))
+                words = f"{words} in shards" if apart else f"array {list(value.shape)} on disk"
+            rows.append([name, field, words, "" if size is None else f"{size:.2e}"])
     return Table(("parameter", "field", "value", "root mean square"), rows, [*notes], numbers=(3,))
 
 

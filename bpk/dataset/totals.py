@@ -55,6 +55,17 @@ class Totals:
         total = rule.scaled(part, size)
         return total if self.size is None else rule.merge(zeros(total), self.size, total, size)
 
+    def merge(self, found: Mapping[str, Mapping[str, Parts]], size: Size) -> None:
+        """Add totals of more batches, in memory that they may share from now on."""
+        for field, rule in self.rules.items():
+            totals, given = self.parts[field], found.get(field, {})
+            for name in dict.fromkeys((*totals, *given)):
+                here, more = totals.get(name), given.get(name)
+                like = here or more or {}
+                here, more = here or zeros(like), more or zeros(like)
+                totals[name] = more if self.size is None else rule.merge(here, self.size, more, size)
+        self.size = size if self.size is None else self.size + size
+
     def whole(self) -> dict[str, dict[str, Any]]:
         """The fields of one large batch, by parameter."""
         found: dict[str, dict[str, Any]] = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.backward import Backward
 from bpk.context import backpack
+from bpk.distributed.sharded import Sharded
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -39,7 +42,7 @@ class Seen:
 class Watched(backpack):
     """A context for one backward pass; `seen` is what it has found out.
 
-    `asks` says whether losses are asked by what they divide.
+    `asks` says whether losses are asked by what they divide, and `add_up` what is done with sharded parameters.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Watched(backpack):
         self.adds_up = True
         self.asks = asks
         self.seen = Seen()
+        self.add_up: Callable[[Sharded], None] | None = None
 
     def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
         self.seen = Seen()
@@ -80,6 +84,10 @@ class WatchedBackward(Backward):
         if record.is_loss and isinstance(record.rule, Loss):
             self.context.seen.factors.append(grad.item())
         super().work_on(record, grad)
+
+    def ending(self, sharded: Sharded) -> Callable[[], None]:
+        assert self.context.add_up is not None
+        return partial(self.context.add_up, sharded)
 
 
 def mixed(modules: list[nn.Module]) -> UnsupportedLayer:

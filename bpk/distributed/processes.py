@@ -40,6 +40,10 @@ def of_this_life() -> dist.Store:
     return dist.PrefixStore(f"bpk, life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
+class Elsewhere(RuntimeError):
+    """Another process cannot go on."""
+
+
 class Processes:
     """All processes of the default group, with a group of their own for short messages.
 
@@ -69,6 +73,15 @@ class Processes:
             named = re.search(r"Ranks? ([\d, ]*\d) failed", str(error))
             missing = named.group(1) if named else ", ".join(map(str, self.gone()))
             raise RuntimeError(lost(self.rank, missing)) from error
+
+    def require_none(self, problem: Exception | None) -> None:
+        """Raise the own problem, or say that another process has one: all of them end here, if any does."""
+        said: list[object] = self.tell("" if problem is None else str(problem) or repr(problem))
+        if problem is not None:
+            raise problem
+        first = next((rank for rank, text in enumerate(said) if text), None)
+        if first is not None:
+            raise Elsewhere(f"Rank {first} cannot go on, and others cannot do without it. {said[first]}")
 
     def gone(self) -> list[int]:
         """The ranks to which there is no connection any more."""

@@ -7,21 +7,21 @@ pass comes by. When that has ended, what adds up is reduce-scattered to shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from bpk.distributed.fields import rule_of, sizes_of
-from bpk.distributed.statistics import over_processes, together
+from bpk.distributed.statistics import Statistics, objects, over_processes, together
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.extensions.over_batches import Rows
+from bpk.extensions.over_batches import Rows, Size
 from bpk.fields.local import SLOT, Local
 from bpk.jacobians.core.errors import explain
 from bpk.recording.membership import around
 from bpk.recording.record import LIVE
-from bpk.recording.surroundings import is_managed, may_shard
+from bpk.recording.surroundings import is_managed, is_sharded, may_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -43,8 +43,8 @@ class Sharded:
             if param is not None and param.requires_grad
         ]
 
-    def finish(self) -> None:
-        """FSDP2 has ended its pass: move fields from whole parameters to shards."""
+    def known(self) -> dict[str, tuple[Any, Tensor]]:
+        """Shards and whole parameters, once FSDP2 has ended its pass, under names that all processes have."""
         known: dict[str, tuple[Any, Tensor]] = {}
         for number, (module, name, whole) in enumerate(self.whole):
             shard = module._parameters[name]
@@ -57,7 +57,11 @@ class Sharded:
                     )
                 )
             known.setdefault(f"{number:06}", (shard, whole))
-        local: dict[str, dict[str, Local]] = {}
+        return known
+
+    def finish(self) -> None:
+        """FSDP2 has ended its pass: move fields from whole parameters to shards."""
+        known, local = self.known(), dict[str, dict[str, Local]]()
         for name, (_, full) in known.items():
             for field in self.rules.keys() & vars(full).keys():
                 local.setdefault(field, {})[name] = vars(full)[SLOT][field]
@@ -78,26 +82,49 @@ class Sharded:
                     mine.setdefault(field, {})[name] = scaled
         for _, full in known.values():
             vars(full).pop(SLOT, None)
-        sums = {field: rule for field, rule in self.rules.items() if not isinstance(rule, Rows)}
-        device = next(iter(known.values()))[1].device
-        totals = over_processes(sums, mine, sizes, device, shard=lambda place, x: shard_of(x, known[place[1]][0]))
-        for field, by_name in totals.items():
+        for field, by_name in self.summed(known, mine, sizes).items():
             for name, parts in by_name.items():
                 shard = known[name][0]
                 found = self.rules[field].whole(parts, every)
                 vars(shard)[field] = found if isinstance(found, list) else found.to(shard.dtype)
 
+    def add_up(self, size: Size | None) -> Size:
+        """The same where fields hold what adds up over batches: shards get the totals of all processes' batches.
 
-def require_own(model: nn.Module) -> None:
-    """Refuse a sharded model where totals of whole parameters would be kept."""
-    if any(is_managed(module) for module in model.modules()):
-        raise ValueError(
-            explain(
-                "bpk.accumulate(...) got a model that is sharded by fully_shard.",
-                "totals of batches are kept for whole parameters, on every rank.",
-                "use bpk.backpack(...) around loss.backward(): its fields are sharded as parameters are.",
-            )
-        )
+        `size` is that of the own batch (`None`: it does not count). Returns the size of all batches. Rows stay those
+        of the own batch.
+        """
+        sizes: list[Any] = objects(size, None)
+        known, mine = self.known(), dict[str, dict[str, Any]]()
+        for shard, _ in known.values():
+            for field in self.rules:
+                vars(shard).pop(field, None)
+        for name, (shard, full) in known.items():
+            for field, rule in self.rules.items():
+                if (value := vars(full).pop(field, None)) is None:
+                    continue
+                parts = value if isinstance(value, dict) else {"": value}
+                if isinstance(rule, Rows):
+                    vars(shard)[field] = value
+                elif size is not None:
+                    mine.setdefault(field, {})[name] = rule.scaled(parts, size)
+        for field, by_name in self.summed(known, mine, sizes).items():
+            for name, parts in by_name.items():
+                shard = known[name][0]
+                vars(shard)[field] = {part: x if is_sharded(x) else cut(x, shard) for part, x in parts.items()}
+        return together(sizes)
+
+    def summed(
+        self, known: dict[str, tuple[Any, Tensor]], mine: Statistics, sizes: Sequence[Size | None]
+    ) -> Statistics:
+        """Totals of all processes, in shards."""
+        sums = {field: rule for field, rule in self.rules.items() if not isinstance(rule, Rows)}
+        device = next(iter(known.values()))[1].device
+        return over_processes(sums, mine, sizes, device, shard=lambda place, x: shard_of(x, known[place[1]][0]))
+
+    def on_whole(self, field: str) -> list[Any]:
+        """A field of all parameters, while it is on whole ones."""
+        return [vars(whole)[field] for _, _, whole in self.whole if field in vars(whole)]
 
 
 def unshard(extensions: tuple[BackpropExtension, ...]) -> Sharded | None:
@@ -129,3 +156,13 @@ def shard_of(x: Tensor, like: DTensor) -> DTensor:
     rows = [Replicate() if placement.is_replicate() else Shard(0) for placement in like.placements]
     partial = DTensor.from_local(x, like.device_mesh, [Partial()] * len(rows), run_check=False)
     return partial.redistribute(placements=list(like.placements) if as_param else rows)
+
+
+def cut(x: Tensor, like: DTensor) -> Tensor:
+    """A tensor that all processes have whole, in shards as its parameter is (other shapes stay whole)."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if x.shape != like.shape or x.is_sparse:
+        return x
+    whole = DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return whole.redistribute(placements=list(like.placements))

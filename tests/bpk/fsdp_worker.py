@@ -105,11 +105,48 @@ def clipped(rank: int) -> None:
         torch.testing.assert_close(p.clipped_grad.full_tensor(), expected[name]["clipped_grad"])
 
 
+def data_set(rank: int) -> None:
+    """`accumulate`: totals in shards are those of one process, also where a rank has fewer batches than others."""
+    for sizes, layers in (((2, 4, 3), True), ((9,), False)):
+        torch.manual_seed(0)
+        model, loss_fn = Net(False).double(), nn.CrossEntropyLoss()
+        alone = copy.deepcopy(model)
+        x, y = global_batch()
+        batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+        expected = whole(alone, loss_fn, x, y, *EXACT)
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in [*model.children()] if layers else []:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(x)  # leaves parameters whole
+        result = bpk.accumulate(model, loss_fn, batches, *EXACT, per_sample=True)
+        assert (result.samples, result.batches, result.divisor) == (9, len(sizes), 7.0)
+        assert abs(result.loss - loss_fn(alone(x), y).item()) < 1e-12
+        for name, p in model.named_parameters():
+            assert p.grad is None and not set(vars(p)) & {"grad_batch", "variance", "kflr"}
+            for field, value in result[name].items():
+                if field in ("grad", "diag_ggn_exact", "variance"):
+                    assert value.placements == p.placements and value.to_local().shape == p.to_local().shape
+        is_rows = {e.savefield for e in ROWS}
+        found = {n: {f: x if f in is_rows else whole_of(x) for f, x in known.items()} for n, known in result.items()}
+        assert_same(found, expected, 1e-10)
+        assert rank or "Tensor [3, 5] in shards" in str(result)  # asks no other rank
+        others = E.KFAC(2), E.DiagGGNMC(2), E.ClippedGrad(0.5)
+        batches = [(x, y.abs() % 3) for x, y in batches]
+        found, expected = (
+            (torch.manual_seed(1), bpk.accumulate(m, loss_fn, batches, *others))[1] for m in (model, alone)
+        )
+        assert_same({n: {f: whole_of(x) for f, x in known.items()} for n, known in found.items()}, expected, 1e-10)
+    told("in shards", lambda: result.save("nowhere.safetensors"))
+    x[0, 0] = torch.nan
+    told("Batch 0 of the loader has a loss of nan", lambda: bpk.accumulate(model, loss_fn, [(x, y), (x[1:], y[1:])]))
+
+
 def refused() -> None:
     model, loss_fn = bpk.extend(Net(False).double()), bpk.extend(nn.CrossEntropyLoss())
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     x, y = global_batch()
-    told("sharded by fully_shard", lambda: bpk.accumulate(model, loss_fn, [(x, y)]))
+    told("leave out checkpoint=", lambda: bpk.accumulate(model, loss_fn, [(x, y)], checkpoint="some.ckpt"))
     with bpk.backpack(E.HMP()):
         loss = loss_fn(model(x), y)
         told("cannot be put together", loss.backward)
@@ -122,6 +159,7 @@ def main(rank: int, world: int, store: str) -> None:
         run(rank, *case)
     sampled()
     clipped(rank)
+    data_set(rank)
     refused()
     dist.destroy_process_group()
     print("right")
