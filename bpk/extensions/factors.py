@@ -11,6 +11,12 @@ NAMES = (("G", "A"), ("A transposed", "G transposed"))
 """What factors are called while they add up; the second ones are those of uses that see the parameter transposed."""
 
 
+def named(terms: list[list[Tensor]], input_first: bool) -> Parts:
+    """Factors of one or two products by name, in their order."""
+    found = [pair for names, factors in zip(NAMES, terms, strict=False) for pair in zip(names, factors, strict=False)]
+    return dict(reversed(found) if input_first else found)
+
+
 class Factors(Sums):
     """`G` is a sum over samples that carries the loss scaling, `A` a mean over samples: each adds up by itself.
 

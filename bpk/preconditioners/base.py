@@ -95,6 +95,9 @@ class Preconditioner(ABC):
         """What an extension saved, as tensors with running means."""
         return [value]
 
+    def complete(self) -> None:
+        """Add to curvature what could not be there before it was that of all processes."""
+
     @abstractmethod
     def renew(self) -> None:
         """Prepare the inverses, if it is time to."""
@@ -142,6 +145,7 @@ class Preconditioner(ABC):
         if self.grad_scaler is not None and self.overflown():
             return
         if self.extensions:
+            self.complete()
             self.look()
         self.renew()
         known = {name: p for name, p in self.params.items() if p.grad is not None and name in self.means}

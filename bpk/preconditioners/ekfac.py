@@ -9,20 +9,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from bpk.extensions.over_batches import Parts
+from bpk.distributed.fields import sizes_of
+from bpk.distributed.statistics import over_processes, together
+from bpk.extensions.factors import Factors, named
+from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import eigenbasis, moments_in
+from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
 from bpk.preconditioners.base import Means, Preconditioner, Schedule
-from bpk.utils.damped import eigenvectors
+from bpk.preconditioners.shares import are_several, decomposed
 from bpk.utils.ekfac import Eigenbasis, times
+
+MOMENTS = "moments"
+"""What they are called beside factors."""
 
 
 class EKFAC(Preconditioner):
     """`U diag(1 / (moments + damping)) U^T grad` for each parameter, with eigenbases `U` of running Kronecker factors.
 
     Moments are those of individual columns, in the basis in use, and have running means of their own. In every so
-    manieth step the basis is renewed, and the moments become the diagonal of the same matrix in the new one.
+    manieth step the basis is renewed, and the moments become the diagonal of the same matrix in the new one. In many
+    processes, bases are those of the global factors; the first backward pass then keeps its columns until `step()`.
 
     Args:
         model: See `Preconditioner`, also for what is not explained here.
@@ -33,7 +41,7 @@ class EKFAC(Preconditioner):
         kl_clip: A limit for the length of steps.
         lr: The optimizer's learning rate, for `kl_clip`.
         grad_scaler: That of the loss.
-        group: The processes that train the model (default: all); several are refused.
+        group: The processes that train the model (default: all).
 
     Source: George, Laurent, Bouthillier, Ballas, Vincent (2018), NeurIPS, algorithm 1, with running means.
 
@@ -59,19 +67,39 @@ class EKFAC(Preconditioner):
         grad_scaler: GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.moments = Moments(mc_samples)
+        self.moments = Moments(mc_samples, group)
         super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
         self.renewal = intervals[1]
 
     def measured(self, value: Means) -> Means:
         return value
 
+    def complete(self) -> None:
+        """Parameters that are looked at for the first time have global factors now: they get bases, and moments."""
+        waiting, self.moments.waiting = self.moments.waiting, {}
+        field, bases = self.extension.savefield, self.moments.bases
+        first = {name: p for name, p in self.params.items() if field in vars(p) and p not in bases}
+        if not first or not are_several(self.group):
+            return
+        mine, known = dict[str, Tensor](), dict[str, Local]()
+        for name, found in self.eigenvectors({name: vars(p)[field] for name, p in first.items()}).items():
+            bases[p := first[name]] = found
+            if (uses := waiting.get(p)) is not None:
+                mine[name], known[name] = moments_in(uses, found) / uses.loss_scale, vars(p)[SLOT][field]
+        for name, moments in over_ranks(mine, known, next(iter(first.values())).device, self.group).items():
+            vars(first[name])[field] = [*vars(first[name])[field], moments]
+
+    def eigenvectors(self, factors: dict[str, Means]) -> dict[str, Means]:
+        """Of the factors of parameters, shared out."""
+        pairs = decomposed({(name, k): f for name, mine in factors.items() for k, f in enumerate(mine)}, self.group)
+        return {name: [pairs[name, k][1] for k in range(len(mine))] for name, mine in factors.items()}
+
     def renew(self) -> None:
         self.current = self.at(self.damping)
         if self.looks < 2 or not self.due(self.renewal):  # the first bases are those of the first look
             return
-        for name, (*factors, moments) in self.means.items():
-            found = [eigenvectors(factor, f"a Kronecker factor of '{name}'")[1] for factor in factors]
+        for name, found in self.eigenvectors({name: means[:-1] for name, means in self.means.items()}).items():
+            moments = self.means[name][-1]
             for axis, (new, old) in enumerate(zip(found, self.bases(name), strict=True)):
                 if new.layout is torch.strided or old.layout is torch.strided:  # sparse ones are the identity
                     turn = new.T.to_dense() @ old.to_dense()
@@ -97,30 +125,58 @@ class EKFAC(Preconditioner):
         self.moments.bases = {self.params[name]: bases for name, bases in loaded.items()}
 
 
+class Looks(Factors):
+    """Factors, and second moments in a basis that all batches share."""
+
+    def whole(self, total: Parts, size: Size) -> Means:
+        factors = super().whole({name: x for name, x in total.items() if name != MOMENTS}, size)
+        if MOMENTS not in total:
+            return factors
+        return [*factors, (total[MOMENTS] / size.weight(1)).reshape([len(factor) for factor in factors])]
+
+
 class Moments(SquareRootExtension):
-    """Kronecker factors, and second moments in the bases of the parameter: at first, those of these factors."""
+    """Kronecker factors, and second moments in the bases of the parameter: at first, those of these factors.
+
+    In several processes, those are not known before all have been looked at: uses are left in `waiting`.
+    """
 
     field = "moments"
-    over_batches = (
-        "moments of the first look are those in the eigenbasis of the local batch\n"
-        "use preconditioners.KFAC; if this process trains a model of its own, pass group=dist.new_group([rank], "
-        "use_local_synchronization=True)."
-    )
+    adds_field = False
+    over_batches = Looks()
 
-    def __init__(self, mc_samples: int | None) -> None:
+    def __init__(self, mc_samples: int | None, group: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.mc_samples = mc_samples
+        self.mc_samples, self.group = mc_samples, group
         self.bases: dict[Tensor, list[Tensor]] = {}
+        self.waiting: dict[Tensor, Uses] = {}
 
     def value(self, uses: Uses) -> Means:
+        moments = uses.memo((self.savefield, "moments"), lambda: self.moments(uses))
+        return [*uses.factors(), *([] if moments is None else [moments])]
+
+    def moments(self, uses: Uses) -> Tensor | None:
+        """Those in the bases, if these are known."""
         if uses.param in self.bases:
-            return [*uses.factors(), moments_in(uses, self.bases[uses.param])]
+            return moments_in(uses, self.bases[uses.param])
+        if are_several(self.group):
+            self.waiting[uses.param] = uses
+            return None
         found = eigenbasis(uses)
         self.bases[uses.param] = found.bases
-        return [*uses.factors(), found.moments]
+        return found.moments
 
-    def unscaled(self, uses: Uses) -> tuple[Means, Parts]:
-        *factors, moments = self.value(uses)
-        g = -1 if uses.input_first else 0
-        factors[g] = factors[g] / uses.loss_scale
-        return [*factors, moments / uses.loss_scale], {}
+    def statistic(self, uses: Uses) -> Parts:
+        moments = uses.memo((self.savefield, "moments"), lambda: self.moments(uses))
+        return named(uses.terms(), uses.input_first) | ({} if moments is None else {MOMENTS: moments.flatten()})
+
+
+def over_ranks(
+    mine: dict[str, Tensor], known: dict[str, Local], device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """What is proportional to the loss, by parameter, for the global batch; `known` are fields of the own one."""
+    rule, sizes = Sums(), sizes_of({MOMENTS: known}, None, group)
+    size = sizes[dist.get_rank(group)]
+    totals = {name: rule.scaled({"": x}, size) for name, x in mine.items() if size is not None}
+    found = over_processes({MOMENTS: rule}, {MOMENTS: totals}, sizes, device, group)[MOMENTS]
+    return {name: rule.whole(total, together(sizes)) for name, total in found.items()}

@@ -316,9 +316,9 @@ def test_many_processes_take_the_steps_of_one(world: int, tmp_path: Path) -> Non
         assert "refused True" in text
     sizes = [[int(n) for n in text.partition("decomposed ")[2].splitlines()[0].split(",")] for _, text in found]
     once = sorted([3, 9, 3, 6, 12, 6, 3, 6, 3])  # factors of three layers: weights have two, biases one
-    assert sorted(n for mine in sizes for n in mine) == sorted(once * 3)  # in steps 0, 2 and 4
+    assert sorted(n for mine in sizes for n in mine) == sorted(once * 6)  # in steps 0, 2 and 4, of two preconditioners
     work = [sum(n**3 for n in mine) for mine in sizes]
-    assert max(work) <= sum(work) / world + 3 * max(once) ** 3
+    assert max(work) <= sum(work) / world + 6 * max(once) ** 3
     for name, make in worker.MAKES.items():
         model = worker.network()
         alone = make(model, kl_clip=1e-2, lr=0.1)

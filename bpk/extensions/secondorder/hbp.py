@@ -10,7 +10,7 @@ from torch import Tensor
 from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.definition import Form
-from bpk.extensions.factors import NAMES, Factors
+from bpk.extensions.factors import Factors, named
 from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
@@ -143,10 +143,7 @@ class HBP(SecondOrderBackpropExtension):
     def statistic(self, uses: Uses) -> Parts:
         root = self.backprop_strategy is BackpropStrategy.SQRT
         terms = uses.terms(self.approximation) if root else uses.averaged_terms()
-        named = [
-            pair for names, factors in zip(NAMES, terms, strict=False) for pair in zip(names, factors, strict=False)
-        ]
-        return dict(reversed(named) if uses.input_first else named)
+        return named(terms, uses.input_first)
 
 
 class KFAC(HBP):
