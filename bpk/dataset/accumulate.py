@@ -99,7 +99,7 @@ def accumulate(
     >>> result["weight"]["variance"].shape, [tuple(factor.shape) for factor in result["weight"]["kfac"]]
     (torch.Size([3, 4]), [(3, 3), (4, 4)])
     """
-    check(every, divisor, result)
+    check(model, loss_fn, every, divisor, result)
     rules = combinations(extensions, batch_averages)
     check_fields(extensions)
     sharded = in_shards(model, checkpoint is not None)
@@ -231,8 +231,17 @@ def own_folder(
     return Path(per_sample) / f"rank{processes.rank}-of-{processes.world}"
 
 
-def check(every: int, divisor: DivisorOf | str | None, result: str) -> None:
-    """Refuse options that mean nothing."""
+def check(model: object, loss_fn: object, every: int, divisor: DivisorOf | str | None, result: str) -> None:
+    """Refuse arguments that mean nothing."""
+    for name, module in {"model": model, "loss_fn": loss_fn}.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                explain(
+                    f"{name} is no module, but {type(module).__name__}.",
+                    "its calls are written down by hooks, which modules have.",
+                    "pass a torch.nn.Module, such as torch.nn.CrossEntropyLoss() in the place of its function.",
+                )
+            )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every={every!r} is no number of batches: pass a whole number of at least 1.")
     if not (divisor is None or divisor == "sum" or callable(divisor)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -78,6 +79,9 @@ class Batches:
             batch = next(self.batches)
         except StopIteration:
             return None
+        except Exception as error:
+            note(error, self.number(self.count))
+            raise
         here = form_of(batch)
         self.form = self.form or here
         if here != self.form:
@@ -99,6 +103,12 @@ class Batches:
             why,
             "look into its dataset and sampler; a generator that was used before is at its end.",
         )
+
+
+def note(error: Exception, number: int) -> None:
+    """Let an error that is somebody else's say at which batch it was."""
+    if sys.version_info >= (3, 11):
+        error.add_note(f"This was batch {number} of the loader (numbers count from 0).")
 
 
 def form_of(batch: Any) -> str:

@@ -32,7 +32,8 @@ def fingerprint(
     for what, module in (("model", model), ("loss", loss_fn)):
         found |= {f"the {what}'s layer '{path}'": described(part) for path, part in module.named_modules()}
         tensors = (*module.named_parameters(), *module.named_buffers())
-        found |= {f"the {what}'s tensor '{name}'": checksum(x) for name, x in tensors}
+        frozen = {id(p) for p in module.parameters() if not p.requires_grad}  # they get no fields
+        found |= {f"the {what}'s tensor '{name}'": checksum(x) + ", frozen" * (id(x) in frozen) for name, x in tensors}
     found["the number of batches"] = str(length_of(loader))
     if isinstance(loader, DataLoader):
         found["batch_size"] = str(loader.batch_size)

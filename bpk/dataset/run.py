@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cmath
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.dataset.batches import StepOf, loss_of_pair, moved, require_pair
+from bpk.dataset.batches import StepOf, loss_of_pair, moved, note, require_pair
 from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
@@ -54,6 +53,14 @@ class Runner:
         self.model, self.loss_fn, self.context = model, loss_fn, context
         self.step = loss_of_pair if step is None else step
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.params:
+            raise ValueError(
+                explain(
+                    "No parameter of the model requires a gradient.",
+                    "fields belong to parameters, and are computed where the gradient is.",
+                    "call model.requires_grad_(), or requires_grad_() of those that are meant.",
+                )
+            )
         self.device, self.autocast, self.divisor = device, autocast, divisor
         self.first: Seen | None = None
         self.loss: Any = None
@@ -71,8 +78,7 @@ class Runner:
         except Elsewhere:
             raise
         except Exception as error:
-            if sys.version_info >= (3, 11):
-                error.add_note(f"This was batch {number} of the loader (numbers count from 0).")
+            note(error, number)
             raise
 
     def look(self, number: int, batch: Any) -> None:
@@ -111,7 +117,7 @@ class Runner:
                 explain(
                     f"What was computed for batch {number} is no loss: {described(loss)}.",
                     "its backward pass is what gives the fields.",
-                    "let step(model, loss_fn, batch) return loss_fn(...), a scalar.",
+                    "let step(model, loss_fn, batch) return loss_fn(...), a scalar, outside of torch.inference_mode().",
                 )
             )
         value = loss.item()
@@ -181,7 +187,9 @@ def all_finite(tensors: list[Tensor]) -> bool:
 
 def described(loss: Any) -> str:
     """A value in a few words."""
-    return f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor):
+        return type(loss).__name__
+    return f"a tensor {list(loss.shape)}" + ("" if loss.requires_grad else " without a graph that leads to parameters")
 
 
 def not_finite(number: int, what: str) -> str:

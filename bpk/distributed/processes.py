@@ -54,7 +54,13 @@ class Processes:
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self.control: dist.ProcessGroup | None = None
+        if dist.get_backend() == dist.Backend.GLOO:  # which can tell who does not come
+            self.meet()
+        try:
+            self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(lost(self.rank, "")) from error
 
     def tell(self, thing: object) -> list[object]:
         """What each process says, by rank, once all are there."""

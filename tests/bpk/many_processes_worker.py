@@ -163,6 +163,13 @@ def other_model(rank: int, world: int) -> Any:
     return run(batches(), model=model)
 
 
+def other_frozen(rank: int, world: int) -> Any:
+    model = problem()[0]
+    if rank == 1:
+        model.conv.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
+    return run(batches(), model=model)
+
+
 def other_extension(rank: int, world: int) -> Any:
     return run(batches(), E.KFAC(mc_samples=1 + (rank == 1)))
 
@@ -190,6 +197,7 @@ SCENARIOS: dict[str, Callable[[int, int], Any]] = {
     "own part": own_part,
     "drawn apart": drawn_apart,
     "other model": other_model,
+    "other frozen": other_frozen,
     "other extension": other_extension,
     "spoilt": spoilt,
     "gone": gone,

@@ -160,6 +160,24 @@ def test_batches_that_are_bad_are_named() -> None:
         assert error.value.__notes__ == ["This was batch 2 of the loader (numbers count from 0)."]
 
 
+def test_errors_of_the_loader_name_the_batch() -> None:
+    def loader() -> Iterator[Any]:
+        yield torch.ones(2, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.long)
+        raise OSError("a file that cannot be read")
+
+    with pytest.raises(OSError, match="cannot be read") as error:
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), loader())
+    if sys.version_info >= (3, 11):
+        assert error.value.__notes__ == ["This was batch 1 of the loader (numbers count from 0)."]
+
+
+def test_things_that_are_no_models() -> None:
+    with pytest.raises(ValueError, match="No parameter of the model requires a gradient"):
+        bpk.accumulate(mlp().requires_grad_(False), nn.CrossEntropyLoss(), [])
+    with pytest.raises(TypeError, match="loss_fn is no module"):
+        bpk.accumulate(mlp(), nn.functional.cross_entropy, [])  # type: ignore[arg-type]
+
+
 def test_gradients_that_are_not_finite_are_named() -> None:
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
     with torch.no_grad():

@@ -110,6 +110,7 @@ def test_samplers(found: dict[tuple[int, int], Found]) -> None:
         ("split by itself", ("Rank 1 cannot share", "split=False")),
         ("drawn apart", ("Rank 1 cannot share", "other batches")),
         ("other model", ("Rank 1 runs something else than rank 0", "the model's tensor 'other.bias'")),
+        ("other frozen", ("Rank 1 runs something else than rank 0", "'conv.weight' differs", ", frozen;")),
         ("other extension", ("Rank 1 runs something else than rank 0", "mc_samples=2")),
     ],
 )
