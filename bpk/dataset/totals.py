@@ -80,7 +80,8 @@ class Totals:
         for field, by_name in self.parts.items():
             for name, parts in by_name.items():
                 for x in parts.values():
-                    if not torch.isfinite(x.coalesce().values() if x.is_sparse else x).all():
+                    x = x.coalesce().values() if x.is_sparse else x
+                    if not (x.sum().isfinite() or torch.isfinite(x).all()):  # a sum takes less, and may overflow
                         raise ValueError(
                             explain(
                                 f"'{field}' of parameter '{name}' is not finite after {self.batches} batches.",

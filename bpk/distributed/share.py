@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
@@ -118,9 +119,9 @@ def require_no_repetition(sampler: DistributedSampler[Any], processes: Processes
 def common_order(loader: DataLoader[Any], processes: Processes) -> list[Any]:
     """The samples of each batch, as rank 0 draws them; all ranks must draw the same ones, in whatever order."""
     order: list[Any] = list(loader.batch_sampler or ())
-    samples = sorted(repr(index) for batch in order for index in batch)
-    require_equal(processes.tell(hashed(samples)), "sampler gave it other samples")
-    same = len(set(map(str, processes.tell(hashed(map(repr, order)))))) == 1
+    flat = [index for batch in order for index in batch]
+    require_equal(processes.tell(hashed(in_order(flat))), "sampler gave it other samples")
+    same = len(set(map(str, processes.tell(hashed(flat) + hashed(map(len, order)))))) == 1
     return order if same else first_of(processes.tell(order if processes.rank == 0 else None))
 
 
@@ -144,11 +145,18 @@ def require_equal(told: list[object], what: str) -> None:
         )
 
 
-def hashed(words: Iterable[str]) -> str:
-    """A checksum."""
-    digest = hashlib.sha256()
-    for word in words:
-        digest.update(word.encode())
+def in_order(indices: list[Any]) -> list[Any]:
+    """Indices of any kind in an order that depends on nothing but them."""
+    return sorted(indices) if all(type(index) is int for index in indices) else sorted(map(repr, indices))
+
+
+def hashed(indices: Iterable[Any]) -> str:
+    """A checksum, quick for numbers: there is one for each sample of the data set."""
+    known = list(indices)
+    try:
+        digest = hashlib.sha256(array("q", known).tobytes())
+    except (TypeError, OverflowError):
+        digest = hashlib.sha256(repr(known).encode())
     return digest.hexdigest()
 
 
