@@ -44,6 +44,8 @@ class Rule(Kronecker, TaylorProduct):
     knows_diagonals: bool = False
     reads_values: bool = True
     """Whether the products depend on the values of the inputs, and not on their shapes alone."""
+    reads_output: bool = True
+    """Whether the products of parameters depend on the values of the output, and not on its shape alone."""
     is_loss: bool = False
     """Whether it describes a loss rather than a layer."""
     may_mix: bool = False

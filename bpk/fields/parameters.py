@@ -198,7 +198,7 @@ class Parameters:
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
         old = param.__dict__.pop(extension.savefield, None)
-        if old is not None and not torch.is_grad_enabled():
+        if old is not None and not (extension.needs_total or torch.is_grad_enabled()):
             uses.spare = spare_memory(old)
 
     def save(self, param: Tensor, name: str, value: Any) -> None:

@@ -159,15 +159,15 @@ class Rows:
     def lean(self: R) -> R:
         """The same, to be kept until the pass is over: rows, where they are smaller than what they are made of."""
         found = type(self)(self.param, self.batch_size, False, False, self.loss_scale)
-        found.uses = self.uses
         sources = [x for use in self.uses for x in (*use.arrived.blocks.values(), *use.call.inputs)]
-        if self.param.numel() * self.count <= sum(x.numel() for x in sources if x.is_floating_point()):
-            rows, use = Columns(), self.uses[0]
-            for key in self.keys:
-                rows.add_to_parameter(use.name, key, found.rows(key), self.signs(key))
-            call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
-            found = type(self)(self.param, self.batch_size, False, False, self.loss_scale)
-            found.uses = [replace(use, call=call, arrived=rows, samples=None)]
+        if self.param.numel() * self.count > sum(x.numel() for x in sources if x.is_floating_point()):
+            found.uses = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in self.uses]
+            return found
+        rows, use = Columns(), self.uses[0]
+        for key in self.keys:
+            rows.add_to_parameter(use.name, key, self.rows(key), self.signs(key))
+        call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
+        found.uses = [Use(call, use.rule, use.name, rows, of=use.of)]
         return found
 
     def rows(self, key: Hashable) -> Tensor:

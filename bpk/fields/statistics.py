@@ -78,7 +78,7 @@ class Uses(Products):
             for mat in use.arrived.blocks.values()
         ]
         own = [rows for use in self.uses for rows in use.arrived.of_params.get(use.name, {}).values()]
-        return add_up([*parts, *(r[0].sum(0) if weights is None else torch.tensordot(weights, r[0], 1) for r in own)])
+        return add_up([*parts, *(r[0].sum(0) if weights is None else weighted_sum(weights, r[0]) for r in own)])
 
     def weighted(self, mat: Tensor, weights: Tensor | None, samples: Tensor | None) -> Tensor:
         """A block `[V, R, *out]`, with the rows of sample `n` times its weight."""
@@ -189,6 +189,12 @@ class Uses(Products):
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
         outputs = add_up(parts)
         return [outputs] if inputs is None else [outputs, inputs]
+
+
+def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """`sum_n c_n rows_n`. (`torch.tensordot` takes longer to begin than a small one takes.)"""
+    shape = rows.shape[1:]
+    return (weights @ rows.reshape(len(weights), shape.numel())).view(shape)
 
 
 def add_into(total: Tensor, part: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bpk.fields.statistics import Uses
@@ -48,17 +49,21 @@ class Totals:
 
     def values(self) -> Iterator[tuple[Tensor, str, Any]]:
         """The parameters, the names of the fields, and their values, now that nothing more will come."""
-        kept, self.kept = [each for uses in self.kept.values() for each in uses], {}
-        for device in dict.fromkeys(uses.param.device for _, uses in kept):
+        by_device: dict[torch.device, list[tuple[int, Uses]]] = {}
+        for index, uses in (each for kept in self.kept.values() for each in kept):
+            by_device.setdefault(uses.param.device, []).append((index, uses))
+        self.kept = {}
+        for device, kept in by_device.items():
+            kept.reverse()
             with CTX.quietly(device=device):
                 totals: dict[int, Any] = {}
-                for index, uses in kept:
+                while kept:  # what a value was made of is let go before the next one is made
+                    index, uses = kept.pop()
                     extension = self.extensions[index]
-                    if uses.param.device == device:
-                        if index not in totals:
-                            totals[index] = extension.of_total(self.totals[index].to(device), uses.batch_size)
-                        uses.total = totals[index]
-                        yield uses.param, extension.savefield, value_of(extension, uses)
+                    if index not in totals:
+                        totals[index] = extension.of_total(self.totals[index].to(device), uses.batch_size)
+                    uses.total = totals[index]
+                    yield uses.param, extension.savefield, value_of(extension, uses)
 
     def clear(self) -> None:
         """Let go of everything."""

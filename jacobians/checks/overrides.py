@@ -29,6 +29,8 @@ def shortcuts(case: Case) -> None:
         if case.rule.knows_diagonals:
             of_diagonal(case, param)
         norm_squared(case, param)
+        if not case.rule.reads_output:
+            of_shape_alone(case, param)
         if case.exact:
             outer(case, param)
         if case.exact and second_order:
@@ -107,6 +109,16 @@ def norm_squared(case: Case, param: str) -> None:
     expected = case.run("norm_squared (default)", Rule.norm_squared, case.rule, *arguments)
     got = case.run("norm_squared", case.rule.norm_squared, *arguments)
     case.same("norm_squared", got, expected, param, ("sample",), "the individual gradients", loosen=4.0)
+
+
+def of_shape_alone(case: Case, param: str) -> None:
+    """A rule that does not read the output has the same products without it."""
+    rule, blind, mat = case.rule, case.call.without_output(), case.cotangent(2)
+    for sums in (False, True):
+        expected = rule.jac_t_mat_prod(case.call, mat, param, sum_batch=sums)
+        got = case.run("jac_t_mat_prod (without the output)", rule.jac_t_mat_prod, blind, mat, param, sums)
+        axes = ("column",) if sums else ("column", "sample")
+        case.same("jac_t_mat_prod (without the output)", got, expected, param, axes, "those with it")
 
 
 def outer(case: Case, param: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -90,6 +91,12 @@ class Call:
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]
+
+    def without_output(self) -> Call:
+        """The same call for rules that do not read the output: it has a shape, takes no memory, and holds NaN."""
+        call = copy(self)
+        call.output = self.output.new_full((), torch.nan).expand(self.output.shape)
+        return call
 
     def detached(self) -> Call:
         """The same call without its graph; it shares memory, versions, and what was computed already."""

@@ -29,6 +29,7 @@ class Affine(LinearInEach):
     """The family "weight times patches, plus bias"."""
 
     knows_diagonals = True
+    reads_output = False
 
     # ---- what a layer declares -------------------------------------------------------------------
     @abstractmethod

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
-from bpk.jacobians.core.numeric import linear
+from bpk.jacobians.core.numeric import linear, products
 from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.affine import Affine
 
@@ -155,7 +155,8 @@ class Contraction(Affine):
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         x = self.features(call.inputs).flatten(0, -2)
-        rows = torch.matmul(mat.reshape(mat.shape[0], x.shape[0], mat.shape[-1]).transpose(1, 2), x)
+        columns = mat.reshape(mat.shape[0], x.shape[0], mat.shape[-1])
+        rows = products(columns.mT, x.T.expand(len(columns), -1, -1))
         return self.as_weight(call, rows[:, None])
 
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:

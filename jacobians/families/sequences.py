@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from bpk.jacobians.core import gemm, squares
+from bpk.jacobians.core.numeric import products
 from bpk.jacobians.core.outer import Outer, Some
 
 
 def summed(m: Tensor, x: Tensor) -> Tensor:
     """`sum_n sum_t m x^T`: `[V, O, I]`."""
-    return torch.matmul(m.flatten(1, 2).transpose(1, 2), x.flatten(0, 1))
+    return products(m.flatten(1, 2).mT, x.flatten(0, 1).T.expand(len(m), -1, -1))
 
 
 def per_sample(m: Tensor, x: Tensor, empty: gemm.Empty) -> Tensor:

@@ -251,6 +251,33 @@ def test_what_is_kept_for_the_norms_is_let_go(fails: bool) -> None:
     assert len(seen) == 4 and all(ref.expired() for ref in seen)
 
 
+def test_no_more_is_kept_than_the_sums_need() -> None:
+    """Outputs go with their layer, and what a sum was made of goes before the next sum, while the loss is alive."""
+    outputs: list[StorageWeakRef] = []
+    inputs: list[StorageWeakRef] = []
+    alive: list[tuple[int, int]] = []
+
+    def count() -> tuple[int, int]:
+        gc.collect()
+        return sum(not s.expired() for s in outputs), sum(not s.expired() for s in inputs)
+
+    class Counting(E.ClippedGrad):
+        def value(self, uses: statistics.Uses) -> Tensor:
+            alive.append(count())
+            return super().value(uses)
+
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    model, loss_fn = extended(model.double())
+    for layer, seen in zip(model, (outputs, inputs) * 3, strict=False):
+        layer.register_forward_hook(lambda m, x, out, seen=seen: seen.append(StorageWeakRef(out.untyped_storage())))
+    x, y = data()
+    with bpk.backpack(Counting()):
+        loss = loss_fn(model(x), y)
+        loss.backward()
+    assert alive[0] == (0, 2) and alive[-1] == (0, 0)
+    assert count() == (0, 0) and loss.requires_grad
+
+
 def test_individual_gradients_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what a layer has read takes less memory; rows where these do."""
     kept: list[int] = []

@@ -126,6 +126,13 @@ class WrongSum(Linear):
         return result / call.batch_size if wrt == "bias" and sum_batch else result
 
 
+class ReadsOutput(Linear):
+    reads_output = False
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        return super().jac_t_mat_prod(call, mat, wrt, sum_batch) + 0 * call.output.sum()
+
+
 class ForgetsDtype(Tanh):
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return super().jac_mat_prod(call, mat, wrt).float()
@@ -146,6 +153,7 @@ class WrongForward(Tanh):
         (WrongPerSample(), "entry column 1, sample "),
         (WrongSum(), "jac_t_mat_prod with respect to parameter 'bias' is wrong"),
         (WrongSum(), "jac_t_mat_prod(sum_batch=False).sum with respect to parameter 'bias' is wrong"),
+        (ReadsOutput(), "jac_t_mat_prod (without the output) with respect to parameter 'bias' is wrong"),
         (ForgetsDtype(), "its dtype is torch.float32, the layer's is torch.float64."),
         (WrongForward(), "forward is wrong for 'Tanh() on 3x2' in float64."),
     ],
