@@ -82,6 +82,7 @@ class Fields(Tabular, Mapping[str, Any]):
     axis_gram = Field[list[Tensor]]()
     diag_jtj_exact = Field[Tensor]()
     diag_jtj_mc = Field[Tensor]()
+    diag_jtj_exact_output = Field[Tensor]()
     grad_token = Field[Tensor]()
     token_l2 = Field[Tensor]()
     projected_grad_token = Field[Tensor]()

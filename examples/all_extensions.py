@@ -73,9 +73,10 @@ def main() -> None:
     agree("axis_gram[1]", weight.axis_gram[1].double(), torch.einsum("noi,noj->ij", wide, wide))
 
     print("The outputs' Jacobian: each output depends on its own row of the weight")
-    backward(E.DiagJTJExact(), E.DiagJTJMC())
+    backward(E.DiagJTJExact(), E.DiagJTJMC(), E.OutputDiagJTJExact())
     for field in ("diag_jtj_exact", "diag_jtj_mc"):  # random signs do not matter here
         agree(field, getattr(weight, field), x.flatten(1).square().sum(0).expand(10, 784))
+    agree("diag_jtj_exact_output", weight.diag_jtj_exact_output.sum(0), weight.diag_jtj_exact)
 
     print("Tokens: the terms that the loss adds up for a sample, here one")
     backward(E.TokenGrad(), E.TokenL2Grad(), E.TokenProjectedGrad(k=16))

@@ -16,6 +16,7 @@ class Form(Enum):
 
     BATCH = "[*p]"
     SAMPLES = "[N, *p]"
+    OUTPUTS = "[C, *p]"
     NUMBER = "[]"
     NUMBERS = "[N]"
     SAMPLE_VECTORS = "[N, K]"
@@ -109,6 +110,11 @@ class PlainAutograd(ABC):
     @abstractmethod
     def jacobian_squares(self) -> Tensor:
         """`[n, E]`: diagonals of `J_n^T J_n`."""
+
+    @property
+    @abstractmethod
+    def output_jacobian_squares(self) -> Tensor:
+        """`[C, E]`: squares of the Jacobian of each output, summed over samples; `C T` of predictions `[N T, C]`."""
 
     @property
     @abstractmethod

@@ -26,6 +26,20 @@ from bpk.verification.place import Place
 from bpk.verification.quantities import Check, Mismatch, Read, require_shape
 
 
+class OfOutputs(OfBatch):
+    """A tensor `[C, *p]`."""
+
+    def read(self, value: Any, place: Place) -> Read:
+        require_shape(value, (None, *place.shape))
+        return [value.reshape(len(value), -1)[:, place.entries]]
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"output {index[0]}, entry {place.index(index[1])}"
+
+    def numbers(self, place: Place, columns: int) -> int:
+        return columns * place.shape.numel()
+
+
 class OfTokens(OfSamples):
     """A tensor `[N, T, *p]`, at the samples that are looked at."""
 
@@ -84,6 +98,7 @@ class OfAxes(Defined):
 CHECKS: dict[Form, type[Defined]] = {
     Form.BATCH: OfBatch,
     Form.SAMPLES: OfSamples,
+    Form.OUTPUTS: OfOutputs,
     Form.NUMBER: Number,
     Form.NUMBERS: Numbers,
     Form.SAMPLE_VECTORS: SampleVectors,

@@ -87,6 +87,13 @@ class AtPlace(PlainAutograd):
             .T[list(self.samples)]
         )
 
+    @cached_property
+    def output_jacobian_squares(self) -> Tensor:
+        number, owner = self.terms.outputs, self.ref.split.owner
+        rows, squares = [(owner == n).nonzero()[:, 0] for n in self.samples], self.columns.square().T
+        found = squares.new_zeros(int(number.max()) + 1, squares.shape[1])
+        return found.index_add(0, torch.cat([number[at] for at in rows]), torch.cat([squares[at] for at in rows]))
+
     @property
     def columns(self) -> Tensor:
         """`[E, P]`: columns of the Jacobian."""

@@ -29,6 +29,14 @@ class TokenTerms:
         """The number of each entry's token `[P]` among those of its sample, and how many there are at most."""
         return numbered(self.split)
 
+    @property
+    def outputs(self) -> Tensor:
+        """The number of each entry `[P]` among those of its sample: each output of a row, at all rows of the sample."""
+        x, axis, slot = rows_of(self.split)
+        sizes = [1 if k == axis else size for k, size in enumerate(x.shape)]
+        number = torch.arange(prod(sizes), device=x.device).reshape(sizes) * (int(slot.max()) + 1) + slot
+        return number.expand(x.shape).flatten()
+
     def at(self, n: int, t: int) -> Tensor:
         """Which entries of the prediction belong to a token."""
         return (self.split.owner == n) & (self.numbered[0] == t)
@@ -64,19 +72,27 @@ def numbered(split: Split) -> tuple[Tensor, int]:
     rule = None if loss is None else REGISTRY.find(loss)
     if not isinstance(rule, Loss):
         raise NoReference(SEVERAL)
+    x, axis, slot = rows_of(split)
+    axes = rule.positions(x) if axis == 0 else ()
+    sizes = [size if k in axes else 1 for k, size in enumerate(x.shape)]
+    count = prod(sizes)
+    number = torch.arange(count, device=x.device).reshape(sizes)
+    number = number + count * slot
+    return number.expand(x.shape).flatten(), int(number.max()) + 1
+
+
+def rows_of(split: Split) -> tuple[Tensor, int, Tensor]:
+    """The prediction, the axis of its rows, and the number of each row `[R]` among those of its sample."""
     x = split.points.tensors[0]
+    if x.numel() != len(split.owner):
+        raise NoReference(SEVERAL)
     owner = split.owner.view(x.shape)
     whole = [k for k in range(x.dim()) if bool((owner == first_along(owner, k)).all())]
     if not whole:
         raise NoReference("rows of the prediction belong to several samples")
     rows, axis = first_along(owner, whole[0]).flatten().tolist(), whole[0]
     slot = torch.tensor([rows[:k].count(n) for k, n in enumerate(rows)], device=x.device)
-    axes = rule.positions(x) if axis == 0 else ()
-    sizes = [size if k in axes else 1 for k, size in enumerate(x.shape)]
-    count = prod(sizes)
-    number = torch.arange(count, device=x.device).reshape(sizes)
-    number = number + count * slot.reshape([-1 if k == axis else 1 for k in range(x.dim())])
-    return number.expand(x.shape).flatten(), int(number.max()) + 1
+    return x, axis, slot.reshape([-1 if k == axis else 1 for k in range(x.dim())])
 
 
 def first_along(owner: Tensor, axis: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.custom_module.permute import Permute
 from bpk.fields import rows, statistics
 from bpk.fields.rows import Rows
 from bpk.jacobians.core import outer
@@ -198,6 +199,27 @@ def test_only_outputs_count(loss: nn.Module, factor: float) -> None:
         for p, right in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(p.diag_jtj_exact, right)
             assert (p.diag_jtj_mc - right).norm() < 0.1 * right.norm()
+
+
+@pytest.mark.parametrize(("flat", "subsampling"), [(True, None), (False, None), (False, [2, 0])])
+def test_outputs_one_by_one(flat: bool, subsampling: list[int] | None) -> None:
+    """In the order of `[N, C, T]`, whatever the layout and however many columns travel at a time."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    x, y = torch.randn(3, 5, 4).double(), torch.randint(2, (3, 5))
+    some = range(3) if subsampling is None else subsampling
+    outputs = net(x)[list(some)].permute(2, 1, 0).flatten(0, 1)  # [C T, n]
+    squares = [
+        [torch.autograd.grad(o, p, retain_graph=True)[0] ** 2 for o in outputs.flatten()] for p in net.parameters()
+    ]
+    expected = [torch.stack(each).unflatten(0, (10, len(some))).sum(1) for each in squares]
+    layers = [*net, nn.Flatten(0, 1)] if flat else [*net, Permute(0, 2, 1)]
+    model, loss_fn = extended(nn.Sequential(*layers))
+    for chunk in (None, 3):
+        with bpk.backpack(E.OutputDiagJTJExact(subsampling), chunk_size=chunk):
+            loss_fn(model(x), y.flatten() if flat else y).backward()
+        for p, right in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.diag_jtj_exact_output, right)
 
 
 # ---- some samples of what functions use ------------------------------------------------------------------

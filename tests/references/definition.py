@@ -48,6 +48,10 @@ class Dense(PlainAutograd):
         return self.ref.jacobian_squares(self.name)
 
     @property
+    def output_jacobian_squares(self) -> Tensor:
+        return self.ref.output_jacobian_squares(self.name)
+
+    @property
     def ggn(self) -> Tensor:
         return self.ref.ggn_batch(self.name)
 
@@ -93,7 +97,7 @@ def pairs(extension: BackpropExtension, ref: Reference, name: str, found: Any) -
         return [(found, defined[0].reshape(shapes(ref, name)[extension.form]))]
     if extension.form is Form.AXES:
         return [(torch.cat([matrix.flatten() for matrix in found]), defined[0])]
-    if extension.form is Form.TOKENS:
+    if extension.form in (Form.TOKENS, Form.OUTPUTS):
         return [(found, defined[0].unflatten(-1, param.shape))]
     if extension.form in (Form.SAMPLE_VECTORS, Form.TOKEN_NUMBERS, Form.TOKEN_VECTORS):
         return [(found, defined[0])]

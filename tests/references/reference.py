@@ -258,6 +258,11 @@ class Reference:
         """`[N, P]`: the diagonal of `J_n^T J_n`."""
         return self._jacobians[0][name].square().sum(1)
 
+    def output_jacobian_squares(self, name: str) -> Tensor:
+        """`[C, P]`: squared entries of the Jacobian of each output, at each row of a sample, summed over samples."""
+        jac, rows = self._jacobians[0][name], len(self.pred) // self.N
+        return jac.unflatten(1, (rows, -1)).transpose(1, 2).flatten(1, 2).square().sum(0)
+
     def ggn_batch(self, name: str) -> Tensor:
         """`[N, P, P]`: the block of every sample."""
         jac = self._jacobians[0][name]
