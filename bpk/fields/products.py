@@ -56,7 +56,8 @@ class Products(Rows):
             parts = [(part, None if weight is None else part.matrix(weight)) for part in self.outers]
             return add_up([outer.sample_gram(part, some) for part, some in parts])
         scale = 1.0 if weight is None else weight.flatten()
-        return torch.cat([torch.einsum("vnp,unp->nvu", rows * scale, rows) for rows in self.pieces()])
+        each = (rows.transpose(0, 1) for rows in self.pieces())
+        return join([outer.times(rows * scale, rows.mT) for rows in each])
 
     def rotated_gram(self, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
         """`sample_gram` of `left r right^T`, with rows as matrices as the parameter's Kronecker factors see them."""
@@ -91,7 +92,7 @@ class Products(Rows):
         if self.outers:
             return add_up([outer.along(part, directions) for part in self.outers])
         flat = wide(directions).reshape(len(directions), -1)
-        return torch.cat([rows @ flat.T for rows in self.pieces()], 1)
+        return join([outer.times(rows.transpose(0, 1), flat.T) for rows in self.pieces()]).transpose(0, 1)
 
     def projected(self, left: Tensor, right: Tensor) -> Tensor:
         """`left r right^T` `[V, n, k, l]`, with rows as matrices of the parameter's first axis and the others."""

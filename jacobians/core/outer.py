@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import linear, products, wide
+from bpk.jacobians.core.numeric import is_differentiated, linear, products, wide
 
 ROOM = 1 << 22
 """How many numbers rows, or products of positions, hold at a time."""
@@ -57,7 +57,11 @@ class Outer:
         """`left r right^T` for all rows, with `left` `[O', G O]` and `right` `[I', I]`; groups count as positions."""
         v, n, g, o, _, t = self.shape
         by_group = left.reshape(len(left), g, o).to(wide(self.columns).dtype)
-        columns = torch.einsum("pgo,vngot->vnpgt", by_group, wide(self.columns)).reshape(v, n, 1, len(left), g * t)
+        if g == t == 1:
+            columns = times(wide(self.columns).flatten(2).transpose(0, 1), by_group[:, 0].T).transpose(0, 1)
+        else:
+            columns = torch.einsum("pgo,vngot->vnpgt", by_group, wide(self.columns))
+        columns = columns.reshape(v, n, 1, len(left), g * t)
 
         def patches(samples: Some) -> Tensor:
             a = wide(self.patches(samples))
@@ -71,6 +75,15 @@ def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
     step = max(1, ROOM // max(1, size))
     for k in range(start, stop, step):
         yield slice(k, min(k + step, stop))
+
+
+def times(x: Tensor, y: Tensor) -> Tensor:
+    """`x y`, for `x` `[B, V, K]`: scaled rows of `y` where `x` is diagonal, as columns are at a model's last layer."""
+    if x.shape[1] == x.shape[2] and not is_differentiated():
+        diagonal = x.diagonal(dim1=1, dim2=2)
+        if bool(x.count_nonzero() == diagonal.count_nonzero()):
+            return diagonal[..., None] * y
+    return x @ y
 
 
 def gram(outer: Outer, left: slice, right: slice, aligned: bool) -> Tensor:
@@ -152,7 +165,7 @@ def sample_gram(outer: Outer, weight: Tensor | None) -> Tensor:
                 scaled = (m.flatten(1, 2) @ (a.mT @ a)).view_as(m)
             else:
                 scaled = m * (a[..., 0].square() @ weight[g].T)[:, None, :, None]
-            total[part] += scaled.flatten(2) @ m.flatten(2).mT
+            total[part] += times(scaled.flatten(2), m.flatten(2).mT)
     return total
 
 
@@ -170,5 +183,5 @@ def along(outer: Outer, directions: Tensor) -> Tensor:
                 continue
             seen = torch.matmul(d.flatten(0, 1), wide(outer.patches(part)[:, g])).view(-1, k, o * t)  # [B, K, O T]
             m = wide(outer.columns[:, part, g]).transpose(0, 1).flatten(2)  # [B, V, O T]
-            total[:, part] += (m @ seen.mT).transpose(0, 1)
+            total[:, part] += times(m, seen.mT).transpose(0, 1)
     return total

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 import bpk
 from bpk import kernels
@@ -172,6 +173,30 @@ def test_kronecker_factors(given: tuple[nn.Module, Make], room: None, damped: bo
     everything = bpk.predictive_covariance(model, x, Kronecker.of(model, "kflr", 0.5, 2.0))
     parts = [Kronecker({name: p.kflr}, 0.5, 2.0) for name, p in model.named_parameters()]
     close(everything, sum(bpk.predictive_covariance(model, x, part) for part in parts))
+
+
+def test_unit_columns_of_a_last_layer_are_not_multiplied() -> None:
+    """By no posterior: what is left for Kronecker factors and low ranks is `V K V`, once for weight and for bias."""
+    c, model = 40, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 40)).double()
+    x = torch.randn(2, 3).double()
+    last = {"2.weight": torch.rand(c, 4).double(), "2.bias": torch.rand(c).double()}
+    factors = {"2.weight": [torch.eye(c).double(), torch.eye(4).double()], "2.bias": [torch.eye(c).double()]}
+    for posterior, most in ((Diagonal(last), 0), (Kronecker(factors), 2)):
+        with FlopCounterMode(display=False) as counter:
+            bpk.predictive_covariance(model, x, posterior)
+        assert counter.get_total_flops() < 2 * len(x) * c**3 * (most + 0.5)
+
+
+def test_products_with_diagonals_are_told_from_others() -> None:
+    y = torch.randn(3, 4, 5)
+    diagonal = torch.randn(3, 4).diag_embed()
+    one_off, none = diagonal.clone(), torch.zeros(3, 4, 4)
+    one_off[2, 3, 0] = one_off[2, 3, 3] = 1e-30  # one sample has an entry elsewhere
+    moved = one_off.clone()
+    moved[2, 3, 3] = 0  # as many entries as a diagonal has
+    for x in (diagonal, one_off * 1e30, moved * 1e30, none, diagonal[:, :3], diagonal.roll(1, 2)):
+        torch.testing.assert_close(outer.times(x, y), x @ y)
+    assert outer.times(one_off.fill_(torch.nan), y).isnan().all()
 
 
 def test_diagonal_of_a_field() -> None:
