@@ -24,7 +24,7 @@ PRINTS = {
         ".kfac: weight [[10, 10], [784, 784]], bias [[10, 10]]",
         ".grad_gram: weight [512, 512], bias [512, 512]",
         ".ekflr: weight bases [[10, 10], [784, 784]], moments [10, 784]",
-        "All 38 extensions agree with autograd.",
+        "All 39 extensions agree with autograd.",
     ],
     "batched_jacobians": ["SqrtGGNExact, [32, 10, 12194]", "neural tangent kernel [320, 320]"],
     "char_rnn_converter": [
