@@ -171,7 +171,6 @@ class Backward:
             if waits and record.left is not None:
                 self.hooks.store(record.module, record.left)
             record.release(keeps_fields=waits)
-            record.left = None  # the graph owns the record until the loss is let go
         else:
             record.close()
             self.kept.append(record)
