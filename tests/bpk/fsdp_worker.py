@@ -66,7 +66,7 @@ def run(rank: int, sometimes: bool, extended_first: bool, layers: bool) -> None:
                     want = want.movedim(axis, 0)[own].movedim(0, axis)
                     assert_same({name: {e.savefield: value}}, {name: {e.savefield: want}}, 1e-10)
                     continue
-                if not isinstance(want, list):
+                if not isinstance(want, list) and value.shape == p.shape:  # others are in shards by rows
                     assert value.placements == p.placements and value.to_local().shape == p.to_local().shape
                 assert_same({name: {e.savefield: whole_of(value)}}, {name: {e.savefield: want}}, 1e-10)
 

@@ -56,7 +56,7 @@ def test_one_two_and_four_processes_give_one_large_batch(found: dict[tuple[int, 
     exact = [e for e in QUANTITIES if e.get_num_mc_samples() is None and not e.over_batches.approximates]
     expected = whole(model, nn.CrossEntropyLoss(), x, y, *exact)
     alone = found[1, 0]["all"]
-    assert len(QUANTITIES) == 26
+    assert len(QUANTITIES) == 27
     for scenario in several(found, "all"):
         mine = fields(scenario)
         assert_same({name: {f: mine[name][f] for f in known} for name, known in expected.items()}, expected, 1e-10)
