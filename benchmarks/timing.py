@@ -47,16 +47,19 @@ class Series:
         return statistics.median(s / p for s, p in zip(self.seconds, self.plain, strict=True))
 
     def measure(self) -> float:
-        """Mean seconds of `calls` runs; gradients are freed between them, and fields if it `frees` them, untimed."""
+        """Mean seconds of `calls` runs; gradients are freed after each, and fields before it if it `frees` them, untimed.
+
+        Fields stay for the next run of the job, which may be one that keeps them.
+        """
         total = 0.0
         for _ in range(self.calls):
+            if self.frees:
+                self.job.drop()
             start = now(self.job)
             result = self.job.run()
             total += now(self.job) - start
             del result
             self.job.clear()
-            if self.frees:
-                self.job.drop()
         return total / self.calls
 
     def warm_up(self) -> float:
