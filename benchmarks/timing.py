@@ -47,7 +47,7 @@ class Series:
         return statistics.median(s / p for s, p in zip(self.seconds, self.plain, strict=True))
 
     def measure(self) -> float:
-        """Mean seconds of `calls` runs; gradients are freed after each, and fields before it if it `frees` them, untimed.
+        """Mean seconds of `calls` runs; gradients are freed after each, fields before it if it `frees` them, untimed.
 
         Fields stay for the next run of the job, which may be one that keeps them.
         """

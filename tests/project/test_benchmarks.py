@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import convolution_choices, generic, input_derivatives, layers, limits, report
+from benchmarks.alternative import Job
 from benchmarks.architectures import LanguageModel
 from benchmarks.memory import measure
 from benchmarks.overview import overview
@@ -18,6 +21,7 @@ from benchmarks.quantities import QUANTITIES, RELATIVE, TARGETS
 from benchmarks.reference import Reference, check
 from benchmarks.row import ALTERNATIVES, Cell, Row, judge, measure_row
 from benchmarks.run import main
+from benchmarks.timing import interleave
 from bpk.rules import REGISTRY
 
 REFERENCES = {name: Reference(problem) for name, problem in TEST_PROBLEMS.items()}
@@ -73,6 +77,30 @@ def test_row_is_reported(quantity: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert report.read_json(report.write_json(run, "one")) == run
     assert quantity in report.screen(run) and f"| {quantity} |" in report.markdown(run)
     assert torch.get_num_threads() == threads
+
+
+def test_runs_that_keep_fields_find_them_and_runs_that_free_them_do_not() -> None:
+    """Also where one run makes a measurement, and both ways take turns."""
+
+    class Noted(Job):
+        def __init__(self, seconds: float) -> None:
+            super().__init__(TEST_PROBLEMS["tiny_mlp"].setup(), QUANTITIES["BatchGrad"])
+            self.seconds, self.field, self.found = seconds, False, list[bool]()
+
+        def run(self) -> dict[str, list[Any]]:
+            self.found.append(self.field)
+            self.field = True
+            start = time.process_time()
+            while time.process_time() - start < self.seconds:
+                pass
+            return {}
+
+        def drop(self) -> None:
+            self.field = False
+
+    job = Noted(0.021)
+    interleave({"plain": Noted(0.0), "job": job}, "plain", rounds=3, budget=1.0, freed=", freed")
+    assert job.found == [False, False, True, False, True, False, False, True]  # twice to warm up; three rounds
 
 
 def test_overview_counts_where_a_peer_is_ahead() -> None:
