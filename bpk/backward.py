@@ -33,6 +33,7 @@ from bpk.plan.loss_scale import require_scaled
 from bpk.plan.overwritten import require_result
 from bpk.plan.step import Step
 from bpk.recording import engine
+from bpk.recording.known_gradient import KnownGradient
 from bpk.recording.membership import around
 from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
@@ -67,7 +68,7 @@ class Backward:
         self.reached: dict[nn.Module, None] = {}  # the layers that take part
 
     # ---- life cycle ------------------------------------------------------------------------------
-    def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> None:
+    def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Work on one call; if anything fails, leave nothing half-done behind."""
         onlookers = self.inspection.onlookers
         if onlookers.retaining:
@@ -76,13 +77,14 @@ class Backward:
             grad = record.gradient(grads)
             assert grad is not None
             with CTX.quietly(device=grad.device):
-                self.work_on(record, grad)
+                known = self.work_on(record, grad)
         except BaseException:
             self.abort()
             raise
         finally:
             if onlookers.before:
                 onlookers.put_back()
+        return None if known is None else (known,)
 
     def close(self) -> None:
         """The backward pass is over: finish parameters that still waited, then run the remaining hooks."""
@@ -129,7 +131,7 @@ class Backward:
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------
-    def work_on(self, record: Record, grad: Tensor) -> None:
+    def work_on(self, record: Record, grad: Tensor) -> KnownGradient | None:
         """Autograd is at a call."""
         if record.released:
             raise RuntimeError(already_released(record))
@@ -143,8 +145,9 @@ class Backward:
             record.leave()
         self.reached[record.module] = None
         planned = self.at_losses.reach(record, grad) if self.sweeps.second_order else None
-        self.observing.reach(record, grad, planned)
+        known = self.observing.reach(record, grad, planned)
         self.leave(record)
+        return known
 
     def inspect(self, root: Record, node: Node) -> None:
         """Look at everything behind all losses, and behind the last call."""

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.fields.awaited import expect_gradients, expect_use
+from bpk.fields.awaited import ask_for_sums, expect_gradients, expect_use, with_sums
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
 from bpk.fields.values import require_own
@@ -20,6 +20,7 @@ from bpk.plan.inspection import Inspection
 from bpk.plan.step import Step, matched
 from bpk.recording import engine
 from bpk.recording.inner_products import InnerProduct, inner_products
+from bpk.recording.known_gradient import KnownGradient
 from bpk.recording.record import Record
 from bpk.sweeps.functions import SideBySide, reach_functions
 from bpk.sweeps.shared import SharedSweeps
@@ -37,8 +38,8 @@ class Observing:
         self.first = {key: sweep for key, sweep in sweeps.observers.items() if isinstance(sweep, Gradient)}
         self.spread = SideBySide(inspection, parameters)
 
-    def reach(self, record: Record, grad: Tensor, planned: Step | None) -> None:
-        """Autograd is at a call; in second order, it is `planned`."""
+    def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
+        """Autograd is at a call; in second order, it is `planned`. Returns what the node is given in place of it."""
         trained = record.trained() if planned is None else planned.params
         function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
         if trained and not function:
@@ -49,35 +50,39 @@ class Observing:
             observers = {key: sweep for key, sweep in observers.items() if key not in written}
             first = {key: sweep for key, sweep in first.items() if key not in written}
         if not observers:
-            return
+            return None
         for source in self.inspection.sources[record].values() if first else ():
             if source.trained:
                 reach_functions(record, grad, first, self.spread)
                 break
         if record.rule is None or not (trained or len(observers) > len(first)):
-            return
+            return None
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
+        asked = ask_for_sums(self.parameters, record, grad, states) if first and not function else None
         if first and not record.is_loss:
-            self.reach_in_first_order(record, grad, trained, first, states)
+            self.reach_in_first_order(record, asked or record.call(), grad, trained, first, states)
         for key, sweep in observers.items():
             if key not in first and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)
         if states:
-            expect_gradients(self.parameters, record, states)
+            awaited = states if asked is None else {name: s for name, s in states.items() if name != "weight"}
+            expect_gradients(self.parameters, record, awaited)
         for state in states.values():
             if not (function or self.parameters.is_shared(state.param, record)):
                 self.parameters.finish(state)
+        return with_sums(asked, grad)
 
     def reach_in_first_order(
         self,
         record: Record,
+        call: Call,
         grad: Tensor,
         trained: dict[str, Tensor],
         sweeps: Mapping[Hashable, Gradient],
         states: dict[str, ParameterState],
     ) -> None:
         """Show a call to sweeps that need its gradient alone."""
-        grad, call = matched(grad, record.call())
+        grad, call = matched(grad, call)
         rows, n = self.inspection.attribution.rows(record), self.inspection.attribution.batch_size(record)
         here = engine.current_node()
 

@@ -197,6 +197,10 @@ class Rule(Kronecker, TaylorProduct):
         """Whether `squared_sum` and `norm_squared` cost less than reading individual gradients that exist already."""
         return False
 
+    def sums_pay(self, call: Call, param: str) -> bool:
+        """Whether the gradient costs more than adding up individual gradients that are made anyway (`call.sums`)."""
+        return False
+
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from copy import copy
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.fields.parameters import Parameters, ParameterState
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.numeric import wide
 from bpk.recording import engine
-from bpk.recording.graph_nodes import parameter_edges
+from bpk.recording.graph_nodes import parameter_edges, weight_of_product
+from bpk.recording.known_gradient import KnownGradient, nobody_looks
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
 
@@ -47,6 +52,36 @@ def expect_gradients(parameters: Parameters, record: Record, states: dict[str, P
     for name, (node, position) in edges.items():
         states[name].awaited_gradients += 1
         parameters.handles.append(node.register_hook(catcher(parameters, states[name], position)))
+
+
+def ask_for_sums(
+    parameters: Parameters, record: Record, grad: Tensor, states: dict[str, ParameterState]
+) -> Call | None:
+    """The call to show to first-order quantities, if they shall tell the sum of individual gradients of its weight.
+
+    That is so where the sum costs less than the gradient, and can take its place: this call alone uses the weight, as
+    it is, and nobody looks at what autograd's node is given.
+    """
+    rule = record.rule
+    if rule is None or "weight" not in states or torch.is_grad_enabled() or not rule.sums_pay(record.call(), "weight"):
+        return None
+    weight, node = states["weight"].param, engine.current_node()
+    plain = record.aligned and record.recomputed is None and grad.dtype is weight.dtype and wide(grad) is grad
+    if states["weight"].uses or not plain or parameters.is_shared(weight, record):
+        return None
+    if weight_of_product(node) is not weight or not nobody_looks(node):
+        return None
+    asked = copy(record.call())
+    asked.sums = {}
+    return asked
+
+
+def with_sums(asked: Call | None, grad: Tensor) -> KnownGradient | None:
+    """The gradient of a call, which knows that of the weight if it was found."""
+    if asked is None or asked.sums is None:
+        return None
+    sums, asked.sums = asked.sums, None
+    return KnownGradient(grad, [sums["weight"]]) if "weight" in sums else None
 
 
 def catcher(parameters: Parameters, state: ParameterState, position: int) -> Callable[..., None]:

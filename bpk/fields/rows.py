@@ -215,7 +215,10 @@ class Rows:
             return join([self.rows(key) for key in self.keys])
         use, blocks = self.uses[0], self.blocks()
         if len(blocks) == 1:
-            return self.rows_of(use, blocks[0][0], self.spare)
+            rows = self.rows_of(use, blocks[0][0], self.spare)
+            if use.call.sums is not None and use.name not in use.call.sums:
+                use.call.sums[use.name] = rows[0].sum(0)
+            return rows
         mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, self.spare) for mat in mats])

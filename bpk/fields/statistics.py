@@ -72,13 +72,19 @@ class Uses(Products):
         """`[*p]`: the single column summed over samples (for the gradient sweep: the gradient), with weights `[N]`."""
         if self.gradient is not None and weights is None:
             return self.gradient
+        sums, name = self.uses[0].call.sums if weights is None and self.simple else None, self.uses[0].name
+        if sums is not None and name in sums:
+            return sums[name]
         parts = [
             use.rule.jac_t_mat_prod(use.call, self.weighted(mat, weights, use.samples), use.name, sum_batch=True)[0]
             for use in self.uses
             for mat in use.arrived.blocks.values()
         ]
         own = [rows for use in self.uses for rows in use.arrived.of_params.get(use.name, {}).values()]
-        return add_up([*parts, *(r[0].sum(0) if weights is None else weighted_sum(weights, r[0]) for r in own)])
+        total = add_up([*parts, *(r[0].sum(0) if weights is None else weighted_sum(weights, r[0]) for r in own)])
+        if sums is not None:
+            sums[name] = total
+        return total
 
     def weighted(self, mat: Tensor, weights: Tensor | None, samples: Tensor | None) -> Tensor:
         """A block `[V, R, *out]`, with the rows of sample `n` times its weight."""

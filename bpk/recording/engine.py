@@ -35,6 +35,7 @@ ENTRIES = (
     "torch._C._set_multithreading_enabled",
     "torch._C._storage_Use_Count",
     "torch._C._will_engine_execute_node",
+    "torch.Tensor._make_wrapper_subclass",
     "torch.Tensor._use_count",
     "torch.UntypedStorage._cdata",
     "torch.autograd.Function._backward_cls",
@@ -131,6 +132,15 @@ def applying(function: type[Function]) -> Callable[..., Any]:
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """What makes the operations of a subclass those of tensors. If it goes: `super().__torch_function__`, in Python."""
+
+
+def stand_in(kind: type[Tensor], tensor: Tensor) -> Any:
+    """A tensor of a subclass that has no memory, and looks like another one.
+
+    If it goes: weight gradients are computed by autograd, also where they are known.
+    """
+    like = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return Tensor._make_wrapper_subclass(kind, *like, dtype=tensor.dtype, device=tensor.device)
 
 
 def handles_inside(tensor: Tensor) -> tuple[int, int]:

@@ -21,6 +21,12 @@ Transpose Unbind UnsafeView Unsqueeze View Where""")
 BILINEAR = words("Bmm Dot Mm Mul Mv")
 """Those that are linear where only one argument is differentiable."""
 
+VIEWS = ("Identity", "UnsafeView", "View")
+"""What a linear layer does to its result, if that has positions."""
+
+PRODUCTS = {"Convolution": 1, "Addmm": 2, "Mm": 1}
+"""Products of an input with a weight, and which of their arguments the weight is."""
+
 FRACTION = "Div"
 """Linear in its first argument."""
 
@@ -63,6 +69,20 @@ def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Ten
             if name is not None:
                 found.setdefault(name, []).append((here, k))
     return {name: hits[0] for name, hits in found.items() if len(hits) == 1}
+
+
+def weight_of_product(node: Node) -> Tensor | None:
+    """The leaf by which a call multiplies its input, or that it convolves with it, if this is the last that it does."""
+    here: Node | None = node
+    while here is not None and function_name(here) in VIEWS:
+        here = here.next_functions[0][0]
+    position = None if here is None else PRODUCTS.get(function_name(here))
+    if here is None or position is None:
+        return None
+    above = here.next_functions[position][0]
+    if above is not None and function_name(above) == "T":
+        above = above.next_functions[0][0]
+    return leaf_of(above)
 
 
 def leaf_of(node: Node | None) -> Tensor | None:

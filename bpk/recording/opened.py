@@ -42,8 +42,11 @@ class Settings:
 class Pass(Protocol):
     """A backward pass under way."""
 
-    def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> None:
-        """Work on a recorded call that the pass has reached, with the gradients of its node's outputs."""
+    def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        """Work on a recorded call that the pass has reached, with the gradients of its node's outputs.
+
+        Returns what the node is given in their place.
+        """
 
     def abort(self) -> None:
         """The pass did not finish."""
@@ -68,14 +71,14 @@ class Opened:
         runs_passes = context.adds_up  # by itself: there will be one
         self.passes_before = PROBE.passes() if context.extensions and not runs_passes else 0
 
-    def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> None:
+    def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """A backward pass has reached a recorded call."""
         self.reached = True
         task = engine.current_task()
         if task not in self.backwards:
             require_plain_pass(record.path, grads)
             self.backwards[task] = self.begin(task, self.backwards)
-        self.backwards[task].visit(record, grads)
+        return self.backwards[task].visit(record, grads)
 
     def abort(self) -> None:
         """Passes that are still under way did not finish: what ends well takes itself off the list."""

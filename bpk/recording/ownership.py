@@ -56,8 +56,7 @@ def visit(record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | No
         return (None,) * len(grads)
     for nr in record.places if CTX.stack else ():
         if grads[nr] is not None:
-            CTX.stack[-1].visit(record, grads)
-            return None
+            return CTX.stack[-1].visit(record, grads)
     pass_by(record)
     return None
 

@@ -39,7 +39,8 @@ class Call:
     that a rule need not compute it again. Both exist during the backward pass only, for `Rule.capture`. `whole` is the
     call on the whole batch, where this is a part of it; only rules of layers that mix samples need it. `spare` is
     contiguous memory that `empty` may hand out. `drawn`, where the rule asks for it, is the state of the random
-    generators before the call.
+    generators before the call. `sums`, where somebody wants them, takes by parameter the sum over samples of individual
+    gradients that are made anyway.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Call:
         self.saved: Callable[[str], Tensor | None] | None = None
         self.spare: Tensor | None = None
         self.drawn: RandomState | None = None
+        self.sums: dict[str, Tensor] | None = None
         self.whole: Call | None = None
         self._memo: dict[Hashable, Any] = {}
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from bpk.jacobians.core.numeric import CACHE, ONE_BY_ONE
 
+FEW = 1 << 12
+"""Fewer numbers than these in an output are not worth the question what a gradient costs."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -55,6 +58,16 @@ def by_rows(s: Size) -> float:
 def by_grams(s: Size) -> float:
     """Norms from the Gram matrices of positions."""
     return 2e4 + s.n * s.g * (product(s.t, s.o, s.t) + product(s.t, s.i, s.t))
+
+
+def gradient(s: Size) -> float:
+    """The sum of individual gradients as one product."""
+    return 0.012 * s.n * s.g * s.o * s.i * s.t
+
+
+def adding_up(s: Size) -> float:
+    """The same from individual gradients that are there."""
+    return 1e5 + 0.3 * s.n * s.g * s.o * s.i
 
 
 def product(m: int, k: int, n: int) -> float:

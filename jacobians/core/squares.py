@@ -8,7 +8,8 @@ column, or those of pairs of positions, however many columns there are:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +22,18 @@ SQUARED_ALONE = LARGE // 2
 """From how many numbers on a row is squared and added on its own, without a buffer for its square."""
 
 
+Shown = Callable[[Tensor], None] | None
+"""Wants to see the rows `[B, G, O, I]` of a single column, of all samples, some at a time."""
+
+
 def squared_sum(
-    patches: Patches, blocks: Sequence[Tensor], width: int, weights: Tensor | None, keep: bool, empty: Empty
+    patches: Patches,
+    blocks: Sequence[Tensor],
+    width: int,
+    weights: Tensor | None,
+    keep: bool,
+    empty: Empty,
+    shown: Shown = None,
 ) -> Tensor:
     """`sum_v w_vn (sum_t m a^T)^2`: `[G, O, I]`, or `[N, G, O, I]` where `keep`. No graph is built.
 
@@ -33,17 +44,27 @@ def squared_sum(
         m = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
         return _squared_outer(patches(slice(0, n)), m, weights, keep, empty)
     size = cost.Size(sum(map(len, blocks)), n, g, o, width, t, keep)
-    way = by_pairs if cost.by_pairs(size) < cost.by_columns(size) else by_columns
-    return way(patches, blocks, width, weights, keep, empty)
+    if shown is None and cost.by_pairs(size) < cost.by_columns(size):
+        return by_pairs(patches, blocks, width, weights, keep, empty)
+    return by_columns(patches, blocks, width, weights, keep, empty, shown)
 
 
 def by_columns(
-    patches: Patches, blocks: Sequence[Tensor], width: int, weights: Tensor | None, keep: bool, empty: Empty
+    patches: Patches,
+    blocks: Sequence[Tensor],
+    width: int,
+    weights: Tensor | None,
+    keep: bool,
+    empty: Empty,
+    shown: Shown = None,
 ) -> Tensor:
     """`squared_sum` from the products with every column."""
     _, n, g, o, _ = blocks[0].shape
     if keep and sum(map(len, blocks)) == 1:
-        only = per_sample(lambda samples: wide(patches(samples)), wide(blocks[0]), width, empty)[0].square_()
+        only = per_sample(lambda samples: wide(patches(samples)), wide(blocks[0]), width, empty)[0]
+        if shown is not None:
+            shown(only)
+        only.square_()
         return (only if weights is None else only.mul_(weights[0, :, None, None, None])).to(blocks[0].dtype)
     total = empty((n if keep else 1, g, o, width), wide(blocks[0][:0])).zero_()
     for part, first, m in _columns(blocks, width):
@@ -51,6 +72,8 @@ def by_columns(
         goal = total[part] if keep else total
         scale = None if weights is None else weights[first : first + v, part]
         rows = products(_side_by_side(m), a.flatten(0, 1)).view(-1, g, v, o * width)  # [B, G, V, O I]
+        if shown is not None:
+            shown(rows.view(-1, g, o, width))
         _add_squares(goal.view(-1, g, o * width), rows, scale, keep)
     return (total if keep else total[0]).to(blocks[0].dtype)
 
@@ -188,22 +211,26 @@ def squared_length(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(wide(x), dim=(2, 3)).square()
 
 
-def norm_squared(patches: Patches, m: Tensor, width: int, views: bool = False) -> Tensor:
+def norm_squared(patches: Patches, m: Tensor, width: int, views: bool = False, shown: Shown = None) -> Tensor:
     """`|sum_t m a^T|^2` for every sample of `m` `[N, G, O, T]`: `[N]`, by Gram matrices or directly."""
     n, g, o, t = m.shape
     if t == 1:
         return (squared_length(m) * squared_length(patches(slice(0, n)))).sum(1).to(m.dtype)
     size = cost.Size(1, n, g, o, width, t)
-    by_grams = cost.by_grams(size) < cost.by_rows(size)
-    way, held = (norm_by_grams, 2 * t * t) if by_grams else (norm_by_rows, o * width)
+    saved = 0.0 if shown is None else cost.gradient(size) - cost.adding_up(size)
+    by_grams = cost.by_grams(size) < cost.by_rows(size) - saved
+    way, held = (norm_by_grams, 2 * t * t) if by_grams else (partial(norm_by_rows, shown=shown), o * width)
     some = chunks(n, g * (held if views else width * t + held), m.device)
     found = [way(wide(patches(part)), wide(m[part])) for part in some]
     return torch.cat(found).to(m.dtype) if found else m.new_zeros(0)
 
 
-def norm_by_rows(a: Tensor, m: Tensor) -> Tensor:
+def norm_by_rows(a: Tensor, m: Tensor, shown: Shown = None) -> Tensor:
     """`norm_squared` of a few samples from individual gradients."""
-    rows = products(m.flatten(0, 1), a.flatten(0, 1)).view(len(m), -1)
+    matrices = products(m.flatten(0, 1), a.flatten(0, 1))
+    if shown is not None:
+        shown(matrices.view(*m.shape[:2], *matrices.shape[1:]))
+    rows = matrices.view(len(m), -1)
     return torch.linalg.vecdot(rows, rows)
 
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import gemm, squares
+from bpk.jacobians.core import cost, gemm, squares
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import linear, sum_of_squares, wide
 from bpk.jacobians.core.outer import Outer
@@ -97,6 +97,25 @@ class Affine(LinearInEach):
         """With one position squares factorise; a bias has few entries anyway."""
         return param != "weight" or self.positions(call) == 1
 
+    def sums_pay(self, call: Call, param: str) -> bool:
+        if param != "weight" or call.output.numel() < cost.FEW or call.output.device.type != "cpu":
+            return False  # on other devices it was not measured
+        g, o, i = self._matrix_shape(call)
+        size = cost.Size(1, call.batch_size, g, o, i, self.positions(call))
+        return cost.gradient(size) > cost.adding_up(size)
+
+    def adding_up(self, call: Call) -> squares.Shown:
+        """What adds up individual gradients of the weight, if somebody wants their sum and nobody knows it."""
+        sums = call.sums
+        if sums is None or "weight" in sums:
+            return None
+
+        def shown(rows: Tensor) -> None:
+            part = self.as_weight(call, rows.sum(0))
+            sums["weight"] = sums["weight"].add_(part) if "weight" in sums else part
+
+        return shown
+
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:
@@ -124,8 +143,8 @@ class Affine(LinearInEach):
         self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, per_sample: bool
     ) -> Tensor:
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
-        patches = partial(self.patches, call)
-        return self.as_weight(call, squares.squared_sum(patches, blocks, width, weights, per_sample, call.empty))
+        patches, shown = partial(self.patches, call), self.adding_up(call)
+        return self.as_weight(call, squares.squared_sum(patches, blocks, width, weights, per_sample, call.empty, shown))
 
     def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
         if param != "weight":
@@ -150,7 +169,8 @@ class Affine(LinearInEach):
         if param != "weight":
             return wide(self._over_positions(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        return squares.norm_squared(partial(self.patches, call), columns, width, self.views(call))
+        patches, shown = partial(self.patches, call), self.adding_up(call)
+        return squares.norm_squared(patches, columns, width, self.views(call), shown)
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.

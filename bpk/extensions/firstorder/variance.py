@@ -89,7 +89,8 @@ class Variance(GradientExtension):
 
     def value(self, uses: Uses) -> Tensor:
         n = uses.batch_size
-        total, squares = uses.summed(), uses.squared_sum() / n
+        squares = uses.squared_sum() / n
+        total = uses.summed()  # may be known now
         if cancels(squares.detach(), total.detach(), n):
             return shifted(uses).to(total.dtype)
         if torch.is_grad_enabled():
