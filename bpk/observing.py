@@ -58,9 +58,9 @@ class Observing:
         if record.rule is None or not (trained or len(observers) > len(first)):
             return None
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
-        asked = ask_for_sums(self.parameters, record, grad, states) if first and not function else None
+        asked: Call | None = None
         if first and not record.is_loss:
-            self.reach_in_first_order(record, asked or record.call(), grad, trained, first, states)
+            asked = self.reach_in_first_order(record, grad, trained, first, states)
         for key, sweep in observers.items():
             if key not in first and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)
@@ -75,16 +75,15 @@ class Observing:
     def reach_in_first_order(
         self,
         record: Record,
-        call: Call,
-        grad: Tensor,
+        brought: Tensor,
         trained: dict[str, Tensor],
         sweeps: Mapping[Hashable, Gradient],
         states: dict[str, ParameterState],
-    ) -> None:
-        """Show a call to sweeps that need its gradient alone."""
-        grad, call = matched(grad, call)
+    ) -> Call | None:
+        """Show a call to sweeps that need its gradient alone; returns the call that `ask_for_sums` made of it."""
+        grad, call = matched(brought, record.call())
         rows, n = self.inspection.attribution.rows(record), self.inspection.attribution.batch_size(record)
-        here = engine.current_node()
+        here, layer = engine.current_node(), record.recomputed is None and not isinstance(record.module, Plain)
 
         def show(call: Call, rule: Rule | None, states: dict[str, ParameterState], grad: Tensor) -> None:
             node = here if call.drawn is not None else None
@@ -92,18 +91,34 @@ class Observing:
             for key, sweep in sweeps.items():
                 self.collect(key, sweep, step, states)
 
-        def show_inside(inner: InnerProduct, own: dict[str, ParameterState], grad: Tensor) -> None:
-            show(inner.call, inner.rule, own, inner.rows(grad))
+        def ask(call: Call, rule: Rule | None, states: dict[str, ParameterState], brought: Tensor) -> Call | None:
+            if rule is None or not layer or "weight" not in states:
+                return None
+            return ask_for_sums(self.parameters, call, rule, states["weight"], brought, record)
 
+        def show_inside(inner: InnerProduct, own: dict[str, ParameterState], grad: Tensor) -> KnownGradient | None:
+            asked = ask(inner.call, inner.rule, own, grad)
+            show(asked or inner.call, inner.rule, own, inner.rows(grad))
+            for state in own.values():
+                if not self.parameters.is_shared(state.param):
+                    self.parameters.finish(state)
+            return with_sums(asked, grad)
+
+        asked: Call | None = None
         for inner in [] if torch.is_grad_enabled() else inner_products(record, call, here):
             own = {name: states[whole] for name, whole in inner.names.items()}
             states = {name: state for name, state in states.items() if state not in own.values()}
             if inner.is_output:
-                show(inner.call, inner.rule, own, grad)
+                asked = ask(inner.call, inner.rule, own, brought) if record.sees_gradient else None
+                show(asked or inner.call, inner.rule, own, grad)
             else:
                 expect_use(self.parameters, inner.node, own.values(), partial(show_inside, inner, own))
+        whole: Call | None = None
         if states:
-            show(call, record.rule, states, grad)
+            if record.sees_gradient:
+                whole = ask(call, record.rule, states, brought)
+            show(whole or call, record.rule, states, grad)
+        return whole or asked
 
     def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph_nodes import parameter_edges, weight_of_product
 from bpk.recording.known_gradient import KnownGradient, nobody_looks
@@ -20,26 +21,28 @@ from bpk.recording.state import CTX
 
 
 def expect_use(
-    parameters: Parameters, node: Node, states: Collection[ParameterState], reached: Callable[[Tensor], None]
+    parameters: Parameters,
+    node: Node,
+    states: Collection[ParameterState],
+    reached: Callable[[Tensor], KnownGradient | None],
 ) -> None:
     """Call `reached` with the gradient at a node, once the running pass is there; it has a use of some parameters.
 
-    These are not final before.
+    These are not final before. What it returns is given to the node in place of the gradient.
     """
     task = engine.current_task()
     for state in states:
         state.awaited_uses += 1
 
-    def arrive(grads: tuple[Tensor | None, ...]) -> None:
+    def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
         (grad,) = grads
         if CTX.quiet or engine.current_task() != task or grad is None:
-            return
+            return None
         with CTX.quietly(device=grad.device):
-            reached(grad)
             for state in states:
                 state.awaited_uses -= 1
-                if not parameters.is_shared(state.param):
-                    parameters.finish(state)
+            known = reached(grad)
+        return None if known is None else (known,)
 
     parameters.handles.append(node.register_prehook(arrive))
 
@@ -55,23 +58,21 @@ def expect_gradients(parameters: Parameters, record: Record, states: dict[str, P
 
 
 def ask_for_sums(
-    parameters: Parameters, record: Record, grad: Tensor, states: dict[str, ParameterState]
+    parameters: Parameters, call: Call, rule: Rule, weight: ParameterState, grad: Tensor, record: Record
 ) -> Call | None:
     """The call to show to first-order quantities, if they shall tell the sum of individual gradients of its weight.
 
     That is so where the sum costs less than the gradient, and can take its place: this call alone uses the weight, as
-    it is, and nobody looks at what autograd's node is given.
+    it is, and nobody looks at what the node is given where autograd has come to.
     """
-    rule = record.rule
-    if rule is None or "weight" not in states or torch.is_grad_enabled() or not rule.sums_pay(record.call(), "weight"):
+    node = engine.current_node()
+    if torch.is_grad_enabled() or grad.dtype is not weight.param.dtype or wide(grad) is not grad or weight.uses:
         return None
-    weight, node = states["weight"].param, engine.current_node()
-    plain = record.aligned and record.recomputed is None and grad.dtype is weight.dtype and wide(grad) is grad
-    if states["weight"].uses or not plain or parameters.is_shared(weight, record):
+    if parameters.is_shared(weight.param, record) or weight_of_product(node) is not weight.param:
         return None
-    if weight_of_product(node) is not weight or not nobody_looks(node):
+    if not (rule.sums_pay(call, "weight") and nobody_looks(node)):
         return None
-    asked = copy(record.call())
+    asked = copy(call)
     asked.sums = {}
     return asked
 

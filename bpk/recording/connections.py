@@ -125,6 +125,11 @@ class Connected:
         """How a tensor with this batch axis is connected."""
         return Port(axis, rows=self.rows) if axis or self.rows is not None else PLAIN
 
+    @property
+    def sees_gradient(self) -> bool:
+        """Whether the rule sees what the graph's node is given, as it is, and nothing else."""
+        return self.aligned or (len(self.places) == 1 and self.exit(next(iter(self.places.values()))).plain)
+
     def relaid(self, mat: Tensor, before: Sequence[int]) -> Tensor:
         """Columns at the results that were used before, as columns at those that are used now."""
         return add_up([self.exit(k).to_rule(self.exit(k, before).to_graph(mat)) for k in before])

@@ -209,6 +209,30 @@ def test_ways_to_use_a_layer(name: str, call: Callable[[nn.Module, Tensor], Tens
     torch.testing.assert_close(total, expected["middle.weight"])
 
 
+@pytest.mark.parametrize("extensions", EXTENSIONS, ids=lambda kinds: " ".join(kind.__name__ for kind in kinds))
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"batch_first": True}], ids=str)
+def test_products_inside_of_attention(options: dict[str, Any], extensions: tuple[Any, ...]) -> None:
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(4, 2, **options).double()
+    x, y = torch.randn(N, N, 4, dtype=torch.float64), torch.randn(N, N, 4, dtype=torch.float64)
+    nn.functional.mse_loss(layer(x, x, x, need_weights=False)[0], y).backward()
+    expected = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+    bpk.extend(layer)
+    with bpk.backpack(*(kind() for kind in extensions)):
+        bpk.extend(nn.MSELoss())(layer(x, x, x, need_weights=False)[0], y).backward()
+    same(layer, expected)
+
+
+def test_autograd_does_not_compute_those_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = bpk.extend(nn.MultiheadAttention(4, 2, batch_first=True))
+    x = torch.randn(N, 3, 4, requires_grad=True)
+    sevens = Sevens(monkeypatch)
+    with bpk.backpack(BatchGrad()):
+        layer(x, x, x, need_weights=False)[0].square().sum().backward()
+    assert sevens.told == 1 and bool((layer.in_proj_weight.grad == 7).all())
+
+
 def test_some_samples_do_not_add_up_to_the_gradient() -> None:
     model, x, y = problem("convolution")
     expected = plain_gradients(model, x, y)
