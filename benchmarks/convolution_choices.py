@@ -1,4 +1,4 @@
-"""Is the way that is chosen for the input factor of a convolution (KFAC) the fastest one?
+"""Are the ways chosen for convolutions the fastest: to the input factor (KFAC), and to individual gradients?
 
     python -m benchmarks.convolution_choices
 
@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from bpk.jacobians.convolution import moments
+from bpk.jacobians.convolution.by_library import ByLibrary
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
@@ -33,45 +36,69 @@ SHAPES: list[Shape] = [
 ]  # fmt: skip
 """Samples, channels, height and width, kernel, stride: those of ResNet-18, WRN-16-4, All-CNN-C, 3C3D, and others."""
 
-WAYS = {
+Ways = dict[str, Callable[[], AbstractContextManager[Any]]]
+
+FACTORS: Ways = {
     "chosen": nullcontext,
     "shared rows": lambda: patch.object(moments, "ASSEMBLING", -1 << 40),
     "one product": lambda: patch.object(moments, "ASSEMBLING", 1 << 40),
 }
+"""Ways to the input factor."""
+
+ROWS: Ways = {
+    "chosen": nullcontext,
+    "patches": lambda: patch.object(ByLibrary, "is_faster", lambda *_: False),
+    "library": lambda: patch.object(ByLibrary, "is_faster", lambda *_: True),
+}
+"""Ways to squares of individual gradients."""
 
 
-def call_of(shape: Shape) -> tuple[Rule, Call]:
+def call_of(shape: Shape, outputs: int = 8) -> tuple[Rule, Call]:
     """A convolution on random data."""
     n, channels, size, kernel, stride = shape
-    layer = nn.Conv2d(channels, 8, kernel, stride, padding=kernel // 2)
+    layer = nn.Conv2d(channels, outputs, kernel, stride, padding=kernel // 2)
     rule = REGISTRY.find(layer)
     assert rule is not None
     return rule, Call.of(layer, torch.randn(n, channels, size, size), params=("weight",), rule=rule)
 
 
-def seconds(shape: Shape, rounds: int) -> dict[str, float]:
+def seconds(compute: Callable[[], object], ways: Ways, rounds: int) -> dict[str, float]:
     """Processor time of what is chosen and of the alternatives, interleaved: medians."""
-    rule, call = call_of(shape)
-    found: dict[str, list[float]] = {name: [] for name in WAYS}
-    for name in [*WAYS] * rounds:
-        with WAYS[name]():
-            rule.kron_input(call, "weight")  # so that none finds memory as another has left it
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for name in [*ways] * rounds:
+        with ways[name]():
+            compute()  # so that none finds memory as another has left it
             start = time.process_time()
-            rule.kron_input(call, "weight")
+            compute()
             found[name].append(time.process_time() - start)
     return {name: median(times) for name, times in found.items()}
+
+
+def input_factor(shape: Shape) -> Callable[[], object]:
+    """The input factor of KFAC."""
+    rule, call = call_of(shape)
+    return lambda: rule.kron_input(call, "weight")
+
+
+def squares(shape: Shape) -> Callable[[], object]:
+    """The sum of squared individual gradients, with as many output channels as inputs (32 at least)."""
+    rule, call = call_of(shape, max(32, shape[1]))
+    column = torch.randn(1, *call.output.shape)
+    return lambda: rule.squared_sum(call, column, "weight")
 
 
 @torch.no_grad()
 def main(rounds: int = 15, shapes: list[Shape] = SHAPES) -> int:
     torch.set_num_threads(1)
     largest = 0.0
-    for shape in shapes:
-        times = seconds(shape, rounds)
-        regret = times["chosen"] / min(times.values()) - 1
-        largest = max(largest, regret)
-        listed = ", ".join(f"{name} {1e3 * t:.2f}" for name, t in times.items())
-        print(f"{shape!s:24} {listed} ms; regret {regret:.0%}{' !' * (regret > ALLOWED)}", flush=True)
+    for title, ways, prepared in (("input factor", FACTORS, input_factor), ("squares", ROWS, squares)):
+        print(title)
+        for shape in shapes:
+            times = seconds(prepared(shape), ways, rounds)
+            regret = times["chosen"] / min(times.values()) - 1
+            largest = max(largest, regret)
+            listed = ", ".join(f"{name} {1e3 * t:.2f}" for name, t in times.items())
+            print(f"{shape!s:24} {listed} ms; regret {regret:.0%}{' !' * (regret > ALLOWED)}", flush=True)
     print(f"largest regret: {largest:.0%}")
     return int(largest > ALLOWED)
 

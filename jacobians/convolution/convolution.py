@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bpk.jacobians.convolution.by_library import ByLibrary, weight_gradient
 from bpk.jacobians.convolution.moments import patch_moment, shares_enough
 from bpk.jacobians.convolution.unfold import pad_adjoint, unfold, unfold_transposed
 from bpk.jacobians.core.binding import Binding
@@ -92,6 +93,13 @@ class ChannelsFirst(Affine):
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         return stacked([self.apply(call, call.inputs[0], weight) for weight in mat])
 
+    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        return stacked([self.gradient(call, m, call.inputs[0]) for m in mat])
+
+    def gradient(self, call: Call, mat: Tensor, x: Tensor) -> Tensor:
+        """The gradient `[*p]` of the weight, for some samples of a column, and of the input."""
+        raise NotImplementedError
+
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
         return _folded(partial(self.apply, call, weight=call.params["weight"]), mat, call.output.shape[1:])
 
@@ -107,7 +115,7 @@ class ChannelsFirst(Affine):
         raise NotImplementedError
 
 
-class Conv(ChannelsFirst):
+class Conv(ByLibrary, ChannelsFirst):
     """`out = W * pad(x) + b`."""
 
     def margins(self, options: Any, kernel: Sequence[int]) -> tuple[tuple[int, ...], list[int], str]:
@@ -171,10 +179,11 @@ class Conv(ChannelsFirst):
 
         return patch_moment(padded, call.batch_size, kernel, stride, dilation, size)
 
-    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+    def gradient(self, call: Call, mat: Tensor, x: Tensor) -> Tensor:
         weight, options = call.params["weight"], call.options
-        x, padding = self._padded(options, call.inputs[0], weight.shape[2:])
-        return stacked([_weight_gradient(m, x, weight, self, options, padding, False) for m in mat])
+        x, padding = self._padded(options, x, weight.shape[2:])
+        stride, dilation = self.stride(options), self.dilation(options)
+        return weight_gradient(mat, x, weight, stride, padding, dilation, None, options.groups)
 
     def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
         groups, shape = call.options.groups, call.params["weight"].shape
@@ -218,10 +227,11 @@ class ConvTranspose(ChannelsFirst):
         )
         return columns.reshape(x.shape[0], options.groups, columns.shape[1] // options.groups, columns.shape[2])
 
-    def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
-        weight, options, x = call.params["weight"], call.options, call.inputs[0]
-        padding = tuple_of(options.padding, self.axes)
-        return stacked([_weight_gradient(m, x, weight, self, options, padding, True) for m in mat])
+    def gradient(self, call: Call, mat: Tensor, x: Tensor) -> Tensor:
+        options, weight = call.options, call.params["weight"]
+        stride, padding, dilation = self.stride(options), tuple_of(options.padding, self.axes), self.dilation(options)
+        rest = leftover(mat.shape[2:], x.shape[2:], stride, padding, dilation, weight.shape[2:])
+        return weight_gradient(mat, x, weight, stride, padding, dilation, rest, options.groups)
 
     def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
         shape, groups = call.params["weight"].shape, call.options.groups
@@ -233,17 +243,3 @@ class ConvTranspose(ChannelsFirst):
         shape, groups = call.params["weight"].shape, call.options.groups
         split = matrix.reshape(*matrix.shape[:-1], shape[0] // groups, shape[2:].numel())
         return split.transpose(-2, -3).reshape(*matrix.shape[:-3], *shape)
-
-
-def _weight_gradient(
-    m: Tensor, x: Tensor, weight: Tensor, rule: ChannelsFirst, options: Any, padding: Sequence[int], transposed: bool
-) -> Tensor:
-    """The library's own weight gradient, summed over samples."""
-    stride, dilation = rule.stride(options), rule.dilation(options)
-    rest = [0] * rule.axes
-    if transposed:
-        rest = leftover(m.shape[2:], x.shape[2:], stride, padding, dilation, weight.shape[2:])
-    wanted = (False, True, False)
-    return torch.ops.aten.convolution_backward(
-        m, x, weight, None, stride, padding, dilation, transposed, rest, options.groups, wanted
-    )[1]
