@@ -16,8 +16,8 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import ONE_BY_ONE, takes_onednn
 from bpk.jacobians.families.affine import Affine
 
-MANY = 256
-"""Positions from which on it pays; `python -m benchmarks.convolution_choices` tells how much time is lost by this."""
+MANY = 128
+"""Positions from which on it may pay; `python -m benchmarks.convolution_choices` tells how much time is lost by this."""
 
 
 class ByLibrary(Affine):
@@ -38,9 +38,9 @@ class ByLibrary(Affine):
         """Whether this is faster for a single column: many positions, few output channels, and no very few inputs."""
         weight, positions = call.params["weight"], call.output.shape[2:].numel()
         outputs, inputs = weight.shape[:2]
-        if call.options.groups > 1 or positions < max(MANY, 2 * outputs) or 16 < 4 * inputs <= outputs:
+        if call.options.groups > 1 or 16 < 4 * inputs <= outputs or positions * weight.numel() < ONE_BY_ONE:
             return False
-        return positions * weight.numel() >= ONE_BY_ONE
+        return positions >= max(MANY, (2 if positions >= 2 * MANY else 4) * outputs)
 
     def shown_sums(self, call: Call, rows: Iterator[Tensor]) -> Iterator[Tensor]:
         """The same, added up where somebody wants their sum."""

@@ -1,4 +1,4 @@
-"""Individual gradients of convolutions by the library: equal to those by products with patches, and where it is chosen."""
+"""Individual gradients of convolutions by the library: equal to those by patches, and chosen where it is faster."""
 
 from __future__ import annotations
 
