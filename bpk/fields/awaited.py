@@ -65,12 +65,12 @@ def ask_for_sums(
     That is so where the sum costs less than the gradient, and can take its place: this call alone uses the weight, as
     it is, and nobody looks at what the node is given where autograd has come to.
     """
-    node = engine.current_node()
-    if torch.is_grad_enabled() or grad.dtype is not weight.param.dtype or wide(grad) is not grad or weight.uses:
+    if torch.is_grad_enabled() or not rule.sums_pay(call, "weight"):
         return None
-    if parameters.is_shared(weight.param, record) or weight_of_product(node) is not weight.param:
+    node, plain = engine.current_node(), type(grad) is Tensor and wide(grad) is grad
+    if not plain or grad.dtype is not weight.param.dtype or weight.uses or parameters.is_shared(weight.param, record):
         return None
-    if not (rule.sums_pay(call, "weight") and nobody_looks(node)):
+    if weight_of_product(node) is not weight.param or not nobody_looks(node):
         return None
     asked = copy(call)
     asked.sums = {}

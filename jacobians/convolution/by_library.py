@@ -17,7 +17,7 @@ from bpk.jacobians.core.numeric import ONE_BY_ONE, takes_onednn
 from bpk.jacobians.families.affine import Affine
 
 MANY = 128
-"""Positions from which on it may pay; `python -m benchmarks.convolution_choices` tells how much time is lost by this."""
+"""Positions from which on it may pay. `python -m benchmarks.convolution_choices` tells how much time is lost so."""
 
 
 class ByLibrary(Affine):
