@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bpk.jacobians.core.numeric import CACHE, ONE_BY_ONE
 
-FEW = 1 << 12
+FEW = 1 << 14
 """Fewer numbers than these in an output are not worth the question what a gradient costs."""
 
 
