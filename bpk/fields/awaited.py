@@ -81,8 +81,8 @@ def with_sums(asked: Call | None, grad: Tensor) -> KnownGradient | None:
     """The gradient of a call, which knows that of the weight if it was found."""
     if asked is None or asked.sums is None:
         return None
-    sums, asked.sums = asked.sums, None
-    return KnownGradient(grad, [sums["weight"]]) if "weight" in sums else None
+    weight, asked.sums = asked.sums.pop("weight", None), None  # nobody keeps it, so that `.grad` need not be a copy
+    return None if weight is None else KnownGradient(grad, [weight])
 
 
 def catcher(parameters: Parameters, state: ParameterState, position: int) -> Callable[..., None]:

@@ -165,7 +165,8 @@ class Rows:
             return found
         rows, use = Columns(), self.uses[0]
         for key in self.keys:
-            rows.add_to_parameter(use.name, key, self.rows(key), self.signs(key))
+            block = added_up(use, self.rows(key)) if self.simple else self.rows(key)
+            rows.add_to_parameter(use.name, key, block, self.signs(key))
         call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
         found.uses = [Use(call, use.rule, use.name, rows, of=use.of)]
         return found
@@ -215,10 +216,7 @@ class Rows:
             return join([self.rows(key) for key in self.keys])
         use, blocks = self.uses[0], self.blocks()
         if len(blocks) == 1:
-            rows = self.rows_of(use, blocks[0][0], self.spare)
-            if use.call.sums is not None and use.name not in use.call.sums:
-                use.call.sums[use.name] = rows[0].sum(0)
-            return rows
+            return added_up(use, self.rows_of(use, blocks[0][0], self.spare))
         mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, self.spare) for mat in mats])
@@ -237,6 +235,14 @@ class Rows:
         rows = use.rule.jac_t_mat_prod(use.call, mat, use.name, sum_batch=False)
         use.call.spare = None
         return rows
+
+
+def added_up(use: Use, rows: Tensor) -> Tensor:
+    """The rows `[1, N, *p]` of a single column, whose sum is noted if somebody wants it."""
+    sums = use.call.sums
+    if sums is not None and use.name not in sums:
+        sums[use.name] = rows[0].sum(0)
+    return rows
 
 
 def join(parts: list[Tensor]) -> Tensor:

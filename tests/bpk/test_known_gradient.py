@@ -303,6 +303,22 @@ def test_low_precision_is_left_as_it_is(dtype: torch.dtype) -> None:
         assert torch.equal(model.middle.weight.grad, expected["middle.weight"])
 
 
+@pytest.mark.parametrize("channels", [(2, 3), (4, 8)], ids=["rows are small", "rows are large"])
+@pytest.mark.parametrize("extension", [BatchGrad, Variance, ClippedGrad])
+def test_gradients_are_not_copied(extension: Any, channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def tell(grad: Tensor, weight: list[Tensor]) -> KnownGradient:
+        told.append(weight[0].data_ptr())
+        return KnownGradient(grad, weight)
+
+    monkeypatch.setattr(awaited, "KnownGradient", tell)
+    layer = bpk.extend(nn.Conv2d(*channels, 3))
+    with bpk.backpack(extension()):
+        bpk.extend(nn.MSELoss())(layer(torch.randn(N, channels[0], 5, 5)), torch.zeros(N, channels[1], 3, 3)).backward()
+    assert layer.weight.grad is not None and told == [layer.weight.grad.data_ptr()]
+
+
 def test_hooks_see_plain_gradients() -> None:
     model, x, y = problem("convolution")
     seen: list[Any] = []
