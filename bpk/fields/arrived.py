@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -32,6 +32,15 @@ class Columns:
         """Add a block, or its share from another branch."""
         self.blocks[key] = self.blocks[key] + mat if key in self.blocks else mat
         self.signs[key] = signs
+
+    def copy(self) -> Columns:
+        """The same blocks, which may be taken out."""
+        return Columns(dict(self.blocks), signs=self.signs, unshared=self.unshared)
+
+    def drain(self) -> Iterator[tuple[Hashable, Tensor]]:
+        """Blocks with their places; they are here no longer."""
+        for key in list(self.blocks):
+            yield key, self.blocks.pop(key)
 
     def merged(self, other: Columns) -> Columns:
         """These columns and others."""

@@ -5,7 +5,7 @@ Rows `[V, N, *p]` are not built where all uses have them as outer products, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -42,8 +42,10 @@ class Products(Rows):
         """
         n = self.lead[1]
         left, right = (slice(0, n), slice(0, n)) if split is None else (slice(0, split), slice(split, n))
-        if self.outers:
-            return add_up([outer.gram(part, left, right, aligned) for part in self.outers])
+        blocks = [self.outers_of([key]) for key in self.keys]
+        if all(blocks):
+            parts = zip(*blocks, strict=True)
+            return add_up([outer.gram(part, left, right, aligned) for part in parts])
         pattern = "vnp,vmp->vnm" if aligned else "vnp,wmp->vnwm"
         lines = []
         for ours in self.pieces(left):
@@ -143,14 +145,15 @@ class Products(Rows):
     @property
     def outers(self) -> Sequence[Outer]:
         """Rows as outer products, positions of several uses side by side; nothing where not all uses have them so."""
-        return self.memo("outers", self._outers)
+        return self.memo("outers", lambda: self.outers_of(self.keys))
 
-    def _outers(self) -> Sequence[Outer]:
+    def outers_of(self, keys: Sequence[Hashable]) -> Sequence[Outer]:
+        """The same of some blocks of columns."""
         found: list[Outer] = []
         for number, use in enumerate(self.uses):
             if use.arrived.of_params.get(use.name) or use.arrived.blocks.keys() != set(self.keys):
                 return ()
-            parts = use.rule.outer(use.call, join([use.arrived.blocks[key] for key in self.keys]), use.name)
+            parts = use.rule.outer(use.call, join([use.arrived.blocks[key] for key in keys]), use.name)
             ordered = [part if use.samples is None else by_sample(part, use.samples, self.batch_size) for part in parts]
             known = [part for part in ordered if part is not None]
             if not known or len(known) < len(ordered) or (number and not self.alike(found, known)):

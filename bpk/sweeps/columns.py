@@ -52,7 +52,7 @@ class ColumnSweep(Player):
         self.run.merge(step)
         if starting:
             self.make_room(step.number, sum(lazy.count for lazy in starting))
-        self.run.visit(step)
+        self.run.visit(step, last=not starting)
         for lazy in starting:
             for number, chunk in enumerate(lazy.chunks(self.chunk)):
                 count = len(next(iter(chunk[0].values())))
@@ -138,8 +138,11 @@ class Run:
                 param.add_to_parameter(use.name, key, rows, signs[number * size :][: len(part)])
             mine[:] = [replace(use, arrived=param)]
 
-    def visit(self, step: Step) -> None:
-        """Let what waits at a call pass it."""
+    def visit(self, step: Step, last: bool = True) -> None:
+        """Let what waits at a call pass it, block by block; `last`: none begin there, so parameters may be settled before.
+
+        So a block is let go when it has passed, and columns of two calls are not held at a time.
+        """
         columns = self.waiting.pop(step, None)
         if columns is None:
             return
@@ -151,17 +154,20 @@ class Run:
         if hand is not None and hand.serves(step):
             self.pass_by_hand(step, columns)
             return
+        self.collect(step, columns, step.params)
+        if last:
+            self.settle(step)
+        columns = columns.copy()  # parameters that are not settled yet keep the others
         if step.rule is STRETCH:
             self.pass_stretch(step, columns)
         else:
             self.pass_call(step, columns)
-        self.collect(step, columns, step.params)
 
     def pass_call(self, step: Step, columns: Columns) -> None:
         """Send columns to the inputs of a call, by its rule."""
         assert step.rule is not None
         view, only = step.view(self.sweep.samples), len(step.links) == 1
-        for key, mat in columns.blocks.items():
+        for key, mat in columns.drain():
             free = only and key in columns.unshared and not step.params
             if free and mat.is_contiguous():
                 mat = mat.view(-1).view(mat.shape)  # the strides of axes with one entry may be any
@@ -175,7 +181,7 @@ class Run:
     def pass_stretch(self, step: Step, columns: Columns) -> None:
         """Send columns to all inputs of a stretch at once."""
         assert isinstance(step.rule, PlainAutograd)
-        for key, mat in columns.blocks.items():
+        for key, mat in columns.drain():
             for index, part in step.rule.jac_t_mat_prods(step.view(self.sweep.samples), mat).items():
                 self.send(step.links[index], key, part, columns.signs[key])
 

@@ -139,8 +139,8 @@ def outer(case: Case, param: str) -> None:
     }
     found = {
         "along": add_up([along(part, directions) for part in parts]),
-        "gram": add_up([gram(part, slice(0, n), half, False) for part in parts]),
-        "gram of equal columns": add_up([gram(part, slice(0, n), slice(0, n), True) for part in parts]),
+        "gram": add_up([gram([part], slice(0, n), half, False) for part in parts]),
+        "gram of equal columns": add_up([gram([part], slice(0, n), slice(0, n), True) for part in parts]),
         "gram of samples": add_up([sample_gram(part, part.matrix(weight)) for part in parts]),
     }
     for name, value in found.items():

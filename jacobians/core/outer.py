@@ -7,7 +7,7 @@ positions, or rows, of some output channels or of some samples at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,17 +41,9 @@ class Outer:
         v, n, g, o, t = self.columns.shape
         return v, n, g, o, self.width, t
 
-    def rows(self, samples: slice = slice(None), g: int = 0, channels: slice = slice(None)) -> Tensor:
-        """`[B, V, o, I]`: rows of some samples and channels of a group, their patches made a few at a time."""
-        start, stop, _ = samples.indices(self.shape[1])
-        columns = wide(self.columns[:, start:stop, g, channels]).transpose(0, 1)  # by sample: patches are not copied
-        if torch.is_grad_enabled():
-            return torch.matmul(columns, wide(self.patches(slice(start, stop))[:, None, g]).mT)
-        rows = columns.new_empty(*columns.shape[:3], self.width)
-        for part in pieces(start, stop, self.width * self.shape[-1]):
-            here = slice(part.start - start, part.stop - start)
-            products(columns[here].flatten(1, 2), wide(self.patches(part)[:, g]), out=rows[here].flatten(1, 2))
-        return rows
+    def rows(self, samples: slice = slice(None), g: int = 0) -> Tensor:
+        """`[B, V, O, I]`: rows of some samples of a group."""
+        return rows_of([self], samples, g, slice(None))
 
     def rotated(self, left: Tensor, right: Tensor) -> Outer:
         """`left r right^T` for all rows, with `left` `[O', G O]` and `right` `[I', I]`; groups count as positions."""
@@ -70,6 +62,23 @@ class Outer:
         return replace(self, columns=columns, patches=patches, width=len(right))
 
 
+def rows_of(blocks: Sequence[Outer], samples: slice, g: int, channels: slice) -> Tensor:
+    """`[B, V, o, I]`: rows of some samples and channels of a group, their patches made a few at a time.
+
+    All blocks of columns have the same patches.
+    """
+    first, (start, stop, _) = blocks[0], samples.indices(blocks[0].shape[1])
+    by_sample = [wide(b.columns[:, start:stop, g, channels]).transpose(0, 1) for b in blocks]  # patches are not copied
+    columns = by_sample[0] if len(blocks) == 1 else torch.cat(by_sample, 1)
+    if torch.is_grad_enabled():
+        return torch.matmul(columns, wide(first.patches(slice(start, stop))[:, None, g]).mT)
+    rows = columns.new_empty(*columns.shape[:3], first.width)
+    for part in pieces(start, stop, first.width * first.shape[-1]):
+        here = slice(part.start - start, part.stop - start)
+        products(columns[here].flatten(1, 2), wide(first.patches(part)[:, g]), out=rows[here].flatten(1, 2))
+    return rows
+
+
 def pieces(start: int, stop: int, size: int) -> Iterator[slice]:
     """Slices from `start` to `stop`, of as many things as there is room for with `size` numbers each."""
     step = max(1, ROOM // max(1, size))
@@ -86,46 +95,53 @@ def times(x: Tensor, y: Tensor) -> Tensor:
     return x @ y
 
 
-def gram(outer: Outer, left: slice, right: slice, aligned: bool) -> Tensor:
+def gram(blocks: Sequence[Outer], left: slice, right: slice, aligned: bool) -> Tensor:
     """Inner products of the rows of some samples with those of others: `[V, n, V, m]`, or `[V, n, m]` if `aligned`.
 
+    Blocks of columns, which have the same patches, are side by side for a few channels or samples at a time only.
     `aligned` takes each column with itself only.
     """
-    v, _, groups, o, i, t = outer.shape
-    ml, mr = outer.columns[:, left], outer.columns[:, right]
-    n, m = ml.shape[1], mr.shape[1]
+    _, samples, groups, o, i, t = blocks[0].shape
+    v, n, m = sum(len(b.columns) for b in blocks), len(range(samples)[left]), len(range(samples)[right])
     lead = v if aligned else 1
     pairs = lead * (v // lead) ** 2
     by_positions = n * m * t * t * (i + pairs * (o + 1))
     by_rows = pairs * n * m * o * i + v * (n + (m if left != right else 0)) * t * o * i
     way = _by_rows if t > 1 and (by_rows < by_positions or pairs * t * t > ROOM) else _by_positions
-    total = wide(ml).new_zeros(lead, v // lead, n, v // lead, m)
+    total = wide(blocks[0].columns[:0]).new_zeros(lead, v // lead, n, v // lead, m)
     for g in range(groups if n and m and v else 0):
-        way(outer, left, right, g, total)
+        way(blocks, left, right, g, total)
     return total.view(v, n, m) if aligned else total[0]
 
 
-def _by_positions(outer: Outer, left: slice, right: slice, g: int, total: Tensor) -> None:
+def _by_positions(blocks: Sequence[Outer], left: slice, right: slice, g: int, total: Tensor) -> None:
     """`<r, r'> = sum_ts <m_t, m'_s> <a_t, a'_s>`."""
     lead, q, n, _, m = total.shape
-    t = outer.shape[-1]
-    first, second = (s.indices(outer.shape[1])[0] for s in (left, right))
-    step = max(1, int((ROOM / (lead * q * q * t * t)) ** 0.5)) if t > 1 else max(n, m)
+    patches, (_, samples, *_, t) = blocks[0].patches, blocks[0].shape
+    first, second = (s.indices(samples)[0] for s in (left, right))
+    step = max(1, int((ROOM / (lead * q * q * t * t)) ** 0.5))
     for j in range(0, m, step):
         theirs = slice(second + j, second + min(j + step, m))
-        x, mine = (_flat(y, lead) for y in (outer.patches(theirs)[None, :, g], outer.columns[:, theirs, g]))
+        x, mine = (_flat(y, lead) for y in (patches(theirs)[None, :, g], _some(blocks, theirs, g)))
         for k in range(0, n, step):
             if left == right and k > j:  # by symmetry
                 continue
             here = slice(first + k, first + min(k + step, n))
-            y, ours = (_flat(z, lead) for z in (outer.patches(here)[None, :, g], outer.columns[:, here, g]))
+            y, ours = (_flat(z, lead) for z in (patches(here)[None, :, g], _some(blocks, here, g)))
             b, c = here.stop - here.start, theirs.stop - theirs.start
             between = (y[0] @ x[0].mT).view(b, t, 1, c, t)
-            found = (ours @ mine.mT).view(lead, q, b, t, q, c, t) * between
+            found = (ours @ mine.mT).view(lead, q, b, t, q, c, t)
+            found = found * between if torch.is_grad_enabled() else found.mul_(between)
             found = found.sum((3, 6)) if t > 1 else found.squeeze(6).squeeze(3)
             total[:, :, k : k + b, :, j : j + c] += found
             if left == right and k < j:
                 total[:, :, j : j + c, :, k : k + b] += found.permute(0, 3, 4, 1, 2)
+
+
+def _some(blocks: Sequence[Outer], samples: slice, g: int) -> Tensor:
+    """Columns `[V, B, O, T]` of some samples."""
+    parts = [b.columns[:, samples, g] for b in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _flat(x: Tensor, lead: int) -> Tensor:
@@ -134,13 +150,13 @@ def _flat(x: Tensor, lead: int) -> Tensor:
     return wide(x).transpose(2, 3).reshape(lead, -1, x.shape[2])
 
 
-def _by_rows(outer: Outer, left: slice, right: slice, g: int, total: Tensor) -> None:
+def _by_rows(blocks: Sequence[Outer], left: slice, right: slice, g: int, total: Tensor) -> None:
     """From the rows of some output channels at a time."""
     _, q, n, _, m = total.shape
-    v, _, _, o, i, _ = outer.shape
-    for part in pieces(0, o, v * (n if left == right else n + m) * i):
-        ours = outer.rows(left, g, part).flatten(2)
-        theirs = ours if left == right else outer.rows(right, g, part).flatten(2)
+    v, (*_, o, i, t) = total.shape[0] * q, blocks[0].shape
+    for part in pieces(0, o, v * (n if left == right else n + m) * max(i, t)):
+        ours = rows_of(blocks, left, g, part).flatten(2)
+        theirs = ours if left == right else rows_of(blocks, right, g, part).flatten(2)
         if q == v:
             total[0] += linear(ours.flatten(0, 1), theirs.flatten(0, 1)).view(n, v, m, v).permute(1, 0, 3, 2)
         else:
