@@ -113,19 +113,15 @@ class Products(Rows):
                 found.append(part.rotated(right[:, at[:, 0] % rest], left[:, at[0] // rest]).rows().mT)
         return add_up(found).transpose(0, 1)
 
-    def sum_of_rows(self, weights: Tensor) -> Tensor:
-        """`sum_vn w_kvn rows_vn` `[K, *p]`, for weights `[K, V, n]`."""
-        sizes = {key: len(blocks[key]) for use in self.uses for blocks in self.blocks_of(use) for key in blocks}
-        scales = dict(zip(self.keys, weights.split([sizes[key] for key in self.keys], 1), strict=True))
+    def sum_of_rows(self, key: Hashable) -> Tensor:
+        """`sum_n rows_vn` `[V, *p]` of a block."""
         parts = []
         for use in self.uses:
-            for key, mat in use.arrived.blocks.items():
-                scale = scales[key].to(mat.dtype)
-                scale = scale if use.samples is None else scale[:, :, use.samples]
-                sums = torch.einsum("kvn,vn...->kn...", scale, mat)
-                parts.append(use.rule.jac_t_mat_prod(use.call, sums, use.name, sum_batch=True))
-            for key, rows in use.arrived.of_params.get(use.name, {}).items():
-                parts.append(torch.einsum("kvn,vn...->k...", scales[key].to(rows.dtype), rows))
+            blocks, own = self.blocks_of(use)
+            if key in blocks:
+                parts.append(use.rule.jac_t_mat_prod(use.call, blocks[key], use.name, sum_batch=True))
+            if key in own:
+                parts.append(own[key].sum(1))
         return add_up(parts)
 
     # ---- how rows are seen -----------------------------------------------------------------------------

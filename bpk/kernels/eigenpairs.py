@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from bpk.extensions.backprop_extension import positive
 from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
-from bpk.kernels.passes import Compute, OfGradients, OfRoot, run, trained
+from bpk.kernels.passes import OfGradients, OfRoot, OfSums, run, trained
+from bpk.sweeps.weighted_root import columns_at
 
 OF = ("ggn", "ggn_mc", "empirical_fisher")
 FIELD = "_bpk_eigenpairs"
@@ -38,8 +41,9 @@ def eigenpairs(model: nn.Module, loss: Tensor, k: int = 10, of: str = "ggn", mc_
     """The top `k` eigenpairs of the GGN, or the Fisher, with every sample's slope and curvature along them.
 
     With the square root `V` `[C N, P]` of the GGN, `V V^T` has its spectrum, and `V^T u / sqrt(lambda)` is the
-    eigenvector to an eigenvector `u` of `V V^T`. Columns go back twice: for inner products, and in sums with weights
-    `u`; slopes need one more pass of the gradient. `V` is never formed.
+    eigenvector to an eigenvector `u` of `V V^T`. Columns go back twice: all `C` for inner products, and `k` sums of
+    them with weights `u`; slopes need one more pass of the gradient. `V` is never formed: beside the Gram matrix and
+    the eigenvectors, memory is that of the columns of one layer.
 
     Args:
         model: The extended model.
@@ -62,29 +66,63 @@ def eigenpairs(model: nn.Module, loss: Tensor, k: int = 10, of: str = "ggn", mc_
     """
     if of not in OF:
         raise ValueError(f"of must be one of {OF}, got {of!r}.")
-    params, state = trained(model), RandomState.now(loss.device)
+    positive("k", k)
+    params, state, draws = trained(model), RandomState.now(loss.device), mc_samples if of == "ggn_mc" else None
+    by_gradients = of == "empirical_fisher"
+    gram = Gram()
+    run(model, loss, OfGradients(FIELD, gram.add) if by_gradients else OfRoot(FIELD, gram.add, draws), keep=True)
+    values, vectors = gram.top(k)
+    del gram
+    weights = vectors / values.sqrt()[:, None, None]
+    found = {id(p): p.new_zeros(len(values), *p.shape) for p in params.values()}
 
-    def rows(compute: Compute) -> OfGradients | OfRoot:
-        if of == "empirical_fisher":
-            return OfGradients(FIELD, compute)
-        return OfRoot(FIELD, compute, mc_samples if of == "ggn_mc" else None)
+    def of_gradients(uses: Uses) -> Tensor:
+        for vector, sums in zip(weights[:, 0], found[id(uses.param)], strict=True):
+            sums += uses.summed(vector.to(sums.dtype))
+        return values
 
-    gram = run(model, loss, rows(Uses.gram), keep=True)[FIELD]
-    v, n = gram.shape[:2]
-    values, vectors = torch.linalg.eigh(gram.view(v * n, v * n))
-    values, vectors = values.flip(0)[:k], vectors.flip(1)[:, :k]
-    some = values > v * n * torch.finfo(values.dtype).eps * values[0].abs()
-    values, vectors = values[some], vectors[:, some].T.reshape(-1, v, n)
-    found: dict[int, Tensor] = {}
-
-    def keep(uses: Uses) -> Tensor:
-        found[id(uses.param)] = uses.sum_of_rows(vectors / values.sqrt()[:, None, None])
+    def of_columns(uses: Uses) -> Tensor:
+        for key in uses.keys:
+            found[id(uses.param)][columns_at(key)] += uses.sum_of_rows(key)
         return values
 
     with state.again():  # the same draws
-        run(model, loss, rows(keep), keep=True)
-    for p in params.values():  # those that the loss does not curve in
-        found.setdefault(id(p), p.new_zeros(len(values), *p.shape))
+        again = OfGradients(FIELD, of_gradients) if by_gradients else OfSums(FIELD, of_columns, weights, draws)
+        run(model, loss, again, keep=True)
     slopes = run(model, loss, OfGradients(FIELD, lambda uses: uses.along(found[id(uses.param)])[0]), keep=True)[FIELD]
     curvatures = values * vectors.square().sum(1).T
     return Eigenpairs(values, {name: found[id(p)] for name, p in params.items()}, slopes, curvatures)
+
+
+class Gram:
+    """Inner products `[V, N, V, N]` of rows, added up over parameters.
+
+    They must be those of the same columns at all parameters: of losses that depend on all of them.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[Hashable] = []
+        self.total = torch.zeros(())
+
+    def add(self, uses: Uses) -> Tensor:
+        """Those of one parameter."""
+        if self.keys and uses.keys != self.keys:
+            raise UnsupportedLayer(
+                explain(
+                    f"A parameter {list(uses.param.shape)} is behind other losses than those before.",
+                    "inner products of columns add up over parameters for the same columns.",
+                    "use one loss, of predictions side by side, or the eigenpairs of each loss.",
+                )
+            )
+        part = uses.gram()
+        self.total = self.total.add_(part.to(self.total.device)) if self.keys else part
+        self.keys = uses.keys
+        return part.new_zeros(())
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """The largest eigenvalues `[K]`, those that are more than rounding, and eigenvectors `[K, V, N]`."""
+        v, n = self.total.shape[:2]
+        values, vectors = torch.linalg.eigh(self.total.view(v * n, v * n))
+        values, vectors = values[-k:].flip(0), vectors[:, -k:].flip(1)
+        some = values > v * n * torch.finfo(values.dtype).eps * values[0].abs()
+        return values[some], vectors[:, some].T.reshape(-1, v, n)

@@ -14,6 +14,8 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.kernels.summed import Summed
+from bpk.sweeps.sweep import Sweep
+from bpk.sweeps.weighted_root import WeightedRoot
 
 Inputs = Tensor | tuple[Tensor, ...]
 Compute = Callable[[Uses], Tensor]
@@ -52,6 +54,22 @@ class Joined(OfRoot):
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:
         return before + value if self.adds else torch.cat([before, value])
+
+
+class OfSums(OfRoot):
+    """What is made of columns `sum_v w_kv s_v` of a root, for weights `[K, V, N]`, a few of the `K` at a time."""
+
+    combines = True
+
+    def __init__(self, field: str, compute: Compute, weights: Tensor, mc_samples: int | None = None) -> None:
+        super().__init__(field, compute, mc_samples)
+        self.weights = weights
+
+    def sweep(self) -> Sweep:
+        return WeightedRoot(self.weights, self.mc_samples)
+
+    def combine(self, before: Tensor, value: Tensor) -> Tensor:
+        return before + value
 
 
 class HalfSquaredError(nn.Module):

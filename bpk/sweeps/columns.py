@@ -139,7 +139,7 @@ class Run:
             mine[:] = [replace(use, arrived=param)]
 
     def visit(self, step: Step, last: bool = True) -> None:
-        """Let what waits at a call pass it, block by block; `last`: none begin there, so parameters may be settled before.
+        """Let what waits at a call pass it, block by block; if these are the `last`, parameters are settled before.
 
         So a block is let go when it has passed, and columns of two calls are not held at a time.
         """

@@ -161,6 +161,7 @@ def _by_rows(blocks: Sequence[Outer], left: slice, right: slice, g: int, total: 
             total[0] += linear(ours.flatten(0, 1), theirs.flatten(0, 1)).view(n, v, m, v).permute(1, 0, 3, 2)
         else:
             total[:, 0, :, 0] += ours.transpose(0, 1) @ theirs.permute(1, 2, 0)
+        del ours, theirs  # before the next ones are there
 
 
 def sample_gram(outer: Outer, weight: Tensor | None) -> Tensor:

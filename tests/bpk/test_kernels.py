@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bpk
 from bpk import kernels
+from bpk.costing.allocated import allocated
 from bpk.extensions import KFLR, BatchGrad, DiagGGNExact, GGNGram, GradGram, SqrtGGNExact
 from bpk.jacobians.core import outer
 from bpk.kernels import Diagonal, Kronecker, LowRank
@@ -233,6 +234,51 @@ def test_eigenpairs(given: tuple[nn.Module, Make], of: str) -> None:
     close(pairs.curvatures, (root @ flat.T).square().sum(0))
 
 
+@pytest.mark.parametrize("of", ["ggn", "ggn_mc"])
+def test_eigenpairs_of_two_losses(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of both, each of the pairs' a column at a time; not of losses that look at different parameters."""
+    monkeypatch.setattr("bpk.sweeps.columns.PIECE", 1)
+    model, first, second = (bpk.extend(m) for m in (nn.Linear(3, 4), nn.CrossEntropyLoss(), nn.MSELoss()))
+    x, y, goal = torch.randn(N, 3), torch.arange(N) % 3, torch.randn(N, 2)
+
+    def loss() -> Tensor:
+        out = torch.tanh(model(x))
+        return first(out[:, :3], y) + 2 * second(out[:, 2:], goal)
+
+    pairs = bpk.eigenpairs(model, loss(), k=4, of=of)
+    flat = torch.cat([v.flatten(1) for v in pairs.vectors.values()], 1)
+    close(flat @ flat.T, torch.eye(4))
+    if of == "ggn":
+        with bpk.backpack(SqrtGGNExact()):
+            loss().backward()
+        root = torch.cat([p.sqrt_ggn_exact.flatten(2) for p in model.parameters()], 2).flatten(0, 1)
+        close(root.T @ (root @ flat.T), flat.T * pairs.values)
+    apart = nn.ModuleList([model, bpk.extend(nn.Linear(3, 4))])
+    both = first(apart[0](x), y) + first(apart[1](x), y)
+    with pytest.raises(NotImplementedError, match="behind other losses"):
+        bpk.eigenpairs(apart, both, of=of)
+
+
+def test_memory_is_that_of_one_layers_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of few more: one column makes a block here, and a few rows are made at a time."""
+    monkeypatch.setattr("bpk.sweeps.columns.PIECE", 1)
+    monkeypatch.setattr("bpk.fields.rows.PIECE", 1)
+    monkeypatch.setattr(outer, "ROOM", 1 << 12)
+    layers = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(4)
+    model = bpk.extend(nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 20)))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 1, 16, 16), torch.arange(4)
+    layer = 20 * 4 * 8 * 16 * 16 * 8
+
+    def gram() -> None:
+        with bpk.backpack(GGNGram(), extension_hook=bpk.Summed("ggn_gram")):
+            loss_fn(model(x), y).backward()
+
+    for work in (gram, lambda: bpk.eigenpairs(model, loss_fn(model(x), y), k=2)):
+        work()
+        assert allocated(work, torch.device("cpu"))[0] < 2.2 * layer
+
+
 def test_low_rank_of_eigenpairs() -> None:
     model, loss_fn = bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.CrossEntropyLoss())
     x = torch.randn(N, 3)
@@ -301,6 +347,8 @@ def test_refusals() -> None:
         bpk.ntk(nn.LSTM(3, 2), x[None])
     with pytest.raises(ValueError, match="of must be one of"):
         bpk.eigenpairs(model, torch.zeros(()), of="hessian")
+    with pytest.raises(ValueError, match="k must be"):
+        bpk.eigenpairs(model, torch.zeros(()), k=0)
     for k, kind in ((7, "factored"), ((2, 3), "gaussian"), (0, "gaussian"), (True, "sparse"), (2.0, "sparse")):
         with pytest.raises(ValueError, match="is no size of"):
             kernels.projected_gradients(model, torch.zeros(()), k, kind)  # type: ignore[arg-type]
