@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bpk.dataset.checkpoint import not_written, replacing
-from bpk.dataset.rows import Stored
+from bpk.dataset.rows import BETWEEN, Stored, owner
 from bpk.extensions.over_batches import Rows, Size
 from bpk.jacobians.core.errors import explain
 
@@ -33,7 +33,7 @@ class OnDisk(Stored):
 
     def path(self, key: tuple[str, str], ending: str) -> Path:
         """The file of a field of a parameter."""
-        return self.folder.joinpath(key[0], f"{key[1]}.{ending}")
+        return self.folder.joinpath(key[0], f"{key[1].replace(BETWEEN, '.')}.{ending}")
 
     def begin(self) -> None:
         """Refuse a folder that holds another result; what a run without checkpoints left is overwritten."""
@@ -68,15 +68,14 @@ class OnDisk(Stored):
             raise not_written(path, error) from error
 
     def whole(self, size: Size) -> dict[str, dict[str, Any]]:
-        numpy = import_numpy()
-        found: dict[str, dict[str, Any]] = {}
-        for key in self.shapes:
-            field, name = key
-            if self.path(key, "rows").exists():  # else a run that was killed had come so far
-                self.finish(key, 1 / size.weight(self.rules[field].power))
-            rows = numpy.load(self.path(key, "npy"), mmap_mode="r")
-            found.setdefault(name, {})[field] = numpy.moveaxis(rows, 0, self.rules[field].axis)
-        return found
+        return self.together((field, name, self.array(field, name, size)) for field, name in self.shapes)
+
+    def array(self, field: str, name: str, size: Size) -> Any:
+        """The rows of one large batch of this size, read in place."""
+        numpy, key, rule = import_numpy(), (field, name), self.rules[field]
+        if self.path(key, "rows").exists():  # else a run that was killed had come so far
+            self.finish(key, 1 / size.weight(rule.power_of(owner(name)[1])))
+        return numpy.moveaxis(numpy.load(self.path(key, "npy"), mmap_mode="r"), 0, rule.axis)
 
     def finish(self, key: tuple[str, str], factor: float) -> None:
         """Write the rows of the loss itself."""

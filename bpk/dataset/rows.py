@@ -6,20 +6,36 @@ Rows are those of the summed loss until its divisor is known, after the last bat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bpk.distributed.rows import other_rows
-from bpk.extensions.over_batches import Rows, Size
+from bpk.extensions.over_batches import Parts, Rows, Size
+from bpk.jacobians.core.errors import explain
 
 Found = Mapping[str, Mapping[str, Tensor]]
 """Tensors by field and parameter."""
 
-Callback = Callable[[int, dict[str, dict[str, Tensor]]], Any]
+Callback = Callable[[int, dict[str, dict[str, Any]]], Any]
 """`callback(batch_index, fields)` with rows of the summed loss by parameter and field."""
+
+
+BETWEEN = ".."
+"""What stands between the name of a parameter, where it does not occur, and that of a part of a field."""
+
+
+def apart(name: str, parts: Parts) -> dict[str, Parts]:
+    """Rows of a parameter by name, each part of a field (the factors of a sample) for itself."""
+    return {name + BETWEEN * bool(part) + part: {"": rows} for part, rows in parts.items()}
+
+
+def owner(name: str) -> tuple[str, str]:
+    """Parameter and part of such a name."""
+    param, _, part = name.partition(BETWEEN)
+    return param, part
 
 
 class Sink(ABC):
@@ -50,7 +66,27 @@ class Sink(ABC):
         """Field, parameter and rows of the summed loss, `[N, ...]`."""
         for field, by_name in found.items():
             for name, rows in by_name.items():
-                yield field, name, self.rules[field].scaled({"": rows}, size)[""].movedim(self.rules[field].axis, 0)
+                param, part = owner(name)
+                if rows.is_sparse:
+                    raise ValueError(
+                        explain(
+                            f"'{field}' of '{param}' {list(rows.shape)} is sparse, and has no rows that can be stored.",
+                            "the parameter has no input factor, and is too large for a block of each sample.",
+                            "freeze it (requires_grad_(False)), or use BatchDiagGGNExact or BatchDiagGGNMC.",
+                        )
+                    )
+                yield field, name, self.rules[field].scaled({part: rows}, size)[part].movedim(self.rules[field].axis, 0)
+
+    def together(self, found: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Any]]:
+        """Fields by parameter, of rows by field and name."""
+        parts: dict[tuple[str, str], dict[str, Any]] = {}
+        for field, name, rows in found:
+            param, part = owner(name)
+            parts.setdefault((param, field), {})[part] = rows
+        fields: dict[str, dict[str, Any]] = {}
+        for (param, field), known in parts.items():
+            fields.setdefault(param, {})[field] = self.rules[field].field(known)
+        return fields
 
 
 class Handed(Sink):
@@ -61,10 +97,8 @@ class Handed(Sink):
         self.callback = callback
 
     def add(self, number: int, found: Found, size: Size) -> None:
-        fields: dict[str, dict[str, Tensor]] = {}
-        for field, name, rows in self.scaled(found, size):
-            fields.setdefault(name, {})[field] = rows.movedim(0, self.rules[field].axis)
-        self.callback(number, fields)
+        rows = ((f, name, rows.movedim(0, self.rules[f].axis)) for f, name, rows in self.scaled(found, size))
+        self.callback(number, self.together(rows))
 
 
 class Stored(Sink):
@@ -113,11 +147,11 @@ class InMemory(Stored):
         known.append(rows.cpu().clone() if not known else rows.to("cpu", known[0].dtype, copy=True))
 
     def whole(self, size: Size) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for (field, name), parts in self.kept.items():
+        def one(field: str, name: str, parts: list[Tensor]) -> Tensor:
             rows = torch.cat(parts).movedim(0, self.rules[field].axis)
-            found.setdefault(name, {})[field] = self.rules[field].whole({"": rows}, size)
-        return found
+            return rows / size.weight(self.rules[field].power_of(owner(name)[1]))
+
+        return self.together((field, name, one(field, name, parts)) for (field, name), parts in self.kept.items())
 
     def state(self) -> Any:
         return self.shapes, self.count, self.sizes, self.kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cmath
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from bpk.dataset.batches import StepOf, loss_of_pair, moved, note, require_pair
+from bpk.dataset.rows import apart
 from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
-from bpk.extensions.over_batches import Parts, Size
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.over_batches import Parts, Rows, Size
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.losses.loss_call import tensors_anywhere
@@ -173,8 +175,16 @@ class Runner:
         for extension in self.context.extensions:
             field = extension.savefield
             known = {name: vars(p)[field] for name, p in self.params.items() if field in vars(p)}
-            found[field] = {name: x if isinstance(x, dict) else {"": x} for name, x in known.items()}
+            found[field] = by_name(extension, known)
         return found
+
+
+def by_name(extension: BackpropExtension, known: Mapping[str, Any]) -> dict[str, Parts]:
+    """The statistics of parameters, in parts; the parts of rows are apart."""
+    parts: dict[str, Parts] = {name: x if isinstance(x, dict) else {"": x} for name, x in known.items()}
+    if not isinstance(extension.over_batches, Rows):
+        return parts
+    return {name: x for param, of in parts.items() for name, x in apart(param, of).items()}
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bpk.dataset.among import nothing
 from bpk.dataset.progress import Progress
 from bpk.dataset.rows import Sink
-from bpk.dataset.run import OneBatch, Runner, all_finite, not_finite
+from bpk.dataset.run import OneBatch, Runner, all_finite, by_name, not_finite
 from bpk.dataset.totals import GRADIENT, Totals
 from bpk.distributed.processes import Processes, are_there, lost
 from bpk.distributed.sharded import Sharded
@@ -106,9 +106,7 @@ class ShardedRunner(Runner):
         for extension in self.context.extensions:
             field = extension.savefield
             known = {name: vars(p).pop(field) for name, p in self.params.items() if field in vars(p)}
-            found[GRADIENT if isinstance(extension, Total) else field] = {
-                name: x if isinstance(x, dict) else {"": x} for name, x in known.items()
-            }
+            found[GRADIENT if isinstance(extension, Total) else field] = by_name(extension, known)
         return found
 
 

@@ -40,8 +40,9 @@ def table_of(fields: Mapping[str, Mapping[str, Any]], notes: Iterable[str]) -> T
             size = root_mean_square(value)
             words = shown(value)
             if size is None:
-                apart = isinstance(value, (Tensor, list))
-                words = f"{words} in shards" if apart else f"array {list(value.shape)} on disk"
+                parts = value if isinstance(value, list) else [value]
+                arrays = " and ".join(f"array {list(x.shape)}" for x in parts)
+                words = f"{words} in shards" if isinstance(parts[0], Tensor) else f"{arrays} on disk"
             rows.append([name, field, words, "" if size is None else f"{size:.2e}"])
     return Table(("parameter", "field", "value", "root mean square"), rows, [*notes], numbers=(3,))
 

@@ -123,14 +123,21 @@ def gather(
         for name, known in by_name.items():
             rule, rows = rules[field], vars(params[name])[field]
             assert isinstance(rule, Rows) and size is not None
-            rows = rows if known.done else rule.whole(rule.scaled({"": rows}, size), whole)
-            mine[field, name] = rows.movedim(rule.axis, 0)
+            given = known.parts if known.parts is not None else {"": rows}
+            rows = rows if known.done else rule.whole(rule.scaled(given, size), whole)
+            for number, part in enumerate(rows if isinstance(rows, list) else [rows]):
+                mine[field, name, number] = part.movedim(rule.axis, 0)
     count = 0 if size is None else size.samples
     found: dict[Any, list[Tensor]] = rows_of_all(mine, count, next(iter(params.values())).device, group)
-    for (field, name), parts in found.items():
+    values: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for (field, name, number), parts in found.items():
         rule = rules[field]
         assert isinstance(rule, Rows)
-        put(params[name], field, torch.cat(parts).movedim(0, rule.axis), None)
+        values.setdefault((field, name), {})[str(number)] = torch.cat(parts).movedim(0, rule.axis)
+    for (field, name), value in values.items():
+        rule = rules[field]
+        assert isinstance(rule, Rows)
+        put(params[name], field, rule.field(value), None)
 
 
 def put(param: Tensor, field: str, value: Any, noted: Noted | None) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from torch import Tensor
 
-from bpk.extensions.over_batches import Parts, Size, Sums
+from bpk.extensions.over_batches import Parts, Rows, Size, Sums
 from bpk.fields.nearest_kronecker import product_of
 
 NAMES = (("G", "A"), ("A transposed", "G transposed"))
@@ -34,3 +37,19 @@ class Factors(Sums):
         order = list(known)
         terms = [[known[name] for name in names if name in known] for names in NAMES]
         return product_of([term for term in terms if term], order.index("G") > 0 and order[-1] == "G")
+
+
+class FactorRows(Rows):
+    """Factors of each sample `[N, G, G]` and `[N, A, A]`: `G` carries the loss scaling. Parts are `named` by place."""
+
+    @staticmethod
+    def named(factors: Sequence[Tensor], input_first: bool) -> Parts:
+        """Factors by place and kind: `"0G"`, `"1A"`."""
+        kinds = ("A", "G") if input_first and len(factors) > 1 else ("G", "A")
+        return {f"{number}{kinds[number]}": factor for number, factor in enumerate(factors)}
+
+    def power_of(self, name: str) -> float:
+        return float(name.endswith("G"))
+
+    def field(self, parts: Mapping[str, Any]) -> list[Any]:
+        return [parts[name] for name in sorted(parts)]

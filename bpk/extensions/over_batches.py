@@ -12,6 +12,7 @@ merged in the same way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,14 +139,23 @@ class Rows(OverBatches):
     power: float = 1.0
     axis: int = 0
 
+    def power_of(self, name: str) -> float:
+        """The power of the loss that a part is proportional to."""
+        return self.power
+
+    def field(self, parts: Mapping[str, Any]) -> Any:
+        """The field that has these parts."""
+        (rows,) = parts.values()
+        return rows
+
     def scaled(self, part: Parts, size: Size) -> Parts:
-        return {name: wide(x) * size.weight(self.power) for name, x in part.items()}
+        return {name: wide(x) * size.weight(self.power_of(name)) for name, x in part.items()}
 
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
         return {name: torch.cat([x, other[name]], self.axis) for name, x in total.items()}
 
-    def whole(self, total: Parts, size: Size) -> Tensor:
-        return total[""] / size.weight(self.power)
+    def whole(self, total: Parts, size: Size) -> Any:
+        return self.field({name: x / size.weight(self.power_of(name)) for name, x in total.items()})
 
     def unscaled(self, part: Parts, scale: float) -> Parts:
-        return {name: wide(x) / scale**self.power for name, x in part.items()}
+        return {name: wide(x) / scale ** self.power_of(name) for name, x in part.items()}

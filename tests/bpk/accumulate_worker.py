@@ -38,13 +38,17 @@ def run(folder: Path, checkpointed: bool, length: int = 60, every: int = 3) -> d
         E.Variance(),
         E.DiagGGNMC(2),
         E.BatchGrad(),
+        E.BatchKFAC(),
         step=step,
         per_sample=folder / "rows",
         checkpoint=folder / "run.ckpt" if checkpointed else None,
         every=every,
     )
     return {
-        name: {f: torch.tensor(v) if f == "grad_batch" else v for f, v in fields.items()}
+        name: {
+            f: torch.tensor(v) if f == "grad_batch" else [torch.tensor(x) for x in v] if f == "kfac_batch" else v
+            for f, v in fields.items()
+        }
         for name, fields in found.items()
     }
 

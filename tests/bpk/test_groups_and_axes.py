@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from numpy import memmap
 from torch import Tensor, nn
 
 import bpk
@@ -95,6 +97,59 @@ def test_each_sample_is_a_group() -> None:
         torch.testing.assert_close(p.kflr_batch[0].sum(0), p.kflr[0])
         if len(p.kflr) > 1:
             torch.testing.assert_close(p.kflr_batch[1].mean(0), p.kflr[1])
+
+
+class Both(nn.Module):
+    """A layer, and a matrix whose factors are in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.w = nn.Linear(4, 5), nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) @ self.w
+
+
+def test_factors_of_each_sample_of_a_data_set(tmp_path: Path) -> None:
+    """In memory, on disk and handed over: those of one large batch, of which only `G` carries the loss scaling."""
+    torch.manual_seed(0)
+    (model, loss_fn), (x, y) = extended(Both().double()), data()
+    batches = [(x[:2], y[:2]), (x[2:], y[2:])]
+    backward(model, loss_fn, x, y, E.BatchKFLR())
+    expected = {name: p.kflr_batch for name, p in model.named_parameters()}
+    handed: list[Any] = []
+    found = [
+        bpk.accumulate(model, loss_fn, batches, E.BatchKFLR(), E.BatchGrad(), per_sample=place)
+        for place in (True, tmp_path / "rows")
+    ]
+    found[1].save(tmp_path / "found.safetensors")
+    found.append(bpk.Accumulated.load(tmp_path / "found.safetensors"))
+    bpk.accumulate(model, loss_fn, batches, E.BatchKFLR(), callback=lambda number, fields: handed.append(fields))
+    for name, factors in expected.items():
+        for result in found:
+            torch.testing.assert_close(
+                [torch.as_tensor(f.copy() if isinstance(f, memmap) else f) for f in result[name]["kflr_batch"]], factors
+            )
+        scales = {"layer.weight": (5, 1), "layer.bias": (5,), "w": (1, 5)}[name]
+        summed = [torch.cat(parts) for parts in zip(*(fields[name]["kflr_batch"] for fields in handed), strict=True)]
+        torch.testing.assert_close(summed, [f * scale for f, scale in zip(factors, scales, strict=True)])
+    assert "array [5, 5, 5] and array [5, 4, 4] on disk" in str(found[1])
+    with pytest.raises(ValueError, match="its groups are those of one batch"):
+        bpk.accumulate(model, loss_fn, batches, E.BatchKFLR([[0, 1]]), per_sample=True)
+    large = nn.Sequential(nn.Linear(4, 3), Scale(5000)).double()
+    with pytest.raises(ValueError, match=r"'1.weight' .* is sparse"):
+        bpk.accumulate(large, loss_fn, batches, E.BatchKFLR(), per_sample=True)
+
+
+class Scale(nn.Module):
+    """A parameter of several axes without an input factor."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[..., None] * self.weight).sum(-1)
 
 
 def test_groups_count_the_samples_that_are_considered() -> None:

@@ -9,12 +9,18 @@ from torch import Tensor
 
 from bpk.extensions.backprop_extension import checked_indices, positive
 from bpk.extensions.definition import Form
-from bpk.extensions.over_batches import Parts
+from bpk.extensions.factors import FactorRows
+from bpk.extensions.over_batches import OverBatches, Parts
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 
 Groups = Sequence[Sequence[int]]
+
+OF_ONE_BATCH = (
+    "its groups are those of one batch\nleave out groups=, which gives the factors of each sample, or accumulate KFAC "
+    "or KFLR over a loader for each group."
+)
 
 
 class BatchKFLR(SquareRootExtension):
@@ -22,7 +28,8 @@ class BatchKFLR(SquareRootExtension):
 
     `kron(kflr_batch[0][k], kflr_batch[1][k])` stands for the GGN of the samples of group `k`, with the loss scaling of
     the whole batch: `G` is a sum over the group, as in `KFLR`, and `A` the mean over the group. A parameter without an
-    input factor has `[G]`, and the groups' sum is that of `KFLR` then.
+    input factor has `[G]`, and the groups' sum is that of `KFLR` then. Factors of each sample are rows of a data set
+    (`bpk.accumulate`); other groups are those of one batch.
 
     Args:
         groups: For each group the indices of its samples; a sample may be in several. Default: each for itself.
@@ -40,23 +47,27 @@ class BatchKFLR(SquareRootExtension):
 
     field = "kflr_batch"
     form = Form.GROUP_FACTORS
-    over_batches = "its groups are those of one batch\naccumulate KFAC or KFLR over a loader for each group."
+    adds_field = False
+    over_batches: OverBatches | str | None = FactorRows()
 
     def __init__(self, groups: Groups | None = None, subsampling: Sequence[int] | None = None) -> None:
         super().__init__(subsampling)
         self.groups = None if groups is None else tuple(of_group(group) for group in groups)
+        if self.groups is not None:
+            self.over_batches = OF_ONE_BATCH
 
     def value(self, uses: Uses) -> list[Tensor]:
         groups = self.groups_of(uses.count)
         each = [uses.of_samples(group).factors() for group in groups]
         return [torch.stack(factors) for factors in zip(*each, strict=True)]
 
+    def statistic(self, uses: Uses) -> Parts:
+        return FactorRows.named(self.value(uses), uses.input_first)
+
     def unscaled(self, uses: Uses) -> tuple[list[Tensor], Parts]:
         """Only `G` is proportional to the loss."""
-        found = self.value(uses)
-        g = -1 if uses.input_first else 0
-        found[g] = found[g] / uses.loss_scale
-        return found, {}
+        parts = FactorRows().unscaled(self.statistic(uses), uses.loss_scale)
+        return FactorRows().field(parts), parts
 
     def groups_of(self, n: int) -> Groups:
         """The groups of a batch of `n` samples."""
