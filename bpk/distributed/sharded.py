@@ -77,7 +77,8 @@ class Sharded:
                 value = vars(full).pop(field)
                 scaled = rule.scaled(one.parts if one.parts is not None else {"": value}, size)
                 if isinstance(rule, Rows):
-                    vars(shard)[field] = rule.whole(scaled, every).to(shard.dtype)
+                    rows = rule.whole(scaled, every)
+                    vars(shard)[field] = rows if isinstance(rows, list) else rows.to(shard.dtype)
                 else:
                     mine.setdefault(field, {})[name] = scaled
         for _, full in known.values():

@@ -35,6 +35,8 @@ class SharedSweeps:
         self.combining: set[Hashable] = set()
         for key, sweep in sweeps.items():
             mine = [e for e, listens in zip(extensions, self.listens, strict=True) if listens == key]
+            if isinstance(sweep, Player):
+                sweep.fields_are_rows = any(e.needs_rows or e.needs_samples for e in mine)
             if all(e.combines and not e.has_module_extensions for e in mine):
                 self.combining.add(key)
                 if all(e.sums_rows for e in mine):

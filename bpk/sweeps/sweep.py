@@ -89,6 +89,9 @@ class Player(Sweep):
     at a time (`None`: all of them), and what a user wrote by hand for some layers.
     """
 
+    fields_are_rows = False
+    """Whether somebody who listens writes something of the size of a parameter for each sample."""
+
     def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
         """Get ready."""
         self.plan = plan

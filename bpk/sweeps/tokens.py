@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from bpk.fields.tokens import Tokens
+from bpk.plan.plan import Plan
 from bpk.plan.samples import slots
 from bpk.plan.step import Step
 from bpk.sweeps.columns import ColumnSweep
+from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting
 from bpk.sweeps.square_root import SquareRoot
+from bpk.sweeps.sweep import Collector
+
+AT_ONCE = 1 << 19
+"""How many numbers columns of tokens have at the largest layer, on a processor: there are many, each is for itself, and
+few take no more time than all at once, and less memory. Where fields are rows, these are what takes memory."""
 
 
 def numbered(step: Step) -> tuple[Tensor, int]:
@@ -45,6 +52,11 @@ class TokenColumns(ColumnSweep):
     """
 
     before = 0
+
+    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
+        if at_most is not None and not self.fields_are_rows and plan.steps[0].call.output.device.type == "cpu":
+            at_most = min(at_most, max(1, AT_ONCE // plan.largest))
+        super().begin(plan, collector, at_most, hand)
 
     @abstractmethod
     def columns(self, step: Step) -> Tensor:

@@ -30,6 +30,7 @@ from bpk.jacobians.attention.parts import (
     weight_tangent,
 )
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.latest import Latest
@@ -139,7 +140,12 @@ class AttentionLayer(Forth):
         return c, cp
 
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
-        """Columns at the projections; remembered for the blocks of columns that came last."""
+        """Columns at the projections; remembered for the blocks of columns that came last, and for columns of these."""
+        block = mat._base
+        if block is not None and block.stride() == mat.stride() and block.shape[1:] == mat.shape[1:] and mat.numel():
+            start = (mat.storage_offset() - block.storage_offset()) // mat.stride(0)
+            if len(block) > len(mat) and not (torch.is_grad_enabled() or mat.requires_grad or is_transformed()):
+                return self.pulled(call, block).some(slice(start, start + len(mat)))
         latest: Latest[Pulled] = call.memo((self, "latest"), Latest)
         return latest.find(mat, lambda: self.pull_in_pieces(call, mat), lambda found: 3 * mat.numel(), KEPT)
 

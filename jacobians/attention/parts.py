@@ -143,6 +143,12 @@ class Pulled:
     packed: Tensor | None
     appended: Mapping[str, Tensor]
 
+    def some(self, part: slice) -> Pulled:
+        """Some of the columns."""
+        appended = {name: x[part] for name, x in self.appended.items()}
+        q, k, v = (x[part] for x in self.roles)
+        return Pulled((q, k, v), None, appended) if self.packed is None else packed(self.packed[part], appended)
+
 
 def arrange(call: Call, found: Triple) -> Pulled:
     """Columns at the heads as columns at the projections."""

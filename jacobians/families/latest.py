@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -16,21 +17,24 @@ T = TypeVar("T")
 class Latest(Generic[T]):
     """Results by columns, at most `limit` numbers of them (but always those of the last).
 
-    Columns are held, so that their memory stays theirs; the same columns are a view of the same memory, unchanged.
+    The same columns are the same view of the same memory, unchanged. It is not held: results go with their columns.
     """
 
     def __init__(self) -> None:
-        self.kept: list[tuple[Tensor, int, bool, int, T]] = []
+        self.kept: list[tuple[ReferenceType[Tensor], Hashable, int, T]] = []
 
     def find(self, mat: Tensor, compute: Callable[[], T], size: Callable[[T], int], limit: int) -> T:
         """`compute()`, evaluated once for these columns; what it finds has `size` numbers."""
         if mat.requires_grad or is_transformed():
             return compute()
-        for columns, version, graph, _, found in self.kept:
-            if columns.is_set_to(mat) and (version, graph) == (mat._version, torch.is_grad_enabled()):
+        self.kept = [entry for entry in self.kept if entry[0]() is not None]
+        memory = mat if mat._base is None else mat._base
+        view = mat.storage_offset(), mat.shape, mat.stride(), mat.dtype, mat._version, torch.is_grad_enabled()
+        for columns, known, _, found in self.kept:
+            if columns() is memory and known == view:
                 return found
         found = compute()
-        self.kept.append((mat, mat._version, torch.is_grad_enabled(), size(found), found))
-        while len(self.kept) > 1 and sum(entry[3] for entry in self.kept) > limit:
+        self.kept.append((ref(memory), view, size(found), found))
+        while len(self.kept) > 1 and sum(entry[2] for entry in self.kept) > limit:
             del self.kept[0]
         return found

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bpk.distributed.sums import folded, unfolded
+from bpk.extensions.over_batches import Rows
 from tests.bpk.many_processes_worker import QUANTITIES, problem
 from tests.bpk.processes import run_all
 from tests.bpk.test_accumulate import assert_same, whole
@@ -56,7 +57,7 @@ def test_one_two_and_four_processes_give_one_large_batch(found: dict[tuple[int, 
     exact = [e for e in QUANTITIES if e.get_num_mc_samples() is None and not e.over_batches.approximates]
     expected = whole(model, nn.CrossEntropyLoss(), x, y, *exact)
     alone = found[1, 0]["all"]
-    assert len(QUANTITIES) == 27
+    assert len(QUANTITIES) == 29
     for scenario in several(found, "all"):
         mine = fields(scenario)
         assert_same({name: {f: mine[name][f] for f in known} for name, known in expected.items()}, expected, 1e-10)
@@ -70,7 +71,7 @@ def test_one_two_and_four_processes_give_one_large_batch(found: dict[tuple[int, 
 def test_sums_by_owner(found: dict[tuple[int, int], Found], world: int) -> None:
     """Each sum is on one rank; rows are where they were computed."""
     alone = fields(found[1, 0]["all"])
-    rows = {e.savefield for e in QUANTITIES if type(e.over_batches).__name__ == "Rows"}
+    rows = {e.savefield for e in QUANTITIES if isinstance(e.over_batches, Rows)}
     parts = [fields(found[world, rank]["owner"]) for rank in range(world)]
     owned = [{n: {f: x for f, x in known.items() if f not in rows} for n, known in part.items()} for part in parts]
     together = {name: known for part in owned for name, known in part.items() if known}

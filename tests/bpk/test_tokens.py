@@ -11,8 +11,10 @@ from torch.nn import functional
 
 import bpk
 from bpk import extensions as E
+from bpk.costing.allocated import allocated
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.fields.rows import Rows
+from bpk.jacobians.attention.layer import AttentionLayer
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.rules import REGISTRY
 from tests.bpk.test_positions import Words
@@ -28,6 +30,44 @@ NETWORKS = {
     for rule in REGISTRY
     for net in [net for net in rule_networks(rule) if not is_loss(rule.examples[0])][:1]
 }
+
+
+class Attends(nn.Module):
+    """Attention, with predictions `[N, C, T]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("subsampling", [None, [2, 0]])
+def test_few_columns_travel_at_a_time(subsampling: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where fields are numbers: in the memory of few columns, and attention goes back once for each block."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Attends().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(3, 64, 8).double(), torch.randint(VOCABULARY, (3, 64))
+    quantities = E.TokenL2Grad(subsampling), E.TokenTraceGGNExact(subsampling)
+    pulls: list[int] = []
+    pull = AttentionLayer.pull_in_pieces
+    monkeypatch.setattr(
+        AttentionLayer, "pull_in_pieces", lambda self, call, mat: pulls.append(len(mat)) or pull(self, call, mat)
+    )
+    found, peaks = [], []
+    for at_once in (1 << 62, 4 * 3 * 64 * 16):
+        monkeypatch.setattr("bpk.sweeps.tokens.AT_ONCE", at_once)
+        backward(model, loss_fn, x, y, *quantities)
+        found.append({name: (p.token_l2, p.trace_ggn_exact_token) for name, p in model.named_parameters()})
+        pulls.clear()
+        work = lambda: backward(model, loss_fn, x, y, E.TokenL2Grad(subsampling))  # noqa: E731
+        peaks.append(allocated(work, torch.device("cpu"))[0])
+        assert sum(pulls) == 64
+    for name, values in found[0].items():
+        torch.testing.assert_close(found[1][name], values)
+    assert peaks[1] < peaks[0] / 2, peaks
 
 
 def on_sequences(net: Network) -> tuple[nn.Module, Tensor, Tensor]:

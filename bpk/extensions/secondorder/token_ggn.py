@@ -43,6 +43,7 @@ class TokenDiagGGNExact(TokenRootExtension):
 
     field = "diag_ggn_exact_token"
     form = Form.TOKENS
+    needs_samples = True
 
     def value(self, uses: Uses) -> Tensor:
         return by_token(uses, lambda columns: columns.squared_sum(per_sample=True))
