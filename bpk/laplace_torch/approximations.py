@@ -7,7 +7,7 @@ from typing import Any
 import laplace
 import torch
 from laplace import HessianStructure, SubsetOfWeights
-from laplace.curvature import CurvatureInterface
+from laplace.curvature import CurvatureInterface, CurvlinopsGGN
 from torch import Tensor, nn
 
 from bpk.kernels.predictive import predicted
@@ -74,7 +74,40 @@ class KronLLLaplace(WithoutJacobians, laplace.KronLLLaplace):
     _key = ("last_layer", "kron", "bpk")
 
 
-OURS = {kind._key[:2]: kind for kind in (DiagLaplace, KronLaplace, LowRankLaplace, DiagLLLaplace, KronLLLaplace)}
+class Functional(laplace.FunctionalLaplace):
+    """A Gaussian process, whose kernel laplace-torch makes of Jacobians `[N, C, P]`; it takes its own backends only."""
+
+    def __init__(
+        self, model: nn.Module, likelihood: str, *, backend: type[CurvatureInterface] = GGN, **options: Any
+    ) -> None:
+        super().__init__(model, likelihood, backend=CurvlinopsGGN, **options)
+        self._backend_cls = backend
+
+
+class FunctionalLaplace(Functional):
+    """`laplace.FunctionalLaplace`."""
+
+    _key = ("all", "gp", "bpk")
+
+
+class FunctionalLLLaplace(Functional, laplace.FunctionalLLLaplace):
+    """`laplace.FunctionalLLLaplace`, of the last layer."""
+
+    _key = ("last_layer", "gp", "bpk")
+
+
+OURS = {
+    kind._key[:2]: kind
+    for kind in (
+        DiagLaplace,
+        KronLaplace,
+        LowRankLaplace,
+        DiagLLLaplace,
+        KronLLLaplace,
+        FunctionalLaplace,
+        FunctionalLLLaplace,
+    )
+}
 
 
 def Laplace(
@@ -91,8 +124,8 @@ def Laplace(
         model: Any model; it is extended.
         likelihood: `"classification"` or `"regression"`.
         subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`.
-        hessian_structure: `"diag"`, `"kron"`, `"lowrank"`, `"full"`. Full ones, and those of subnetworks, predict by
-            laplace-torch's own products with Jacobians; these come from the backend, in one backward pass.
+        hessian_structure: `"diag"`, `"kron"`, `"lowrank"`, `"full"`, `"gp"`. The last two, and those of subnetworks,
+            predict by laplace-torch's own products with Jacobians; these come from the backend, in one backward pass.
         backend: `bpk.laplace_torch.GGN` or `EF` (or one of laplace-torch's).
         options: What `laplace.Laplace` takes besides.
 

@@ -197,6 +197,25 @@ def others() -> float:
     return max(errors)
 
 
+def by_jacobians() -> float:
+    """Gaussian processes, and full posteriors whose predictions are differentiated."""
+    errors = []
+    for subset in ("all", "last_layer"):
+        for structure, options in (("gp", {"n_subset": 12, "seed": 3}), ("full", {"enable_backprop": True})):
+            pair = []
+            for make, backend in ((laplace_torch.Laplace, GGN), (Laplace, CurvlinopsGGN)):
+                laplace = make(copy.deepcopy(PERCEPTRON), "regression", subset, structure, backend=backend, **options)
+                laplace.fit(loader("regression"))
+                assert isinstance(laplace.backend, backend)
+                x = INPUTS[:4].clone().requires_grad_(structure == "full")
+                mean, variance = laplace(x)
+                pair.append([mean.detach(), variance.detach(), laplace.log_marginal_likelihood().detach()])
+                if structure == "full":
+                    pair[-1].append(torch.autograd.grad(mean.square().sum() + variance.sum(), x)[0])
+            errors += [difference(a, b) for a, b in zip(*pair, strict=True)]
+    return max(errors)
+
+
 class Shift(nn.Module):
     """Has a matrix that nothing is multiplied with."""
 
@@ -243,7 +262,9 @@ def report() -> dict[str, Any]:
         found[f"jacobians {name}"] = jacobians(backend)
         found |= {f"sampled {structure} {name}": sampled(structure, backend) for structure in ("diag", "kron")}
         found[f"training {name}"] = training(backend)
-    found |= {check.__name__: check() for check in (low_rank, covariances, without_jacobians, others, refusals)}
+    found |= {
+        check.__name__: check() for check in (low_rank, covariances, without_jacobians, others, by_jacobians, refusals)
+    }
     for likelihood in TARGETS:
         for subset in ("all", "last_layer"):
             for structure in ("diag", "kron", "full"):

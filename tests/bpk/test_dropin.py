@@ -208,7 +208,7 @@ def test_laplace_uses_bpk(on_laplace: dict[str, float]) -> None:
 
 @needs_laplace
 def test_a_backend_of_laplace_without_jacobians(on_laplace: dict[str, float]) -> None:
-    for name in ("low_rank", "covariances", "others"):
+    for name in ("low_rank", "covariances", "others", "by_jacobians"):
         assert on_laplace[name] < 1e-10, name
     assert on_laplace["without_jacobians"] is True
     words = (
