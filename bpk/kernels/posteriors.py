@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Diagonal(Posterior):
         return list(self.variances)
 
     def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        return {"covariance": lambda uses: uses.sample_gram(self.variances[name])}
+        return {"covariance": lambda uses: uses.sample_gram(variances_of(name, self.variances[name], uses.param))}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,14 @@ class Kronecker(Posterior):
         return list(self.factors)
 
     def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        return {"covariance": lambda uses: self.of_rows(uses, self.factors[name])}
+        def covariance(uses: Uses) -> Tensor:
+            factors = self.factors[name]
+            require_size(
+                name, [len(factor) for factor in factors], prod(map(len, factors)) == uses.param.numel(), uses.param
+            )
+            return self.of_rows(uses, factors)
+
+        return {"covariance": covariance}
 
     def of_rows(self, uses: Uses, factors: Sequence[Tensor]) -> Tensor:
         """Rows in the eigenbasis of the factors, each entry with its variance."""
@@ -146,10 +154,15 @@ class LowRank(Posterior):
         return list(self.directions)
 
     def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        found = {"along": lambda uses: uses.along(self.directions[name])}
+        def along(uses: Uses) -> Tensor:
+            directions = self.directions[name]
+            require_size(name, directions.shape[1:], directions.shape[1:] == uses.param.shape, uses.param)
+            return uses.along(directions)
+
+        found = {"along": along}
         if isinstance(self.isotropic, Mapping):
             variances = self.isotropic[name]
-            return found | {"covariance": lambda uses: uses.sample_gram(variances)}
+            return found | {"covariance": lambda uses: uses.sample_gram(variances_of(name, variances, uses.param))}
         scale = self.isotropic
         return found | ({"covariance": lambda uses: scale * uses.sample_gram()} if scale else {})
 
@@ -157,6 +170,32 @@ class LowRank(Posterior):
         rows = totals["along"].transpose(0, 1)  # [N, C, K]
         found = (rows if self.weights is None else rows * self.weights) @ rows.mT
         return found + totals["covariance"] if "covariance" in totals else found
+
+
+def variances_of(name: str, variances: Tensor, param: Tensor) -> Tensor:
+    """The variances of a parameter, if they are some."""
+    require_size(name, variances.shape, variances.shape == param.shape, param)
+    if bool((variances < 0).any()):
+        raise ValueError(
+            explain(
+                f"The posterior has a negative variance for '{name}' ({float(variances.min()):g}).",
+                "it is a Gaussian's, and outputs would have negative ones.",
+                "invert a precision that is positive: curvature of a GGN, and a prior above zero.",
+            )
+        )
+    return variances
+
+
+def require_size(name: str, sizes: Sequence[int], fits: bool, param: Tensor) -> None:
+    """Refuse what belongs to a parameter of another form: it might be broadcast."""
+    if not fits:
+        raise ValueError(
+            explain(
+                f"The posterior has {list(sizes)} for '{name}', which has the shape {list(param.shape)}.",
+                "it is that of another model, or of another parameter.",
+                "use fields of this model, by the names of model.named_parameters().",
+            )
+        )
 
 
 def sparse_diagonal_of(matrix: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from bpk.verification.reference import Reference, derivatives
 from bpk.verification.split import grads
 
 RESOLVED = 1e-4
-"""Of eigenvalues, relative to the largest that is looked at: of smaller ones the vectors are not compared."""
+"""Of eigenvalues, relative to the mean one: of smaller ones the vectors are not compared."""
 
 
 class InEigenbasis(Check):
@@ -58,7 +58,8 @@ class InEigenbasis(Check):
     def scaled(self, ref: Reference, place: Place, vectors: list[Tensor]) -> list[Tensor]:
         """What factors make of the directions, at their length: the same, where these are eigenvectors."""
         if len(vectors) == 1:
-            return [eigen(vectors[0], [product(ref, place.name, v.reshape(place.shape), place) for v in vectors[0]])]
+            tried = torch.cat([vectors[0], probe(vectors[0])])
+            return [eigen(vectors[0], [product(ref, place.name, v.reshape(place.shape), place) for v in tried])]
         sides = ref.layers.sides.get(place.name, [])
         side = sides[0] if len(sides) == 1 and place.name not in ref.layers.used_elsewhere else None
         if side is None or side.bias is None or side.sizes[1] > MATRIX * ref.passes:
@@ -67,12 +68,12 @@ class InEigenbasis(Check):
         outputs, inputs = vectors[::-1] if turned else vectors
         bias = ref.params[bias_of(place.name)]
         columns = []
-        for vector in outputs:
+        for vector in (*outputs, *probe(outputs)):
             padded = torch.zeros_like(bias)
             padded[side.offset : side.offset + len(vector)] = vector
             columns.append(product(ref, bias_of(place.name), padded, place)[side.offset :][: len(vector)])
         moment = ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen)
-        expected = [eigen(outputs, columns), eigen(inputs, list(inputs @ moment))]
+        expected = [eigen(outputs, columns), eigen(inputs, list(torch.cat([inputs, probe(inputs)]) @ moment))]
         return expected[::-1] if turned else expected
 
     def is_drawn(self, factor: int) -> bool:
@@ -89,12 +90,18 @@ def unit(basis: Tensor, k: int) -> Tensor:
     return column
 
 
+def probe(vectors: Tensor) -> Tensor:
+    """A random direction `[1, D]`, along which the curvature is about the mean of the eigenvalues."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(1, vectors.shape[1], generator=generator, dtype=torch.float64)
+    return (drawn / drawn.norm()).to(vectors)
+
+
 def eigen(vectors: Tensor, products: list[Tensor]) -> Tensor:
-    """Products at the length of the vectors, where the eigenvalue is not too small to tell."""
-    values = [float((v * p.flatten()).sum()) for v, p in zip(vectors, products, strict=True)]
-    least = RESOLVED * max(values)
-    found = zip(vectors, products, values, strict=True)
-    return torch.stack([p.flatten() / size if size > least else v for v, p, size in found])
+    """Products at the length of the vectors, where the eigenvalue is not too small to tell beside that of a `probe`."""
+    flat = torch.stack([p.flatten() for p in products])
+    values = (torch.cat([vectors, probe(vectors)]) * flat).sum(1, keepdim=True)
+    return torch.where(values[:-1] > RESOLVED * values.max(), flat[:-1] / values[:-1], vectors)
 
 
 def as_parameter(ref: Reference, place: Place, vectors: list[Tensor]) -> Tensor:

@@ -76,3 +76,10 @@ def test_bags_of_a_large_vocabulary_are_refused() -> None:
     model, loss_fn = extended(nn.Sequential(nn.EmbeddingBag(20_000, 3, mode="sum")).double())
     with pytest.raises(UnsupportedLayer, match=r"no eigenbasis(?s:.*)Why: (?s:.*)Do: "):
         backward(model, loss_fn, torch.randint(20_000, (5, 2)), data()[1], E.EKFLR())
+
+
+def test_verify_does_not_compare_directions_without_curvature() -> None:
+    """Most inputs' directions have none where samples are few; what is looked at may be rounding alone."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(60, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(3, 60)
+    assert bpk.verify(model, nn.CrossEntropyLoss(), x, torch.arange(3), E.EKFLR(), entries=2).ok

@@ -341,6 +341,17 @@ def test_refusals() -> None:
         bpk.ntk(model, x, torch.randn(N, 4))
     with pytest.raises(ValueError, match=r"names \['1.weight'\]"):
         bpk.predictive_covariance(model, x, Diagonal({"1.weight": torch.ones(2, 3)}))
+    one = nn.Linear(1, 4)  # to which one number would be broadcast
+    for posterior in (
+        Diagonal({"weight": torch.ones(1)}),
+        Kronecker({"weight": [torch.eye(4), torch.eye(2)]}),
+        LowRank({"weight": torch.ones(2, 4)}),
+        LowRank({"weight": torch.ones(2, 4, 1)}, isotropic={"weight": torch.ones(1, 4)}),
+    ):
+        with pytest.raises(ValueError, match=r"for 'weight', which has the shape \[4, 1\]"):
+            bpk.predictive_covariance(one, torch.randn(N, 1), posterior)
+    with pytest.raises(ValueError, match="negative variance"):
+        bpk.predictive_covariance(one, torch.randn(N, 1), Diagonal({"weight": -torch.ones(4, 1)}))
     with pytest.raises(ValueError, match="No parameter of Linear requires gradients"):
         bpk.ntk(nn.Linear(3, 2).requires_grad_(False), x)
     with pytest.raises(ValueError, match="one tensor of real numbers"):
