@@ -105,6 +105,11 @@ class Batches:
         )
 
 
+def nothing() -> str:
+    """The refusal of a data set without batches, in many processes."""
+    return explain("The loader gave no batch to any rank.", "there is nothing to add up.", "look into its dataset.")
+
+
 def note(error: Exception, number: int) -> None:
     """Let an error that is somebody else's say at which batch it was."""
     if sys.version_info >= (3, 11):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bpk.distributed.rows import other_rows
-from bpk.extensions.over_batches import Rows, Size
+from bpk.extensions.over_batches import Parts, Rows, Size
 
-Found = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by field and parameter."""
+Found = Mapping[str, Mapping[str, Parts]]
+"""Statistics by field and parameter, of which a sink takes the rows."""
 
 Callback = Callable[[int, dict[str, dict[str, Tensor]]], Any]
 """`callback(batch_index, fields)` with rows of the summed loss by parameter and field."""
@@ -48,9 +48,9 @@ class Sink(ABC):
 
     def scaled(self, found: Found, size: Size) -> Iterator[tuple[str, str, Tensor]]:
         """Field, parameter and rows of the summed loss, `[N, ...]`."""
-        for field, by_name in found.items():
-            for name, rows in by_name.items():
-                yield field, name, self.rules[field].scaled({"": rows}, size)[""].movedim(self.rules[field].axis, 0)
+        for field, rule in self.rules.items():
+            for name, part in found[field].items():
+                yield field, name, rule.scaled(part, size)[""].movedim(rule.axis, 0)
 
 
 class Handed(Sink):

@@ -46,7 +46,7 @@ class Runner:
         loss_fn: nn.Module,
         context: Watched,
         step: StepOf | None,
-        device: torch.device | None,
+        device: torch.device | str | None,
         autocast: torch.dtype | None,
         divisor: DivisorOf | str | None,
     ) -> None:
@@ -61,7 +61,8 @@ class Runner:
                     "call model.requires_grad_(), or requires_grad_() of those that are meant.",
                 )
             )
-        self.device, self.autocast, self.divisor = device, autocast, divisor
+        self.device = None if device is None else torch.device(device)
+        self.autocast, self.divisor = autocast, divisor
         self.first: Seen | None = None
         self.loss: Any = None
 

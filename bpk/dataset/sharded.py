@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bpk.dataset.among import nothing
+from bpk.dataset.batches import nothing
 from bpk.dataset.progress import Progress
 from bpk.dataset.rows import Sink
 from bpk.dataset.run import OneBatch, Runner, all_finite, not_finite
@@ -120,7 +120,7 @@ def add_up_in_rounds(
         one = runner.run_one(number, batch, counts)
         if counts:
             if sink.rules:
-                sink.add(number, {f: {name: x[""] for name, x in one.fields[f].items()} for f in sink.rules}, one.size)
+                sink.add(number, one.fields, one.size)
             totals.batches, totals.loss = totals.batches + 1, totals.loss + one.loss * one.size.weight(1)
         totals.merge(one.fields, runner.size)
         progress.step(runner.size.samples)
