@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,14 +120,19 @@ def note(error: Exception, number: int) -> None:
 def form_of(batch: Any) -> str:
     """How a batch is built, in words: sizes do not count, nor does how long a list of equals is."""
     if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} tensor of {batch.dim()} axes"
+        return tensor_in_words(batch.dtype, batch.dim())
     if isinstance(batch, Mapping):
         return "{" + ", ".join(f"{key!r}: {form_of(value)}" for key, value in sorted(batch.items(), key=str)) + "}"
-    if isinstance(batch, list) and batch and len({form_of(part) for part in batch}) == 1:
-        return f"[{form_of(batch[0])}, ...]"
     if isinstance(batch, (tuple, list)):
-        return f"({', '.join(map(form_of, batch))})"
+        parts = [form_of(part) for part in batch]
+        return f"[{parts[0]}, ...]" if isinstance(batch, list) and len(set(parts)) == 1 else f"({', '.join(parts)})"
     return type(batch).__name__
+
+
+@cache
+def tensor_in_words(dtype: torch.dtype, axes: int) -> str:
+    """How tensors of a batch are described, which is asked of every batch."""
+    return f"{str(dtype).removeprefix('torch.')} tensor of {axes} axes"
 
 
 def moved(batch: Any, device: torch.device) -> Any:

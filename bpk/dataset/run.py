@@ -6,7 +6,6 @@ import cmath
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -86,7 +85,8 @@ class Runner:
         """Refuse a batch of which no loss can be computed."""
         if self.step is loss_of_pair:
             require_pair(number, batch)
-        if any(x.dim() and not len(x) for x in islice(tensors_anywhere(batch), 1)):
+        first = next(tensors_anywhere(batch), None)
+        if first is not None and first.dim() and not first.shape[0]:
             raise ValueError(not_finite(number, "no samples"))
 
     def passed(self, number: int, batch: Any) -> OneBatch:

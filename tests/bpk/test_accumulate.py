@@ -435,6 +435,7 @@ def test_adding_a_batch_is_merging_it(rule: OverBatches) -> None:
     names = {"Sums": [""], "Moments": ["sum", "squares"], "Factors": ["G", "A"]}[type(rule).__name__]
     first, second = ({name: torch.rand(3, 3, dtype=torch.float64) for name in names} for _ in range(2))
     few, many = Size(2, 3.0), Size(5, 7.0)
-    added = rule.add(rule.scaled(first, few), few, second, many)
+    totals = {"weight": rule.scaled(first, few)}
+    rule.add(totals, few, {"weight": second}, many)
     merged = rule.merge(rule.scaled(first, few), few, rule.scaled(second, many), many)
-    torch.testing.assert_close(added, merged)
+    torch.testing.assert_close(totals["weight"], merged)
