@@ -84,7 +84,7 @@ def accumulate(
 
     Raises:
         ValueError: If a batch is empty, not finite, or built differently (named by its number from 0); if the loader
-            ends early; if a checkpoint is damaged or that of another run.
+            ends earlier or later than its length says; if a checkpoint is damaged or that of another run.
         RuntimeError: If a process dies, or does something else than the others (named by its rank).
         OSError: If a file cannot be written; what was written before stays.
 
@@ -98,7 +98,7 @@ def accumulate(
     >>> result["weight"]["variance"].shape, [tuple(factor.shape) for factor in result["weight"]["kfac"]]
     (torch.Size([3, 4]), [(3, 3), (4, 4)])
     """
-    check(model, loss_fn, every, divisor, result)
+    check(model, loss_fn, divisor, checkpoint, every, result)
     sums, rows = combinations(extensions, batch_averages)
     sharded = in_shards(model, checkpoint is not None)
     quantities = (*extensions, Total()) if sharded else extensions
@@ -151,7 +151,14 @@ def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], 
     return InMemory(rules) if isinstance(per_sample, bool) else OnDisk(rules, Path(per_sample))
 
 
-def check(model: object, loss_fn: object, every: int, divisor: DivisorOf | str | None, result: str) -> None:
+def check(
+    model: object,
+    loss_fn: object,
+    divisor: DivisorOf | str | None,
+    checkpoint: str | os.PathLike[str] | None,
+    every: int,
+    result: str,
+) -> None:
     """Refuse arguments that mean nothing."""
     for name, module in {"model": model, "loss_fn": loss_fn}.items():
         if not isinstance(module, nn.Module):
@@ -162,9 +169,17 @@ def check(model: object, loss_fn: object, every: int, divisor: DivisorOf | str |
                     "pass a torch.nn.Module, such as torch.nn.CrossEntropyLoss() in the place of its function.",
                 )
             )
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"every={every!r} is no number of batches: pass a whole number of at least 1.")
     if not (divisor is None or divisor == "sum" or callable(divisor)):
         raise ValueError(f'divisor={divisor!r} is neither a function of a batch nor "sum".')
+    if checkpoint is not None and Path(checkpoint).is_dir():
+        raise IsADirectoryError(
+            explain(
+                f"checkpoint={os.fspath(checkpoint)!r} is a folder.",
+                "the state of a run is one file (in many processes, one for each rank, whose name begins like this).",
+                f"name a file in it: checkpoint={os.path.join(checkpoint, 'accumulate.ckpt')!r}.",
+            )
+        )
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every={every!r} is no number of batches: pass a whole number of at least 1.")
     if result not in RESULTS:
         raise ValueError(f"result={result!r} is none of {RESULTS}.")

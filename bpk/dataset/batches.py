@@ -83,6 +83,15 @@ class Batches:
         except Exception as error:
             note(error, self.number(self.count))
             raise
+        if self.count == self.announced:
+            raise ValueError(
+                explain(
+                    f"The loader goes on with batch {self.number(self.count)}, where it should have ended.",
+                    f"it announces {self.announced} by its length: one of both is wrong, and samples may come twice "
+                    "(workers of an IterableDataset that do not share it).",
+                    "correct the length (or the workers), or pass (batch for batch in loader), which has none.",
+                )
+            )
         here = form_of(batch)
         self.form = self.form or here
         if here != self.form:
