@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.fields.statistics import Uses
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.random_state import RandomState
 from bpk.kernels.passes import Compute, OfGradients, OfRoot, run, trained
 
@@ -71,7 +72,7 @@ def eigenpairs(model: nn.Module, loss: Tensor, k: int = 10, of: str = "ggn", mc_
 
     gram = run(model, loss, rows(Uses.gram), keep=True)[FIELD]
     v, n = gram.shape[:2]
-    values, vectors = torch.linalg.eigh(gram.view(v * n, v * n))
+    values, vectors = eigh(gram.view(v * n, v * n), "the Gram matrix")
     values, vectors = values.flip(0)[:k], vectors.flip(1)[:, :k]
     some = values > v * n * torch.finfo(values.dtype).eps * values[0].abs()
     values, vectors = values[some], vectors[:, some].T.reshape(-1, v, n)
