@@ -30,10 +30,7 @@ class Products(Rows):
         return self.memo("lead", self._lead)
 
     def _lead(self) -> tuple[int, int]:
-        sizes = {
-            key: len(block) for use in self.uses for blocks in self.blocks_of(use) for key, block in blocks.items()
-        }
-        return sum(sizes[key] for key in self.keys), self.count
+        return sum(map(self.columns_of, self.keys)), self.count
 
     def gram(self, split: int | None = None, aligned: bool = False) -> Tensor:
         """`<rows_vn, rows_wm>` `[V, n, V, n]`: those of the first `split` samples with those of the others, or all.
@@ -113,8 +110,7 @@ class Products(Rows):
 
     def sum_of_rows(self, weights: Tensor) -> Tensor:
         """`sum_vn w_kvn rows_vn` `[K, *p]`, for weights `[K, V, n]`."""
-        sizes = {key: len(blocks[key]) for use in self.uses for blocks in self.blocks_of(use) for key in blocks}
-        scales = dict(zip(self.keys, weights.split([sizes[key] for key in self.keys], 1), strict=True))
+        scales = dict(zip(self.keys, weights.split([*map(self.columns_of, self.keys)], 1), strict=True))
         parts = []
         for use in self.uses:
             for key, mat in use.arrived.blocks.items():
@@ -122,7 +118,7 @@ class Products(Rows):
                 scale = scale if use.samples is None else scale[:, :, use.samples]
                 sums = torch.einsum("kvn,vn...->kn...", scale, mat)
                 parts.append(use.rule.jac_t_mat_prod(use.call, sums, use.name, sum_batch=True))
-            for key, rows in use.arrived.of_params.get(use.name, {}).items():
+            for key, rows in use.own.items():
                 parts.append(torch.einsum("kvn,vn...->k...", scales[key].to(rows.dtype), rows))
         return add_up(parts)
 
@@ -148,7 +144,7 @@ class Products(Rows):
     def _outers(self) -> Sequence[Outer]:
         found: list[Outer] = []
         for number, use in enumerate(self.uses):
-            if use.arrived.of_params.get(use.name) or use.arrived.blocks.keys() != set(self.keys):
+            if use.own or use.arrived.blocks.keys() != set(self.keys):
                 return ()
             parts = use.rule.outer(use.call, join([use.arrived.blocks[key] for key in self.keys]), use.name)
             ordered = [part if use.samples is None else by_sample(part, use.samples, self.batch_size) for part in parts]
