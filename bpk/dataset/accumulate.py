@@ -10,22 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpk.context import check_extension, check_fields
-from bpk.dataset.among import RESULTS, collect, combine, deal, others, own_path
+from bpk.dataset.adding_up import add_up
+from bpk.dataset.among import RESULTS, add_up_among, others, own_folder, own_path
 from bpk.dataset.batches import Batches, StepOf
+from bpk.dataset.combining import combinations
 from bpk.dataset.fingerprint import fingerprint, versions
 from bpk.dataset.keeper import Keeper
 from bpk.dataset.model_as_found import extended, set_aside
 from bpk.dataset.on_disk import OnDisk
-from bpk.dataset.progress import Progress
 from bpk.dataset.randomness import Randomness
 from bpk.dataset.result import Accumulated
 from bpk.dataset.rows import Callback, Handed, InMemory, Sink
 from bpk.dataset.run import DivisorOf, Runner
-from bpk.dataset.sharded import ShardedRunner, Total, add_up_in_rounds, in_shards
+from bpk.dataset.sharded import ShardedRunner, Total, in_shards
 from bpk.dataset.totals import Totals
 from bpk.dataset.watched import Watched
-from bpk.distributed.processes import Processes
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
 from bpk.jacobians.core.errors import explain
@@ -37,17 +36,17 @@ def accumulate(
     loader: Iterable[Any],
     *extensions: BackpropExtension,
     step: StepOf | None = None,
+    divisor: DivisorOf | str | None = None,
     device: torch.device | str | None = None,
     autocast: torch.dtype | None = None,
-    divisor: DivisorOf | str | None = None,
+    chunk_size: int | None = None,
+    memory: int | None = None,
     per_sample: bool | str | os.PathLike[str] = False,
     callback: Callback | None = None,
     batch_averages: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 100,
     progress: bool | None = None,
-    chunk_size: int | None = None,
-    memory: int | None = None,
     split: bool | None = None,
     result: str = "all",
     timeout: float = 600,
@@ -66,17 +65,17 @@ def accumulate(
         loader: Gives the batches: a `DataLoader`, or anything to iterate over.
         *extensions: Instances, such as `KFAC()`; without any, the result has the gradient alone.
         step: `step(model, loss_fn, batch)` gives the loss of a batch (default: `loss_fn(model(x), y)` of pairs).
+        divisor: By what the loss of a batch divides, `divisor(batch)`, or `"sum"`, for losses that do not tell.
         device: Where to move the tensors of batches (default: they stay).
         autocast: The type for `torch.autocast` in forward passes.
-        divisor: By what the loss of a batch divides, `divisor(batch)`, or `"sum"`, for losses that do not tell.
+        chunk_size: As in `bpk.backpack`.
+        memory: As in `bpk.backpack`.
         per_sample: Where fields with a row for each sample go: `True` for memory, a folder for memory-mapped arrays.
         callback: Takes these instead, `callback(batch_index, fields)`: by parameter and field, rows of the summed loss.
         batch_averages: Allow quantities that are no sums over batches (KFRA), as weighted means of those of batches.
         checkpoint: A file from which a run that was killed goes on, bit for bit on a processor.
         every: After how many batches it is written.
         progress: Show how far it is (default: on terminals and in notebooks).
-        chunk_size: As in `bpk.backpack`.
-        memory: As in `bpk.backpack`.
         split: In many processes (`torchrun`), whether each takes every so many-th batch of the loader (default: unless
             its sampler is a `DistributedSampler`), or all that its own loader gives.
         result: In many processes, `"all"` gives all of them the whole result; with `"owner"`, sums of a parameter are
@@ -85,7 +84,7 @@ def accumulate(
 
     Raises:
         ValueError: If a batch is empty, not finite, or built differently (named by its number from 0); if the loader
-            ends early; if a checkpoint is damaged or that of another run.
+            ends earlier or later than its length says; if a checkpoint is damaged or that of another run.
         RuntimeError: If a process dies, or does something else than the others (named by its rank).
         OSError: If a file cannot be written; what was written before stays.
 
@@ -99,63 +98,26 @@ def accumulate(
     >>> result["weight"]["variance"].shape, [tuple(factor.shape) for factor in result["weight"]["kfac"]]
     (torch.Size([3, 4]), [(3, 3), (4, 4)])
     """
-    check(model, loss_fn, every, divisor, result)
-    rules = combinations(extensions, batch_averages)
-    check_fields(extensions)
+    check(model, loss_fn, divisor, checkpoint, every, result)
+    sums, rows = combinations(extensions, batch_averages)
     sharded = in_shards(model, checkpoint is not None)
-    totals = Totals({field: rule for field, rule in rules.items() if not isinstance(rule, Rows)})
-    context = Watched(
-        *extensions, *([Total()] if sharded else []), asks=divisor is None, chunk_size=chunk_size, memory=memory
-    )
-    at = None if device is None else torch.device(device)
-    runner = (ShardedRunner if sharded else Runner)(model, loss_fn, context, step, at, autocast, divisor)
-    with others(timeout) as processes, set_aside(runner.params, (*rules, Total.field)), extended(model, loss_fn):
-        here = own_folder(per_sample, processes, result)
-        sink = sink_for({field: rule for field, rule in rules.items() if isinstance(rule, Rows)}, here, callback)
-        options = {"autocast": autocast, "batch_averages": batch_averages, "per_sample": bool(per_sample)}
-        alone = checkpoint is None and processes is None
-        known = {} if alone else fingerprint(model, loss_fn, extensions, loader, options)
+    quantities = (*extensions, Total()) if sharded else extensions
+    context = Watched(*quantities, asks=divisor is None, chunk_size=chunk_size, memory=memory)
+    runner = (ShardedRunner if sharded else Runner)(model, loss_fn, context, step, device, autocast, divisor)
+    fields = (*sums, *rows, Total.field)
+    with others(timeout) as processes, set_aside(runner.params, fields), extended(model, loss_fn):
+        totals, sink = Totals(sums), sink_for(rows, own_folder(per_sample, processes, result), callback)
+        known = {}
+        if checkpoint is not None or processes is not None:
+            options = {"autocast": autocast, "batch_averages": batch_averages, "per_sample": bool(per_sample)}
+            known = fingerprint(model, loss_fn, extensions, loader, options)
         keeper = Keeper(own_path(checkpoint, processes), every, totals, sink, runner, Randomness(loader), known)
-        done, now = keeper.take_up()
-        if processes is None:
-            if not done:
-                add_up(Batches(loader), keeper, now, progress)
-        else:
-            share, before = deal(loader, processes, split, keeper, done), keeper.randomness.now()
-            batches = Batches(share, share.number, may_be_empty=True)
-            shown = progress if processes.rank == 0 else False
-            if isinstance(runner, ShardedRunner):
-                runner.begin(processes)
-                add_up_in_rounds(batches, runner, totals, sink, Progress(batches.announced, 0, shown))
-            elif not done:
-                add_up(batches, keeper, now, shown)
-            keeper.randomness.set(before)
-            share.check(done)
-            if not sharded:
-                combine(processes, totals, runner.device_of_sums, result)
-            if isinstance(sink, InMemory) and result == "all":
-                collect(sink, processes)
+        keeper.take_up()
+        if processes is not None:
+            add_up_among(processes, loader, keeper, split=split, progress=progress, result=result)
+        elif not keeper.done:
+            add_up(Batches(loader), keeper, progress)
     return result_of(totals, sink, extensions)
-
-
-def add_up(batches: Batches, keeper: Keeper, now: dict[str, Any] | None, progress: bool | None) -> None:
-    """Pass over the batches, from where an earlier run was; `now` are the states of random generators there."""
-    totals, sink = keeper.totals, keeper.sink
-    if now is not None and totals.batches:
-        batches.skip(totals.batches)
-        keeper.randomness.set(now)
-    shown = Progress(batches.announced, totals.batches, progress)
-    for number, batch in batches:
-        one = keeper.runner.run(number, batch)
-        if sink.rules:
-            sink.add(number, {f: {name: x[""] for name, x in one.fields[f].items()} for f in sink.rules}, one.size)
-        totals.add(one.fields, one.size, one.loss)
-        shown.step(one.size.samples)
-        del one  # its memory is that of the next batch's gradients and fields
-        keeper.added()
-    totals.require_finite()
-    keeper.write(done=True)
-    shown.close()
 
 
 def result_of(totals: Totals, sink: Sink, extensions: Sequence[BackpropExtension]) -> Accumulated:
@@ -171,31 +133,6 @@ def result_of(totals: Totals, sink: Sink, extensions: Sequence[BackpropExtension
     )
     loss = totals.loss / size.weight(1)
     return Accumulated(fields, size.samples, totals.batches, size.divisor, loss, notes, versions())
-
-
-def combinations(extensions: Sequence[BackpropExtension], batch_averages: bool) -> dict[str, OverBatches]:
-    """By field: how it is made of those of batches; refuses what is not."""
-    rules: dict[str, OverBatches] = {}
-    for extension in extensions:
-        check_extension(extension)
-        rule, reason, do = extension.over_batches, "", "leave it out, and add up in a loop over the loader yourself."
-        if extension.subsampling is not None:
-            reason, do = (
-                "subsampling= chooses samples of a batch",
-                "pass a loader of torch.utils.data.Subset(dataset, ...).",
-            )
-        elif extension.has_module_extensions:
-            reason = "nothing tells how what a hand-written module extension returns adds up"
-        elif not isinstance(rule, OverBatches):
-            reason, _, way_out = (rule or f"{type(extension).__name__} does not declare over_batches").partition("\n")
-            do = way_out or do
-        elif rule.approximates and not batch_averages:
-            reason, do = rule.approximates, "use KFLR or KFAC, or batch_averages=True for the batches' weighted mean."
-        if reason:
-            raise ValueError(explain(f"{extension} cannot be accumulated over batches.", f"{reason}.", do))
-        assert isinstance(rule, OverBatches)
-        rules[extension.savefield] = rule
-    return rules
 
 
 def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], callback: Callback | None) -> Sink:
@@ -214,24 +151,14 @@ def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], 
     return InMemory(rules) if isinstance(per_sample, bool) else OnDisk(rules, Path(per_sample))
 
 
-def own_folder(
-    per_sample: bool | str | os.PathLike[str], processes: Processes | None, result: str
-) -> bool | str | os.PathLike[str]:
-    """Where rows of samples go in this process."""
-    if processes is None or isinstance(per_sample, bool):
-        return per_sample
-    if result != "owner":
-        raise ValueError(
-            explain(
-                f"per_sample={os.fspath(per_sample)!r} cannot give every rank all rows.",
-                "each rank writes those of its own batches, into a folder of its own.",
-                'pass result="owner", or per_sample=True to keep all rows in the memory of every rank.',
-            )
-        )
-    return Path(per_sample) / f"rank{processes.rank}-of-{processes.world}"
-
-
-def check(model: object, loss_fn: object, every: int, divisor: DivisorOf | str | None, result: str) -> None:
+def check(
+    model: object,
+    loss_fn: object,
+    divisor: DivisorOf | str | None,
+    checkpoint: str | os.PathLike[str] | None,
+    every: int,
+    result: str,
+) -> None:
     """Refuse arguments that mean nothing."""
     for name, module in {"model": model, "loss_fn": loss_fn}.items():
         if not isinstance(module, nn.Module):
@@ -242,9 +169,17 @@ def check(model: object, loss_fn: object, every: int, divisor: DivisorOf | str |
                     "pass a torch.nn.Module, such as torch.nn.CrossEntropyLoss() in the place of its function.",
                 )
             )
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"every={every!r} is no number of batches: pass a whole number of at least 1.")
     if not (divisor is None or divisor == "sum" or callable(divisor)):
         raise ValueError(f'divisor={divisor!r} is neither a function of a batch nor "sum".')
+    if checkpoint is not None and Path(checkpoint).is_dir():
+        raise IsADirectoryError(
+            explain(
+                f"checkpoint={os.fspath(checkpoint)!r} is a folder.",
+                "the state of a run is one file (in many processes, one for each rank, whose name begins like this).",
+                f"name a file in it: checkpoint={os.path.join(checkpoint, 'accumulate.ckpt')!r}.",
+            )
+        )
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every={every!r} is no number of batches: pass a whole number of at least 1.")
     if result not in RESULTS:
         raise ValueError(f"result={result!r} is none of {RESULTS}.")

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpk.dataset.adding_up import add_up
+from bpk.dataset.batches import Batches, nothing
 from bpk.dataset.fingerprint import digest
 from bpk.dataset.keeper import Keeper
+from bpk.dataset.progress import Progress
 from bpk.dataset.rows import InMemory
+from bpk.dataset.sharded import ShardedRunner, add_up_in_rounds
 from bpk.dataset.totals import Totals
 from bpk.distributed.processes import Processes, join
 from bpk.distributed.rows import rows_of_all
@@ -48,16 +52,54 @@ def own_path(path: str | os.PathLike[str] | None, processes: Processes | None) -
     return Path(f"{os.fspath(path)}.rank{processes.rank}-of-{processes.world}")
 
 
-def deal(
-    loader: Iterable[Any],
+def own_folder(
+    per_sample: bool | str | os.PathLike[str], processes: Processes | None, result: str
+) -> bool | str | os.PathLike[str]:
+    """Where rows of samples go in this process."""
+    if processes is None or isinstance(per_sample, bool):
+        return per_sample
+    if result != "owner":
+        raise ValueError(
+            explain(
+                f"per_sample={os.fspath(per_sample)!r} cannot give every rank all rows.",
+                "each rank writes those of its own batches, into a folder of its own.",
+                'pass result="owner", or per_sample=True to keep all rows in the memory of every rank.',
+            )
+        )
+    return Path(per_sample) / f"rank{processes.rank}-of-{processes.world}"
+
+
+def add_up_among(
     processes: Processes,
-    split: bool | None,
+    loader: Iterable[Any],
     keeper: Keeper,
-    done: bool,
-) -> Share:
+    *,
+    split: bool | None,
+    progress: bool | None,
+    result: str,
+) -> None:
+    """Pass over the data set together with others, and put together what all have found."""
+    runner, totals, sink, randomness = keeper.runner, keeper.totals, keeper.sink, keeper.randomness
+    share, before = deal(loader, processes, split, keeper), randomness.now()
+    batches = Batches(share, share.number, may_be_empty=True)
+    show = progress if processes.rank == 0 else False
+    if isinstance(runner, ShardedRunner):
+        runner.begin(processes)
+        add_up_in_rounds(batches, runner, totals, sink, Progress(batches.announced, 0, show))
+    elif not keeper.done:
+        add_up(batches, keeper, show)
+    randomness.set(before)
+    share.check(keeper.done)
+    if not isinstance(runner, ShardedRunner):
+        combine(processes, totals, runner.device_of_sums, result)
+    if isinstance(sink, InMemory) and result == "all":
+        collect(sink, processes)
+
+
+def deal(loader: Iterable[Any], processes: Processes, split: bool | None, keeper: Keeper) -> Share:
     """The share of this process, as it was before the first batch where a run goes on."""
     now = keeper.randomness.now()
-    if done:
+    if keeper.done:
         keeper.randomness.set(keeper.start)
     share = Share(loader, processes, split, digest)
     keeper.randomness.set(now)
@@ -76,11 +118,6 @@ def combine(processes: Processes, totals: Totals, device: torch.device, result: 
     totals.parts = {field: found.get(field, {}) for field in totals.rules}
     totals.size = together(sizes)
     totals.batches, totals.loss = sum(n for _, n, _ in told), sum(loss for _, _, loss in told)
-
-
-def nothing() -> str:
-    """The refusal of a data set without batches."""
-    return explain("The loader gave no batch to any rank.", "there is nothing to add up.", "look into its dataset.")
 
 
 def collect(kept: InMemory, processes: Processes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,6 +83,15 @@ class Batches:
         except Exception as error:
             note(error, self.number(self.count))
             raise
+        if self.count == self.announced:
+            raise ValueError(
+                explain(
+                    f"The loader goes on with batch {self.number(self.count)}, where it should have ended.",
+                    f"it announces {self.announced} by its length: one of both is wrong, and samples may come twice "
+                    "(workers of an IterableDataset that do not share it).",
+                    "correct the length (or the workers), or pass (batch for batch in loader), which has none.",
+                )
+            )
         here = form_of(batch)
         self.form = self.form or here
         if here != self.form:
@@ -105,6 +115,11 @@ class Batches:
         )
 
 
+def nothing() -> str:
+    """The refusal of a data set without batches, in many processes."""
+    return explain("The loader gave no batch to any rank.", "there is nothing to add up.", "look into its dataset.")
+
+
 def note(error: Exception, number: int) -> None:
     """Let an error that is somebody else's say at which batch it was."""
     if sys.version_info >= (3, 11):
@@ -114,14 +129,19 @@ def note(error: Exception, number: int) -> None:
 def form_of(batch: Any) -> str:
     """How a batch is built, in words: sizes do not count, nor does how long a list of equals is."""
     if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} tensor of {batch.dim()} axes"
+        return tensor_in_words(batch.dtype, batch.dim())
     if isinstance(batch, Mapping):
         return "{" + ", ".join(f"{key!r}: {form_of(value)}" for key, value in sorted(batch.items(), key=str)) + "}"
-    if isinstance(batch, list) and batch and len({form_of(part) for part in batch}) == 1:
-        return f"[{form_of(batch[0])}, ...]"
     if isinstance(batch, (tuple, list)):
-        return f"({', '.join(map(form_of, batch))})"
+        parts = [form_of(part) for part in batch]
+        return f"[{parts[0]}, ...]" if isinstance(batch, list) and len(set(parts)) == 1 else f"({', '.join(parts)})"
     return type(batch).__name__
+
+
+@cache
+def tensor_in_words(dtype: torch.dtype, axes: int) -> str:
+    """How tensors of a batch are described, which is asked of every batch."""
+    return f"{str(dtype).removeprefix('torch.')} tensor of {axes} axes"
 
 
 def moved(batch: Any, device: torch.device) -> Any:

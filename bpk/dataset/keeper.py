@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from bpk.dataset.watched import Seen
 class Keeper:
     """Writes a run to a file every so many batches, and puts a run back to where the file says.
 
-    `start` has the states of the random generators before the first batch, from which a loader shuffles alike.
+    `start` has the states of the random generators before the first batch, from which a loader shuffles alike. Of an
+    earlier run, `now` has those after the last batch that it added up, and `done` says whether that was all.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None,
+        path: Path | None,
         every: int,
         totals: Totals,
         sink: Sink,
@@ -30,33 +30,40 @@ class Keeper:
         randomness: Randomness,
         fingerprint: dict[str, str],
     ) -> None:
-        self.path, self.every = None if path is None else Path(path), every
+        self.path, self.every = path, every
         self.totals, self.sink, self.runner, self.randomness = totals, sink, runner, randomness
         self.fingerprint = fingerprint
         self.start: dict[str, Any] = {}
+        self.now: dict[str, Any] | None = None
+        self.done = False
 
-    def take_up(self) -> tuple[bool, dict[str, Any] | None]:
-        """Whether all batches were added up, and the states of generators after those that were (`None`: none was)."""
-        if self.path is None:
-            self.sink.begin()
-            return False, None
-        if not self.path.exists():
-            self.sink.begin()
+    def take_up(self) -> None:
+        """Go on from where an earlier run was, or begin."""
+        if self.path is None or not self.path.exists():
+            self.begin()
+        else:
+            self.restore(self.path)
+
+    def begin(self) -> None:
+        """No batch was added up before."""
+        self.sink.begin()
+        if self.path is not None:
             self.start = self.randomness.now()
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise not_written(self.path, error) from error
             self.write(False)  # what cannot be written is told now; and a run that is killed early shuffles alike
-            return False, None
-        state = read(self.path)
-        require_same(self.path, state["fingerprint"], self.fingerprint)
+
+    def restore(self, path: Path) -> None:
+        """Take up what is in the file."""
+        state = read(path)
+        require_same(path, state["fingerprint"], self.fingerprint)
         self.totals.restore(state["totals"])
         self.sink.restore(state["rows"], state["done"])
         self.runner.first = None if state["first"] is None else Seen(*state["first"])
-        self.start = state["start"]
-        self.randomness.set(state["now"] if state["done"] else self.start)
-        return state["done"], state["now"]
+        self.start, self.now, self.done = state["start"], state["now"], state["done"]
+        self.randomness.set(state["now"] if self.done else self.start)
 
     def added(self) -> None:
         """One more batch was added up."""

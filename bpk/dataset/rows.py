@@ -16,8 +16,8 @@ from bpk.distributed.rows import other_rows
 from bpk.extensions.over_batches import Parts, Rows, Size
 from bpk.jacobians.core.errors import explain
 
-Found = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by field and parameter."""
+Found = Mapping[str, Mapping[str, Parts]]
+"""Statistics by field and parameter, of which a sink takes the rows."""
 
 Callback = Callable[[int, dict[str, dict[str, Any]]], Any]
 """`callback(batch_index, fields)` with rows of the summed loss by parameter and field."""
@@ -27,15 +27,27 @@ BETWEEN = ".."
 """What stands between the name of a parameter, where it does not occur, and that of a part of a field."""
 
 
-def apart(name: str, parts: Parts) -> dict[str, Parts]:
-    """Rows of a parameter by name, each part of a field (the factors of a sample) for itself."""
-    return {name + BETWEEN * bool(part) + part: {"": rows} for part, rows in parts.items()}
+def name_of(param: str, part: str) -> str:
+    """What the rows of a part of a field are called: of a parameter, or of one of the factors there (`"0G"`)."""
+    return param + BETWEEN * bool(part) + part
 
 
 def owner(name: str) -> tuple[str, str]:
     """Parameter and part of such a name."""
     param, _, part = name.partition(BETWEEN)
     return param, part
+
+
+def require_dense(field: str, param: str, rows: Tensor) -> None:
+    """Refuse rows that cannot be stored."""
+    if rows.is_sparse:
+        raise ValueError(
+            explain(
+                f"'{field}' of '{param}' {list(rows.shape)} is sparse, and has no rows that can be stored.",
+                "the parameter has no input factor, and is too large for a block of each sample.",
+                "freeze it (requires_grad_(False)), or use BatchDiagGGNExact or BatchDiagGGNMC.",
+            )
+        )
 
 
 class Sink(ABC):
@@ -64,18 +76,11 @@ class Sink(ABC):
 
     def scaled(self, found: Found, size: Size) -> Iterator[tuple[str, str, Tensor]]:
         """Field, parameter and rows of the summed loss, `[N, ...]`."""
-        for field, by_name in found.items():
-            for name, rows in by_name.items():
-                param, part = owner(name)
-                if rows.is_sparse:
-                    raise ValueError(
-                        explain(
-                            f"'{field}' of '{param}' {list(rows.shape)} is sparse, and has no rows that can be stored.",
-                            "the parameter has no input factor, and is too large for a block of each sample.",
-                            "freeze it (requires_grad_(False)), or use BatchDiagGGNExact or BatchDiagGGNMC.",
-                        )
-                    )
-                yield field, name, self.rules[field].scaled({part: rows}, size)[part].movedim(self.rules[field].axis, 0)
+        for field, rule in self.rules.items():
+            for param, parts in found[field].items():
+                for part, rows in rule.scaled(parts, size).items():
+                    require_dense(field, param, rows)
+                    yield field, name_of(param, part), rows.movedim(rule.axis, 0)
 
     def together(self, found: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Any]]:
         """Fields by parameter, of rows by field and name."""

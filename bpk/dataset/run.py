@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import cmath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bpk.dataset.batches import StepOf, loss_of_pair, moved, note, require_pair
-from bpk.dataset.rows import apart
 from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
-from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.extensions.over_batches import Parts, Rows, Size
+from bpk.extensions.over_batches import Parts, Size
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.losses.loss_call import tensors_anywhere
@@ -48,7 +45,7 @@ class Runner:
         loss_fn: nn.Module,
         context: Watched,
         step: StepOf | None,
-        device: torch.device | None,
+        device: torch.device | str | None,
         autocast: torch.dtype | None,
         divisor: DivisorOf | str | None,
     ) -> None:
@@ -63,7 +60,8 @@ class Runner:
                     "call model.requires_grad_(), or requires_grad_() of those that are meant.",
                 )
             )
-        self.device, self.autocast, self.divisor = device, autocast, divisor
+        self.device = None if device is None else torch.device(device)
+        self.autocast, self.divisor = autocast, divisor
         self.first: Seen | None = None
         self.loss: Any = None
 
@@ -87,7 +85,8 @@ class Runner:
         """Refuse a batch of which no loss can be computed."""
         if self.step is loss_of_pair:
             require_pair(number, batch)
-        if any(x.dim() and not len(x) for x in islice(tensors_anywhere(batch), 1)):
+        first = next(tensors_anywhere(batch), None)
+        if first is not None and first.dim() and not first.shape[0]:
             raise ValueError(not_finite(number, "no samples"))
 
     def passed(self, number: int, batch: Any) -> OneBatch:
@@ -175,16 +174,8 @@ class Runner:
         for extension in self.context.extensions:
             field = extension.savefield
             known = {name: vars(p)[field] for name, p in self.params.items() if field in vars(p)}
-            found[field] = by_name(extension, known)
+            found[field] = {name: x if isinstance(x, dict) else {"": x} for name, x in known.items()}
         return found
-
-
-def by_name(extension: BackpropExtension, known: Mapping[str, Any]) -> dict[str, Parts]:
-    """The statistics of parameters, in parts; the parts of rows are apart."""
-    parts: dict[str, Parts] = {name: x if isinstance(x, dict) else {"": x} for name, x in known.items()}
-    if not isinstance(extension.over_batches, Rows):
-        return parts
-    return {name: x for param, of in parts.items() for name, x in apart(param, of).items()}
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bpk.dataset.among import nothing
+from bpk.dataset.batches import nothing
 from bpk.dataset.progress import Progress
 from bpk.dataset.rows import Sink
-from bpk.dataset.run import OneBatch, Runner, all_finite, by_name, not_finite
+from bpk.dataset.run import OneBatch, Runner, all_finite, not_finite
 from bpk.dataset.totals import GRADIENT, Totals
 from bpk.distributed.processes import Processes, are_there, lost
 from bpk.distributed.sharded import Sharded
@@ -106,7 +106,9 @@ class ShardedRunner(Runner):
         for extension in self.context.extensions:
             field = extension.savefield
             known = {name: vars(p).pop(field) for name, p in self.params.items() if field in vars(p)}
-            found[GRADIENT if isinstance(extension, Total) else field] = by_name(extension, known)
+            found[GRADIENT if isinstance(extension, Total) else field] = {
+                name: x if isinstance(x, dict) else {"": x} for name, x in known.items()
+            }
         return found
 
 
@@ -118,7 +120,7 @@ def add_up_in_rounds(
         one = runner.run_one(number, batch, counts)
         if counts:
             if sink.rules:
-                sink.add(number, {f: {name: x[""] for name, x in one.fields[f].items()} for f in sink.rules}, one.size)
+                sink.add(number, one.fields, one.size)
             totals.batches, totals.loss = totals.batches + 1, totals.loss + one.loss * one.size.weight(1)
         totals.merge(one.fields, runner.size)
         progress.step(runner.size.samples)

@@ -34,26 +34,16 @@ class Totals:
                 rule.require(self.size, size)
         for field, rule in self.rules.items():
             totals, given = self.parts[field], found.get(field, {})
-            if self.size is not None and totals.keys() == given.keys():
-                for name, part in given.items():
-                    totals[name] = rule.add(totals[name], self.size, part, size)
+            if self.size is None:
+                totals.update({name: rule.scaled(part, size) for name, part in given.items()})
                 continue
-            for name in dict.fromkeys((*totals, *given)):
-                totals[name] = self.added(rule, totals.get(name), given.get(name), size)
+            if totals.keys() != given.keys():
+                totals.update({name: zeros(rule.scaled(given[name], size)) for name in given if name not in totals})
+                given = {name: given.get(name) or zeros(total) for name, total in totals.items()}
+            rule.add(totals, self.size, given, size)
         self.loss += loss * size.weight(1)
         self.size = size if self.size is None else self.size + size
         self.batches += 1
-
-    def added(self, rule: OverBatches, total: Parts | None, part: Parts | None, size: Size) -> Parts:
-        """One total with one more batch."""
-        if part is None:
-            assert total is not None and self.size is not None
-            return rule.merge(total, self.size, zeros(total), size)
-        if total is not None:
-            assert self.size is not None
-            return rule.add(total, self.size, part, size)
-        total = rule.scaled(part, size)
-        return total if self.size is None else rule.merge(zeros(total), self.size, total, size)
 
     def merge(self, found: Mapping[str, Mapping[str, Parts]], size: Size) -> None:
         """Add totals of more batches, in memory that they may share from now on."""

@@ -149,25 +149,23 @@ def put(param: Tensor, field: str, value: Any, noted: Noted | None) -> None:
         slot[field] = Local(noted, done=True)
 
 
-def rule_of(extension: BackpropExtension, batch_averages: bool) -> OverBatches:
-    """How an extension's fields add up over batches."""
-    rule, reason, do = extension.over_batches, "", "use another quantity."
+def rule_of(
+    extension: BackpropExtension,
+    batch_averages: bool,
+    refused: str = "Fields of {} cannot be put together over processes.",
+    do: str = "use another quantity.",
+) -> OverBatches:
+    """How an extension's fields add up over batches; what is `refused` does not."""
+    rule, reason = extension.over_batches, ""
     if extension.has_module_extensions:
         reason = "nothing tells how what a hand-written module extension returns adds up"
     elif not isinstance(rule, OverBatches):
         reason, _, way_out = (rule or f"{type(extension).__name__} does not declare over_batches").partition("\n")
         do = way_out or do
     elif rule.approximates and not batch_averages:
-        reason = rule.approximates
-        do = "use another quantity, or batch_averages=True where the batches' weighted mean will do."
+        reason, do = rule.approximates, "use KFLR or KFAC, or batch_averages=True for the batches' weighted mean."
     if reason or not isinstance(rule, OverBatches):
-        raise ValueError(
-            explain(
-                f"Fields of {extension} cannot be put together over processes.",
-                f"{reason}.",
-                do,
-            )
-        )
+        raise ValueError(explain(refused.format(extension), f"{reason}.", do))
     return rule
 
 

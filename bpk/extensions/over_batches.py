@@ -76,9 +76,10 @@ class OverBatches(ABC):
     def whole(self, total: Parts, size: Size) -> Any:
         """The field of one batch with all samples."""
 
-    def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
-        """Add the statistic of one more batch to a total, in the total's memory."""
-        return self.merge(total, of_total, self.scaled(part, size), size)
+    def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
+        """Add the statistics of one more batch to totals, in the totals' memory; both by parameter."""
+        for param, part in parts.items():
+            totals[param] = self.merge(totals[param], of_total, self.scaled(part, size), size)
 
     @abstractmethod
     def unscaled(self, part: Parts, scale: float) -> Parts:
@@ -93,9 +94,10 @@ class Sums(OverBatches):
     """Sums over samples of something that is proportional to a `power` of the loss.
 
     >>> import torch
-    >>> sums, half = Sums(), {"": torch.tensor([3.0])}
-    >>> total = sums.add(sums.scaled(half, Size(1, 1.0)), Size(1, 1.0), half, Size(3, 3.0))
-    >>> sums.whole(total, Size(4, 4.0))
+    >>> sums, batch = Sums(), {"weight": {"": torch.tensor([3.0])}}
+    >>> totals = {"weight": sums.scaled(batch["weight"], Size(1, 1.0))}
+    >>> sums.add(totals, Size(1, 1.0), batch, Size(3, 3.0))
+    >>> sums.whole(totals["weight"], Size(4, 4.0))
     tensor([3.])
     """
 
@@ -113,8 +115,19 @@ class Sums(OverBatches):
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
         return {name: added(x, other[name]) for name, x in total.items()}
 
-    def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
-        return {name: added(x, part[name], self.weight(name, size)) for name, x in total.items()}
+    def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
+        dense: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        for param, part in parts.items():
+            total = totals[param]
+            for name, x in part.items():
+                if total[name].layout is x.layout is torch.strided:
+                    ours, theirs = dense.setdefault(name, ([], []))
+                    ours.append(total[name])
+                    theirs.append(x)
+                else:
+                    total[name] = added(total[name], x, self.weight(name, size))
+        for name, (ours, theirs) in dense.items():
+            torch._foreach_add_(ours, theirs, alpha=self.weight(name, size))  # those of all parameters in one call
 
     def whole(self, total: Parts, size: Size) -> Any:
         return total[""] / self.weight("", size)

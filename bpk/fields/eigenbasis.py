@@ -9,11 +9,11 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import Uses
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import WHOLE
-from bpk.jacobians.second_order.factoring import eigh
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.kroneckers import diagonal, sparse_diagonal
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.products import add_up
 
 
@@ -33,5 +34,5 @@ def nearest_kronecker(terms: list[list[Tensor]]) -> list[Tensor]:
 def root_of_gram(matrices: list[Tensor]) -> Tensor:
     """`R` with `(R^T R)_ij = <M_i, M_j>`."""
     gram = torch.stack([torch.stack([(a * b).sum() for b in matrices]) for a in matrices])
-    values, vectors = torch.linalg.eigh(gram.double())
+    values, vectors = eigh(gram.double(), "a Gram matrix of Kronecker factors")
     return (values.clamp(min=0).sqrt()[:, None] * vectors.T).to(gram.dtype)

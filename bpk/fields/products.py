@@ -30,10 +30,7 @@ class Products(Rows):
         return self.memo("lead", self._lead)
 
     def _lead(self) -> tuple[int, int]:
-        sizes = {
-            key: len(block) for use in self.uses for blocks in self.blocks_of(use) for key, block in blocks.items()
-        }
-        return sum(sizes[key] for key in self.keys), self.count
+        return sum(map(self.columns_of, self.keys)), self.count
 
     def gram(self, split: int | None = None, aligned: bool = False) -> Tensor:
         """`<rows_vn, rows_wm>` `[V, n, V, n]`: those of the first `split` samples with those of the others, or all.
@@ -117,7 +114,7 @@ class Products(Rows):
         """`sum_n rows_vn` `[V, *p]` of a block."""
         parts = []
         for use in self.uses:
-            blocks, own = self.blocks_of(use)
+            blocks, own = use.arrived.blocks, use.own
             if key in blocks:
                 parts.append(use.rule.jac_t_mat_prod(use.call, blocks[key], use.name, sum_batch=True))
             if key in own:
@@ -147,7 +144,7 @@ class Products(Rows):
         """The same of some blocks of columns."""
         found: list[Outer] = []
         for number, use in enumerate(self.uses):
-            if use.arrived.of_params.get(use.name) or use.arrived.blocks.keys() != set(self.keys):
+            if use.own or use.arrived.blocks.keys() != set(self.keys):
                 return ()
             parts = use.rule.outer(use.call, join([use.arrived.blocks[key] for key in keys]), use.name)
             ordered = [part if use.samples is None else by_sample(part, use.samples, self.batch_size) for part in parts]

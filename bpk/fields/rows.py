@@ -33,13 +33,20 @@ class Use:
     samples: Tensor | None = None
     of: Hashable = None
 
+    @property
+    def own(self) -> dict[Hashable, Tensor]:
+        """Columns `[V, N, *p]` that have arrived at the parameter itself, not at the call's output."""
+        found: dict[Hashable, Tensor] = self.arrived.of_params.get(self.name, {})
+        return found
+
 
 class Rows:
     """All uses of one parameter in one backward pass, seen by one sweep.
 
     `batch_size` is the full batch's `N`, also where the sweep looks at some samples only. `keeps_rows`
     says that an active extension needs individual rows anyway, so that the others derive theirs from them. All of it is
-    that of the loss times `loss_scale`.
+    that of the loss times `loss_scale`. `gradient` and `total` (of all parameters) are there where extensions ask for
+    them; `spare` is memory that rows may be written into.
     """
 
     def __init__(
@@ -64,11 +71,11 @@ class Rows:
 
     @property
     def keys(self) -> list[Hashable]:
-        """The birthplaces of all columns."""
+        """The places where columns began, each of which names a block."""
         found: dict[Hashable, None] = {}
         for use in self.uses:
             found.update(dict.fromkeys(use.arrived.blocks))
-            found.update(dict.fromkeys(use.arrived.of_params.get(use.name, ())))
+            found.update(dict.fromkeys(use.own))
         return list(found)
 
     def signs(self, key: Hashable) -> Tensor | None:
@@ -77,10 +84,7 @@ class Rows:
 
     def _signs(self) -> dict[Hashable, Tensor | None]:
         """The signs of each block, which are those of the place where it began."""
-        found: dict[Hashable, Tensor | None] = {}
-        for use in self.uses:
-            found.update(use.arrived.signs)
-        return found
+        return {key: signs for use in self.uses for key, signs in use.arrived.signs.items()}
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
@@ -91,17 +95,17 @@ class Rows:
 
     def ones(self, key: Hashable) -> Tensor:
         """The signs `[V, N]` of a block where all are positive."""
-        for use in self.uses:
-            for blocks in (use.arrived.blocks, use.arrived.of_params.get(use.name, {})):
-                if key in blocks:
-                    return self.param.new_ones(blocks[key].shape[:2])
-        raise KeyError(key)
+        return self.param.new_ones(self.first(key).shape[:2])
+
+    def first(self, key: Hashable) -> Tensor:
+        """A block `[V, N, ...]` where it has arrived first."""
+        return next(block[key] for use in self.uses for block in (use.arrived.blocks, use.own) if key in block)
 
     @property
     def simple(self) -> bool:
         """Whether one call alone contributes, a row per sample, so that its rule's shortcuts apply."""
         use = self.uses[0]
-        return len(self.uses) == 1 and use.samples is None and not use.arrived.of_params.get(use.name)
+        return len(self.uses) == 1 and use.samples is None and not use.own
 
     @property
     def shortcut(self) -> bool:
@@ -114,8 +118,7 @@ class Rows:
         use = self.uses[0]
         if use.samples is not None:
             return self.batch_size
-        own = use.arrived.of_params.get(use.name, {})
-        return next(iter((*use.arrived.blocks.values(), *own.values()))).shape[1]
+        return next(iter((*use.arrived.blocks.values(), *use.own.values()))).shape[1]
 
     def of_samples(self: R, part: Sequence[int]) -> R:
         """The same for some samples, each named once, and for no others."""
@@ -129,7 +132,7 @@ class Rows:
                 rows = (place[use.samples] >= 0).nonzero()[:, 0]
                 samples = place[use.samples[rows]]
             arrived = Columns({key: mat[:, rows] for key, mat in use.arrived.blocks.items()}, signs=use.arrived.signs)
-            for key, own in use.arrived.of_params.get(use.name, {}).items():
+            for key, own in use.own.items():
                 arrived.add_to_parameter(use.name, key, own[:, chosen], use.arrived.signs[key])
             call = use.call.subset(rows.tolist()) if arrived.blocks else use.call
             found.uses.append(replace(use, call=call, arrived=arrived, samples=samples))
@@ -137,24 +140,21 @@ class Rows:
 
     def columns_of(self, key: Hashable) -> int:
         """How many columns a block has."""
-        return len(next(block[key] for use in self.uses for block in self.blocks_of(use) if key in block))
+        return len(self.first(key))
 
     def of_columns(self: R, key: Hashable, part: slice) -> R:
         """The same for some columns of a block, and for no others."""
         found, signs = type(self)(self.param, self.batch_size, False, False), self.signs(key)
+        signs = None if signs is None else signs[part]
         for use in self.uses:
             arrived = Columns()
             if key in use.arrived.blocks:
-                arrived.add(key, use.arrived.blocks[key][part], None if signs is None else signs[part])
-            for rows in (own[key] for own in self.blocks_of(use)[1:] if key in own):
-                arrived.add_to_parameter(use.name, key, rows[part], None if signs is None else signs[part])
+                arrived.add(key, use.arrived.blocks[key][part], signs)
+            if key in use.own:
+                arrived.add_to_parameter(use.name, key, use.own[key][part], signs)
             if arrived.signs:
                 found.uses.append(replace(use, arrived=arrived))
         return found
-
-    def blocks_of(self, use: Use) -> list[dict[Hashable, Tensor]]:
-        """What has come to a use, at its call's output and at the parameter."""
-        return [use.arrived.blocks, use.arrived.of_params.get(use.name, {})]
 
     def lean(self: R) -> R:
         """The same, to be kept until the pass is over: rows, where they are smaller than what they are made of."""
@@ -183,8 +183,8 @@ class Rows:
                 together = use.samples is not None and self.batch_size == 1  # all rows are those of one sample
                 rows = use.rule.jac_t_mat_prod(use.call, use.arrived.blocks[key], use.name, sum_batch=together)
                 parts.append(rows[:, None] if together else self.by_sample(rows, use))
-            if key in use.arrived.of_params.get(use.name, ()):
-                parts.append(use.arrived.of_params[use.name][key])
+            if key in use.own:
+                parts.append(use.own[key])
             for part in parts:
                 total = part if total is None else total + part
         assert total is not None

@@ -80,7 +80,7 @@ class Uses(Products):
             for use in self.uses
             for mat in use.arrived.blocks.values()
         ]
-        own = [rows for use in self.uses for rows in use.arrived.of_params.get(use.name, {}).values()]
+        own = [rows for use in self.uses for rows in use.own.values()]
         total = add_up([*parts, *(r[0].sum(0) if weights is None else weighted_sum(weights, r[0]) for r in own)])
         if sums is not None:
             sums[name] = total

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.backprop_extension import positive
 from bpk.fields.statistics import Uses
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.kernels.passes import OfGradients, OfRoot, OfSums, run, trained
@@ -122,7 +123,7 @@ class Gram:
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues `[K]`, those that are more than rounding, and eigenvectors `[K, V, N]`."""
         v, n = self.total.shape[:2]
-        values, vectors = torch.linalg.eigh(self.total.view(v * n, v * n))
+        values, vectors = eigh(self.total.view(v * n, v * n), "the Gram matrix")
         values, vectors = values[-k:].flip(0), vectors[:, -k:].flip(1)
         some = values > v * n * torch.finfo(values.dtype).eps * values[0].abs()
         return values[some], vectors[:, some].T.reshape(-1, v, n)

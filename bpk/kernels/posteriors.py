@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.fields.statistics import Uses
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
 from bpk.utils.kroneckers import dense
 
@@ -89,7 +90,7 @@ class Kronecker(Posterior):
         if len(factors) == 1 and factors[0].layout is not torch.strided:
             diagonal = sparse_diagonal_of(factors[0])
             return uses.sample_gram(1 / (self.scale * diagonal.view_as(uses.param) + self.prior_precision))
-        values, bases = zip(*(torch.linalg.eigh(dense(factor)) for factor in factors), strict=True)
+        values, bases = zip(*(eigh(dense(factor), "a Kronecker factor") for factor in factors), strict=True)
         values = tuple(value.clamp(min=0) for value in values)
         if self.damped_factors and len(factors) == 2:
             root, shift = self.scale**0.5, self.prior_precision**0.5

@@ -163,7 +163,7 @@ class Fisher(GGN):
     Args:
         mc_samples: Draws `M` per sample.
         seed: Of the draws.
-        others: See `GGN`.
+        others: As for all these matrices, see `CurvatureOperator`.
 
     Source: Kunstner, Balles, Hennig (2019), Limitations of the empirical Fisher approximation, section 2.
 

@@ -91,10 +91,6 @@ class Preconditioner(ABC):
         self._inside = ExitStack()
 
     # ---- what a preconditioner says -------------------------------------------------------------------
-    def measured(self, value: Any) -> Means:
-        """What an extension saved, as tensors with running means."""
-        return [value]
-
     def complete(self) -> None:
         """Add to curvature what could not be there before it was that of all processes."""
 
@@ -161,13 +157,13 @@ class Preconditioner(ABC):
         found = [p.grad for p in self.params.values() if p.grad is not None]
         if self.extensions:
             field = self.extension.savefield
-            found += [x for p in self.params.values() if field in vars(p) for x in self.measured(vars(p)[field])]
+            found += [x for p in self.params.values() if field in vars(p) for x in as_means(vars(p)[field])]
         return not all(x.sum().isfinite() for x in found)
 
     def look(self) -> None:
         """Take the curvature of the last backward pass into the running means."""
         field = self.extension.savefield
-        found = {name: self.measured(vars(p).pop(field)) for name, p in self.params.items() if field in vars(p)}
+        found = {name: as_means(vars(p).pop(field)) for name, p in self.params.items() if field in vars(p)}
         if not found:
             raise RuntimeError(
                 explain(
@@ -212,3 +208,8 @@ class Preconditioner(ABC):
             )
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}
+
+
+def as_means(value: Tensor | Means) -> Means:
+    """What an extension saved, as tensors with running means."""
+    return value if isinstance(value, list) else [value]

@@ -71,9 +71,6 @@ class EKFAC(Preconditioner):
         super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
         self.renewal = intervals[1]
 
-    def measured(self, value: Means) -> Means:
-        return value
-
     def complete(self) -> None:
         """Parameters that are looked at for the first time have global factors now: they get bases, and moments."""
         waiting, self.moments.waiting = self.moments.waiting, {}

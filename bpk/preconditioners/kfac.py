@@ -63,9 +63,6 @@ class KFAC(Preconditioner):
         self.renewal = intervals[1]
         self.inverses: dict[str, DampedInverse] = {}
 
-    def measured(self, value: list[Tensor]) -> list[Tensor]:
-        return value
-
     def renew(self) -> None:
         late = (
             list(self.means) if self.due(self.renewal) else [name for name in self.means if name not in self.inverses]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.products import Residual
-from bpk.jacobians.second_order.factoring import eigh
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import StretchCall
 from bpk.sweeps.averaged import Averaged

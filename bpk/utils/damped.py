@@ -1,19 +1,17 @@
-"""Inverses of Kronecker products plus a multiple of the identity, and eigendecompositions that do not give up."""
+"""Inverses of Kronecker products plus a multiple of the identity."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
 from bpk.utils.kroneckers import apply_kfac_mat_prod, checked, diagonal
-
-JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
-"""What the last attempts add to the diagonal, in units of the mean eigenvalue's size."""
 
 
 class DampedInverse:
@@ -80,7 +78,8 @@ class DampedInverse:
 def eigenvectors(factor: Tensor, where: str = "a Kronecker factor") -> tuple[Tensor, Tensor]:
     """Eigenvalues, and eigenvectors as columns; of a sparse diagonal matrix the sparse identity."""
     if factor.layout is torch.strided:
-        return eigh(factor, where)
+        values, vectors = eigh((wide(factor) + wide(factor).T) / 2, where)
+        return values.to(factor.dtype), vectors.to(factor.dtype)
     index = torch.arange(len(factor), device=factor.device).expand(2, -1)
     ones = torch.ones(len(factor), dtype=factor.dtype, device=factor.device)
     return diagonal(factor), torch.sparse_coo_tensor(index, ones, factor.shape, is_coalesced=True)
@@ -101,49 +100,3 @@ def split_damping(factors: Sequence[Tensor], damping: float) -> list[float]:
         return [root] * len(means)
     middle = torch.tensor(means, dtype=torch.float64).log().mean().exp().item()
     return [root * mean / middle for mean in means]
-
-
-Solver = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-def eigh(matrix: Tensor, where: str = "a matrix", solve: Solver = torch.linalg.eigh) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype, on its device.
-
-    Where the solver fails (it may, with clustered eigenvalues), it is asked again: in float64, on the processor, and
-    there with a little added to the diagonal.
-    """
-    if not matrix.isfinite().all():
-        raise ValueError(
-            explain(
-                f"{where} of shape {list(matrix.shape)} has entries that are not finite.",
-                "a loss or a gradient before it was NaN or infinite.",
-                "lower the learning rate, raise the damping, or look for the first batch whose loss is not finite.",
-            )
-        )
-    for attempt in attempts(matrix):
-        try:
-            values, vectors = solve(attempt)
-        except torch.linalg.LinAlgError:
-            continue
-        if values.isfinite().all() and vectors.isfinite().all():
-            return values.to(matrix), vectors.to(matrix)
-    raise ValueError(
-        explain(
-            f"No eigendecomposition of {where} of shape {list(matrix.shape)} was found.",
-            f"float64 on the processor, with up to {JITTERS[-1]} of its mean size added to the diagonal, failed too.",
-            "look at its entries: they may span too many orders of magnitude.",
-        )
-    )
-
-
-def attempts(matrix: Tensor) -> Iterator[Tensor]:
-    """The matrix in ever more favourable forms."""
-    symmetric = (wide(matrix) + wide(matrix).T) / 2
-    yield symmetric
-    double = symmetric.double()
-    yield double
-    double = double.cpu()
-    yield double
-    size = float(double.diagonal().abs().mean()) or 1.0
-    for jitter in JITTERS:
-        yield double + jitter * size * torch.eye(len(double), dtype=torch.float64)

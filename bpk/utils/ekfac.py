@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
 from bpk.utils.kroneckers import apply_kfac_mat_prod, dense, kfacs_to_mat
 
@@ -85,6 +86,6 @@ def kfacs_to_ekfac(factors: list[Tensor]) -> Eigenbasis:
     >>> kfacs_to_ekfac([torch.tensor([[2.0]]), torch.tensor([[3.0]])]).moments
     tensor([[6.]])
     """
-    found = [torch.linalg.eigh(dense(factor)) for factor in factors]
+    found = [eigh(dense(factor), "a Kronecker factor") for factor in factors]
     moments = reduce(lambda left, right: left[..., None] * right, (values for values, _ in found))
     return Eigenbasis([vectors.contiguous() for _, vectors in found], moments)

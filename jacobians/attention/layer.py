@@ -30,10 +30,9 @@ from bpk.jacobians.attention.parts import (
     weight_tangent,
 )
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.core.products import Residual
-from bpk.jacobians.families.latest import Latest
+from bpk.jacobians.families.latest import Latest, block_of
 from bpk.jacobians.families.redrawn import agrees
 from bpk.jacobians.second_order.probing import precision
 
@@ -43,11 +42,8 @@ KEPT = 1 << 22
 PIECE = 1 << 16
 """How many weights (and columns at them) are worked on at a time on a processor, so that they stay in cache."""
 
-LINEAR: tuple[set[Wrt], ...] = (
-    {2, "out_proj.bias"},
-    {"v_proj_weight", "out_proj.bias"},
-    {"out_proj.weight", "out_proj.bias"},
-)
+BIAS = "out_proj.bias"
+LINEAR: tuple[set[Wrt], ...] = ({2, BIAS}, {"v_proj_weight", BIAS}, {"out_proj.weight", BIAS})
 """The output is linear in each of these groups; in `in_proj_weight` it is not."""
 
 
@@ -141,11 +137,8 @@ class AttentionLayer(Forth):
 
     def pulled(self, call: Call, mat: Tensor) -> Pulled:
         """Columns at the projections; remembered for the blocks of columns that came last, and for columns of these."""
-        block = mat._base
-        if block is not None and block.stride() == mat.stride() and block.shape[1:] == mat.shape[1:] and mat.numel():
-            start = (mat.storage_offset() - block.storage_offset()) // mat.stride(0)
-            if len(block) > len(mat) and not (torch.is_grad_enabled() or mat.requires_grad or is_transformed()):
-                return self.pulled(call, block).some(slice(start, start + len(mat)))
+        if (block := block_of(mat)) is not None:
+            return self.pulled(call, block[0]).some(block[1])
         latest: Latest[Pulled] = call.memo((self, "latest"), Latest)
         return latest.find(mat, lambda: self.pull_in_pieces(call, mat), lambda found: 3 * mat.numel(), KEPT)
 

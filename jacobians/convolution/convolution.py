@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -106,13 +107,13 @@ class ChannelsFirst(Affine):
     def input_adjoint(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
         return _folded(partial(self.apply_adjoint, call, weight=call.params["weight"]), mat, call.inputs[0].shape[1:])
 
+    @abstractmethod
     def apply(self, call: Call, x: Tensor, weight: Tensor) -> Tensor:
         """The layer without bias, on any batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def apply_adjoint(self, call: Call, g: Tensor, weight: Tensor) -> Tensor:
         """Its transpose, on any batch."""
-        raise NotImplementedError
 
 
 class Conv(ByLibrary, ChannelsFirst):

@@ -38,3 +38,14 @@ class Latest(Generic[T]):
         while len(self.kept) > 1 and sum(entry[2] for entry in self.kept) > limit:
             del self.kept[0]
         return found
+
+
+def block_of(mat: Tensor) -> tuple[Tensor, slice] | None:
+    """The larger block that columns are a view of, and which of its columns they are; `None` where a graph is built."""
+    block = mat._base
+    if block is None or block.stride() != mat.stride() or block.shape[1:] != mat.shape[1:] or not mat.numel():
+        return None
+    if len(block) <= len(mat) or torch.is_grad_enabled() or mat.requires_grad or is_transformed():
+        return None
+    start = (mat.storage_offset() - block.storage_offset()) // mat.stride(0)
+    return block, slice(start, start + len(mat))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.core.random_state import RandomState
@@ -67,7 +68,7 @@ class Factors:
 def factorise(dense: Tensor, blocks: Tensor, eps: float, floor: float) -> Factors:
     """Eigendecompose blocks `[N, B, S, S]`; a sample with NaN or infinite entries gets NaN columns."""
     healthy = dense.isfinite().flatten(1).all(1)[:, None, None, None]
-    values, basis = torch.linalg.eigh(torch.where(healthy, dense, 0.0).double())
+    values, basis = eigh(torch.where(healthy, dense, 0.0).double(), "the Hessian of a loss")
     size = values.abs().amax(2, keepdim=True) if values.numel() else values
     noise = eps * max(32, dense.shape[2]) * size  # what rounding makes of a zero eigenvalue, of either sign
     values = torch.where(values.abs() <= noise, 0.0, values)

@@ -218,10 +218,13 @@ class AutodiffLoss(Loss):
     def no_root(self, call: Call) -> str | None:
         if self.live(call) != (0,):
             return super().no_root(call)
+        return self._not_convex_at(call)
+
+    def _not_convex_at(self, call: Call) -> str | None:
         return self.not_convex or (NOT_CONVEX if by_autograd.factors(self, call).negative else None)
 
     def _require_root(self, call: Call) -> None:
-        reason = self.not_convex or (NOT_CONVEX if by_autograd.factors(self, call).negative else None)
+        reason = self._not_convex_at(call)
         if reason is not None:
             raise UnsupportedLayer(
                 explain(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 from bpk.jacobians.core.products import Differentiable
 from bpk.jacobians.core.side_by_side import as_rows, beside, taken_apart
@@ -48,15 +49,6 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     columns = (basis * roots[:, None, :]).permute(2, 0, 1)
     columns = columns if scale is None else columns * scale
     return torch.where(finite, columns, torch.nan).to(dense.dtype), signs.T.to(dense.dtype)
-
-
-def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.linalg.eigh`, in double precision where it fails: in single precision it sometimes does not converge."""
-    try:
-        values, vectors = torch.linalg.eigh(matrices)
-    except torch.linalg.LinAlgError:
-        values, vectors = (part.to(matrices.dtype) for part in torch.linalg.eigh(matrices.double()))
-    return values, vectors
 
 
 def residual_columns(

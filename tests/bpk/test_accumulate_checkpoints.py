@@ -210,6 +210,12 @@ def test_a_path_that_cannot_be_written_is_told_before_the_first_batch(tmp_path: 
         go(tmp_path / "file" / "run", problem()[0], stopping([], 0))
 
 
+def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=r"is a folder.*\n.*one file.*\n.*name a file in it"):
+        go(tmp_path, problem()[0], stopping([], 0))
+    assert not any(tmp_path.iterdir())
+
+
 def test_rows_on_disk_that_are_too_short_are_refused(tmp_path: Path) -> None:
     model, batches = problem()
     with pytest.raises(Stopped):

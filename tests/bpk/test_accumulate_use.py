@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,45 @@ def test_loaders_that_are_empty_or_end_early() -> None:
             bpk.accumulate(model, nn.CrossEntropyLoss(), empty)
     with pytest.raises(ValueError, match=r"The loader ended after 3 batches of 5.*\n.*not the whole data set"):
         bpk.accumulate(model, nn.CrossEntropyLoss(), DataLoader(Announcing(), 2))
+
+
+class Twice(IterableDataset[Any]):
+    """Says how many samples it has; each worker gives all of them, as datasets do that do not ask for their worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Announcing())
+
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_that_go_on_beyond_their_length(workers: int) -> None:
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    loader = DataLoader(Twice(), 1, num_workers=workers)
+    if not workers:
+        assert bpk.accumulate(model, loss_fn, loader).batches == 5
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns, too
+        with pytest.raises(ValueError, match=r"goes on with batch 5, where it should have ended.*\n.*announces 5"):
+            bpk.accumulate(model, loss_fn, loader)
+        whole = bpk.accumulate(model, loss_fn, (batch for batch in loader))  # of no length: taken as it is
+    assert whole.batches == 10
+
+
+def test_a_batch_too_many_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    model, x, y = few()
+
+    class Longer(list[Any]):
+        def __len__(self) -> int:
+            return 3
+
+    path = tmp_path / "run"
+    with pytest.raises(ValueError, match="batch 3"):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), Longer([(x, y)] * 4), checkpoint=path, every=1)
+    found = bpk.accumulate(model, nn.CrossEntropyLoss(), [(x, y)] * 3, checkpoint=path, every=1)
+    assert found.batches == 3
 
 
 @pytest.mark.parametrize(

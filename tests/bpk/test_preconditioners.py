@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import preconditioners
 from bpk.preconditioners import Preconditioner
-from bpk.utils.damped import DampedInverse, eigh, split_damping
+from bpk.utils.damped import DampedInverse, split_damping
 from bpk.utils.kroneckers import kfacs_to_mat
 from tests.bpk import preconditioned_worker as worker
 from tests.bpk.processes import run_all
@@ -270,37 +270,6 @@ def test_damped_inverse_is_that_of_the_dense_matrix() -> None:
             assert abs(a / b - m / n) < 1e-5
     zero = torch.zeros(2, 2)
     assert split_damping([zero, torch.eye(2)], 0.01) == [0.1, 0.1]
-
-
-@pytest.mark.parametrize("failures", range(7))
-def test_eigh_is_tried_again(failures: int) -> None:
-    """In float64, on the processor, and with growing multiples of the identity."""
-    torch.manual_seed(0)
-    matrix = torch.randn(4, 4)
-    matrix = matrix @ matrix.T
-    asked: list[Tensor] = []
-
-    def solve(given: Tensor) -> Any:
-        asked.append(given)
-        if len(asked) <= failures:
-            raise torch.linalg.LinAlgError
-        return torch.linalg.eigh(given)
-
-    values, vectors = eigh(matrix, solve=solve)
-    assert [x.dtype for x in asked] == [torch.float32, *[torch.float64] * failures]
-    tolerance = 1e-3 if failures > 5 else 1e-4
-    torch.testing.assert_close(vectors @ values.diag() @ vectors.T, matrix, rtol=tolerance, atol=tolerance)
-    assert vectors.dtype == torch.float32
-
-
-def test_eigh_gives_up() -> None:
-    def solve(given: Tensor) -> Any:
-        raise torch.linalg.LinAlgError
-
-    with pytest.raises(ValueError, match="No eigendecomposition of a factor"):
-        eigh(torch.eye(2), "a factor", solve)
-    with pytest.raises(ValueError, match="not finite"):
-        eigh(torch.full((2, 2), float("nan")))
 
 
 @pytest.mark.slow

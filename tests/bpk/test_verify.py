@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,11 @@ from bpk.jacobians import Elementwise
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.normalization import Normalization
 from bpk.rules import REGISTRY
-from bpk.verification import Row, Verdict, Verification
+from bpk.verification import Verdict
 from tests.references.compare import Assembled
 
 DRAWN = (E.DiagGGNMC, E.BatchDiagGGNMC, E.SqrtGGNMC, E.KFAC)
+
 EXACT = [extension for extension in every_extension() if not isinstance(extension, DRAWN)]
 
 Data = tuple[nn.Module, nn.Module, Any, Tensor]
@@ -345,122 +345,3 @@ def test_memory_limit_spreads_parameters() -> None:
 def test_costly_references_look_at_fewer_entries() -> None:
     result = bpk.verify(*mlp(), E.DiagHessian(), passes=8)
     assert result and [row.entries for row in result.rows] == [2, 2, 2, 2]
-
-
-# ---- options ---------------------------------------------------------------------------------------------
-def test_subsampling_precision_and_several_inputs() -> None:
-    chosen = [
-        E.BatchGrad(subsampling=[3, 1]),
-        E.Variance(subsampling=[2]),
-        E.HMP(subsampling=[0]),
-        E.KFAC(5, subsampling=[1]),
-    ]
-    assert bpk.verify(*mlp(), *chosen)
-    assert bpk.verify(*mlp(), E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian(), E.KFLR(), dtype=None)
-    assert bpk.verify(*mlp(), E.BatchGrad(), rtol=1e-6, atol=0.0, dtype=torch.float32)
-    two = nn.Bilinear(3, 2, 2)
-    data = torch.randn(4, 3), torch.randn(4, 2)
-    assert bpk.verify(two, nn.MSELoss(), data, torch.randn(4, 2), E.BatchGrad(), E.KFLR())
-    named = {"input1": data[0], "input2": data[1]}
-    assert bpk.verify(two, nn.MSELoss(), named, torch.randn(4, 2), E.DiagGGNExact())
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_batch_sizes(n: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    result = bpk.verify(model, nn.CrossEntropyLoss(), torch.randn(n, 4), torch.arange(n) % 2, *EXACT)
-    assert len(result.of(Verdict.OK)) == len(result.rows), result
-
-
-def test_nothing_is_changed() -> None:
-    model, loss, x, y = cnn()
-    model.train()
-    model[1].eval()
-    bpk.extend(model), bpk.extend(loss)
-    with bpk.backpack(E.BatchGrad()):
-        loss(model(x), y).backward()
-    fields = {name: (p.grad.clone(), p.grad_batch.clone()) for name, p in model.named_parameters()}
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    hooks = [len(m._forward_hooks) for m in model.modules()]
-    modes = [m.training for m in model.modules()]
-    before = torch.get_rng_state(), x.clone()
-    assert bpk.verify(model, loss, x, y, E.BatchGrad(), E.KFAC(), E.HMP())
-    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(x, before[1])
-    assert torch.get_default_dtype() is torch.float32
-    assert hooks == [len(m._forward_hooks) for m in model.modules()]
-    assert modes == [m.training for m in model.modules()]
-    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-    for name, p in model.named_parameters():
-        assert torch.equal(p.grad, fields[name][0]) and torch.equal(p.grad_batch, fields[name][1])
-        assert not hasattr(p, "kfac") and not hasattr(p, "hmp")
-
-
-def test_same_seed_same_result() -> None:
-    first, again = (bpk.verify(*_mlp_of(0), E.DiagGGNMC(), seed=3) for _ in range(2))
-    assert first == again
-    assert first != bpk.verify(*_mlp_of(0), E.DiagGGNMC(), seed=4)
-
-
-def _mlp_of(seed: int) -> Data:
-    torch.manual_seed(seed)
-    return mlp()
-
-
-def test_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    bpk.verify(*mlp(), E.BatchGrad())
-    assert capsys.readouterr().err == ""
-    clock = itertools.count(0, 20)
-    monkeypatch.setattr("bpk.progress.time.monotonic", lambda: next(clock))
-    bpk.verify(*mlp(), E.BatchGrad(), progress=True)
-    assert "BatchGrad" in capsys.readouterr().err
-
-
-# ---- the table -------------------------------------------------------------------------------------------
-def test_table() -> None:
-    rows = tuple(Row(f"{k}.weight", "KFAC", Verdict.OK, 2, 1e-9 * k, 1e-8 * k) for k in range(60))
-    wrong = Row("head.weight", "KFAC", Verdict.WRONG, 2, 1.0, 2.0, "bpk 1, autograd 2")
-    table = Verification((*rows, wrong))
-    assert not table and table.summary() == "60 ok, 1 WRONG"
-    lines = str(table).splitlines()
-    assert lines[2].split() == ["0.weight,", "...", "(60)", "KFAC", "120", "5.9e-08", "5.9e-07", "ok"]
-    assert lines[3].endswith("WRONG    [1]") and lines[4] == "[1] bpk 1, autograd 2"
-    assert table.to_markdown().count("\n| ") == 3
-    assert table.to_markdown(full=True).count("\n| ") == 62
-    assert not Verification(())
-
-
-# ---- bad input -------------------------------------------------------------------------------------------
-def two_results(m: Any, x: Tensor) -> Any:
-    return m.a(x), x
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: (d[0], nn.functional.cross_entropy, *d[2:]), "as loss, which is no module"),
-        (lambda d: (nn.Linear, *d[1:]), "as model, which is no module"),
-        (lambda d: (d[0], nn.CrossEntropyLoss(reduction="none"), *d[2:]), "needs a scalar loss"),
-        (
-            lambda d: (Assembled(two_results, a=nn.Linear(4, 3)), *d[1:]),
-            r"that is tuple with tensors of shape \[4, 3\]",
-        ),
-        (lambda d: (Assembled(lambda m, x: None), *d[1:]), "that is NoneType without tensors"),
-        (
-            lambda d: (*d[:3], torch.randn(2, 5)),
-            r"(?s)fails for what Sequential returns and these targets: .*shape \[4, 3\] \(float64\); "
-            r"the targets are a tensor of shape \[2, 5\] \(float64\)",
-        ),
-        (lambda d: (*d[:3], None), "fails for what Sequential returns and no targets"),
-        (
-            lambda d: (Assembled(lambda m, x: m.a(x).a, a=nn.Linear(4, 3)), *d[1:]),
-            "forward pass of a copy of Assembled fails",
-        ),
-        (lambda d: (Assembled(lambda m, x: m.a(x).detach(), a=nn.Linear(4, 3)), *d[1:]), "the loss does not depend on"),
-        (lambda d: (*d[:2], "text", d[3]), "no input with a batch axis"),
-        (lambda d: (*d[:2], torch.randn(4, 7), d[3]), "forward pass of a copy of Sequential fails"),
-        (lambda d: (*d, E.BatchGrad), r"write backpack\(BatchGrad\(\)\)"),
-    ],
-)
-def test_bad_input(change: Callable[[Data], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bpk.verify(*change(mlp()))

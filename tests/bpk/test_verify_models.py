@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import bpk
 from bpk import extensions as E
@@ -21,7 +20,9 @@ from bpk.verification.problem import takes_several
 from tests.references.compare import Assembled
 
 X, Y, CROSS_ENTROPY = (3, 4), torch.tensor([0, 1, 2]), nn.CrossEntropyLoss()
+
 EXACT = (E.BatchGrad(), E.Variance(), E.DiagGGNExact(), E.BatchDiagHessian(), E.HMP(), E.GGNMP(), E.KFLR())
+
 SAMPLED = (E.DiagGGNMC(), E.BatchDiagGGNMC(), E.SqrtGGNMC(), E.KFAC())
 
 
@@ -165,200 +166,6 @@ def test_how_a_loss_is_called() -> None:
     assert takes_several(Takes(), 2, 0) and takes_several(TakesAny(), 2, 1)
     assert takes_several(nn.TripletMarginLoss(), 3, 0) and takes_several(nn.CosineEmbeddingLoss(), 2, 1)
     assert not takes_several(nn.CrossEntropyLoss(), 2, 1)
-
-
-# ---- Kronecker factors -----------------------------------------------------------------------------------
-def recurrent(layer: nn.RNNBase) -> Any:
-    width = layer.hidden_size * (2 if layer.bidirectional else 1)
-    model = Model(lambda m, x: m.b(m.a(x)[0].sum(1)), a=layer, b=nn.Linear(width, 3))
-    return model, CROSS_ENTROPY, torch.randn(3, 5, 4), Y
-
-
-def in_a_loop(cell: nn.RNNCellBase) -> Any:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        state = None
-        for step in x.unbind(1):
-            state = m.a(step, state)
-        return m.b(state[0] if isinstance(state, tuple) else state)
-
-    return Model(forward, a=cell, b=nn.Linear(3, 3)), CROSS_ENTROPY, torch.randn(3, 4, 4), Y
-
-
-def tied_table() -> Any:
-    model = Model(lambda m, t: m.c(m.b(m.a(t)).tanh()).flatten(0, 1), a=nn.Embedding(7, 4, padding_idx=1))
-    model.b, model.c = nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
-    model.c.weight = model.a.weight
-    return model, CROSS_ENTROPY, tokens(3, 5), tokens(15)
-
-
-def tied_linear() -> Any:
-    model = Model(lambda m, x: m.c(m.b(m.a(x).tanh())), a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3))
-    model.b.weight = model.a.weight
-    return model, CROSS_ENTROPY, torch.randn(X), Y
-
-
-def tied_tables() -> Any:
-    model = Model(lambda m, t: m.c((m.a(t) + m.b(t.flip(1))).tanh().mean(1)), a=nn.Embedding(7, 4), c=nn.Linear(4, 3))
-    model.b = nn.Embedding(7, 4)
-    model.b.weight = model.a.weight
-    return model, CROSS_ENTROPY, tokens(3, 5), Y
-
-
-def reused_convolution() -> Any:
-    model = Model(lambda m, x: m.b(m.a(m.a(x).tanh()).flatten(1)), a=nn.Conv1d(2, 2, 3, padding=1), b=nn.Linear(8, 3))
-    return model, CROSS_ENTROPY, torch.randn(3, 2, 4), Y
-
-
-def attention() -> Any:
-    layer = nn.MultiheadAttention(4, 2, kdim=5, vdim=3, batch_first=True)
-    model = Model(lambda m, q, k: m.b(m.a(q, k, k[..., :3])[0].mean(1)), a=layer, b=nn.Linear(4, 3))
-    return model, CROSS_ENTROPY, (torch.randn(3, 5, 4), torch.randn(3, 6, 5)), Y
-
-
-def transformer() -> Any:
-    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-    model = Model(lambda m, x: m.b(m.a(x)).transpose(1, 2), a=layer, b=nn.Linear(4, 3))
-    return model, CROSS_ENTROPY, torch.randn(3, 4, 4), torch.randint(3, (3, 4))
-
-
-def bag() -> Any:
-    model = Model(lambda m, t: m.b(m.a(t).tanh()), a=nn.EmbeddingBag(7, 4, mode="mean"), b=nn.Linear(4, 3))
-    return model, CROSS_ENTROPY, tokens(3, 5), Y
-
-
-def renormalised_table() -> Any:
-    model = Model(lambda m, t: m.b(m.a(t).tanh()).mean(1), a=nn.Embedding(7, 4, max_norm=0.5), b=nn.Linear(4, 3))
-    return model, CROSS_ENTROPY, tokens(3, 5), Y
-
-
-def renormalised_bag() -> Any:
-    model = Model(lambda m, t: m.b(m.a(t).tanh()), a=nn.EmbeddingBag(7, 4, max_norm=0.5, mode="sum"), b=nn.Linear(4, 3))
-    return model, CROSS_ENTROPY, tokens(3, 5), Y
-
-
-FACTORS: dict[str, Callable[[], Any]] = {
-    "LSTM": lambda: recurrent(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)),
-    "GRU": lambda: recurrent(nn.GRU(4, 3, 2, batch_first=True)),
-    "RNN": lambda: recurrent(nn.RNN(4, 3, batch_first=True, nonlinearity="relu")),
-    "RNNCell": lambda: in_a_loop(nn.RNNCell(4, 3)),
-    "LSTMCell": lambda: in_a_loop(nn.LSTMCell(4, 3)),
-    "GRUCell": lambda: in_a_loop(nn.GRUCell(4, 3)),
-    "tied table": tied_table,
-    "tied linear": tied_linear,
-    "tied tables": tied_tables,
-    "reused convolution": reused_convolution,
-    "attention": attention,
-    "transformer": transformer,
-    "bag": bag,
-    "renormalised table": renormalised_table,
-    "renormalised bag": renormalised_bag,
-}
-
-
-@pytest.mark.parametrize("make", FACTORS.values(), ids=FACTORS)
-def test_factors(make: Callable[[], Any]) -> None:
-    result = bpk.verify(*make(), E.KFLR(), E.KFAC())
-    assert len(result.of(Verdict.OK)) == len(result.rows), result.summary()
-
-
-@pytest.mark.parametrize("factor", [0, 1])
-@pytest.mark.parametrize("make", FACTORS.values(), ids=FACTORS)
-def test_wrong_factors_are_found(make: Callable[[], Any], factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = E.KFLR.value
-
-    def wrong(self: E.KFLR, uses: Any) -> list[Tensor]:
-        return [part * 1.001 if k == factor else part for k, part in enumerate(right(self, uses))]
-
-    monkeypatch.setattr(E.KFLR, "value", wrong)
-    result = bpk.verify(*make(), E.KFLR())
-    flat = ("norm", "k_proj")  # without input factor; a bias of all keys changes no attention weight
-    rows = [row for row in result.rows if not any(part in row.parameter for part in flat)]
-    shapes = {name: p.dim() for name, p in make()[0].named_parameters()}
-    concerned = {row.parameter for row in rows if factor == 0 or shapes[row.parameter] > 1}
-    assert {row.parameter for row in result.wrong} >= concerned, result
-
-
-def test_factors_of_some_samples() -> None:
-    result = bpk.verify(*FACTORS["LSTM"](), E.KFLR(subsampling=[2, 0]), E.KFAC(3, subsampling=[1]))
-    assert len(result.of(Verdict.OK)) == len(result.rows), result.summary()
-
-
-class TiedByFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Embedding(7, 4)
-
-    def forward(self, t: Tensor) -> Tensor:
-        return F.linear(self.a(t), self.a.weight)
-
-
-class ScaledByFunction(TiedByFunction):
-    def forward(self, t: Tensor) -> Tensor:
-        return F.linear(self.a(t), self.a.weight * 2)
-
-
-@pytest.mark.parametrize("extension", [E.KFLR(), E.KFAC(), E.KFRA()], ids=str)
-@pytest.mark.parametrize("use_converter", [True, False])
-def test_weights_that_are_used_outside_of_their_module(extension: E.BackpropExtension, use_converter: bool) -> None:
-    """A function that multiplies with a weight is a linear layer; what other functions make of it is not known."""
-    (row,) = bpk.verify(TiedByFunction(), CROSS_ENTROPY, tokens(3), Y, extension, use_converter=use_converter).rows
-    assert row.verdict is Verdict.OK, row
-    if not isinstance(extension, E.KFRA):  # which refuses it
-        (row,) = bpk.verify(ScaledByFunction(), CROSS_ENTROPY, tokens(3), Y, extension).rows
-        assert row.verdict is Verdict.OK, row  # its whole block
-    assert bpk.verify(TiedByFunction(), CROSS_ENTROPY, tokens(3), Y, E.GGNMP(), use_converter=use_converter)
-
-
-class Stored(nn.Module):
-    """A matrix `[in, out]`, and positions."""
-
-    def __init__(self, positions: int = 2) -> None:
-        super().__init__()
-        self.first, self.w = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 3))
-        self.positions = nn.Parameter(torch.randn(positions, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((torch.tanh(self.first(x))[:, None] + self.positions) @ self.w).mean(1)
-
-
-@pytest.mark.parametrize("extension", [E.KFLR(), E.KFAC(), E.KFRA()], ids=str)
-def test_matrices_of_functions(extension: E.BackpropExtension) -> None:
-    result = bpk.verify(Stored(), CROSS_ENTROPY, torch.randn(X), Y, extension)
-    assert len(result.of(Verdict.OK)) == 4, result
-
-
-@pytest.mark.parametrize("factor", [0, 1])
-def test_wrong_factors_of_matrices_of_functions(factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = E.KFLR.value
-
-    def wrong(self: E.KFLR, uses: Any) -> list[Tensor]:
-        return [f * 1.1 if k == factor else f for k, f in enumerate(right(self, uses))]
-
-    monkeypatch.setattr(E.KFLR, "value", wrong)
-    result = bpk.verify(Stored(), CROSS_ENTROPY, torch.randn(X), Y, E.KFLR())
-    assert "w" in {row.parameter for row in result.wrong}, result
-
-
-def test_diagonals_of_large_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("bpk.jacobians.core.room.WHOLE", "bpk.verification.kronecker.WHOLE"):
-        monkeypatch.setattr(place, 5)
-    for extension in (E.KFLR(), E.KFAC()):
-        result = bpk.verify(Stored(), CROSS_ENTROPY, torch.randn(X), Y, extension)
-        assert len(result.of(Verdict.OK)) == 4, result
-    monkeypatch.setattr("bpk.verification.kronecker.WHOLE", 50)
-    assert [row.parameter for row in bpk.verify(Stored(), CROSS_ENTROPY, torch.randn(X), Y, E.KFLR()).wrong] == [
-        "positions"
-    ]
-
-
-def test_weights_that_are_only_looked_at() -> None:
-    def forward(m: Any, t: Tensor) -> Tensor:
-        m.a.weight.norm()  # the loss does not depend on it
-        return m.b(m.a(t).to(m.a.weight))
-
-    model = Model(forward, a=nn.Embedding(7, 4), b=nn.Linear(4, 3))
-    result = bpk.verify(model, CROSS_ENTROPY, tokens(3), Y, E.KFLR())
-    assert len(result.of(Verdict.OK)) == 3, result
 
 
 # ---- rules that are wrong ----------------------------------------------------------------------------------

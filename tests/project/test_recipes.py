@@ -31,7 +31,9 @@ RULE, QUANTITY, TRACE, EXAMPLE = RECIPES
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 MATRIX = ("-m", "bpk", "matrix", "--extensions")
 OF_RULES = ("tests/bpk/test_matrix.py",)
-OF_QUANTITIES = tuple(f"tests/bpk/test_{name}.py" for name in ("verify", "support_table", "contract", "life_cycle"))
+OF_QUANTITIES = tuple(
+    f"tests/bpk/test_{name}.py" for name in ("verify", "support_table", "contract", "contract_of_fields", "life_cycle")
+)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
 import torch
@@ -34,13 +34,14 @@ class Moments(OverBatches):
         squares = part["squares"] * (size.samples * size.weight(2))
         return {"sum": part["sum"] * size.weight(1), "squares": squares}
 
-    def add(self, total: Parts, of_total: Size, part: Parts, size: Size) -> Parts:
+    def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
         a, b, weight = of_total.samples, size.samples, size.weight(1)
-        between = torch.add(total["sum"], part["sum"], alpha=-weight * a / b)  # a (m_1 - m_2)
-        total["squares"].addcmul_(between, between, value=b / (a * (a + b)))
-        total["squares"].add_(part["squares"], alpha=b * size.weight(2))
-        total["sum"].add_(part["sum"], alpha=weight)
-        return total
+        for param, part in parts.items():
+            total = totals[param]
+            between = torch.add(total["sum"], part["sum"], alpha=-weight * a / b)  # a (m_1 - m_2)
+            total["squares"].addcmul_(between, between, value=b / (a * (a + b)))
+            total["squares"].add_(part["squares"], alpha=b * size.weight(2))
+            total["sum"].add_(part["sum"], alpha=weight)
 
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
         a, b = of_total.samples, of_other.samples

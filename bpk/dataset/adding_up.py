@@ -1,0 +1,27 @@
+"""Pass over the batches of a process, and add up what they bring."""
+
+from __future__ import annotations
+
+from bpk.dataset.batches import Batches
+from bpk.dataset.keeper import Keeper
+from bpk.dataset.progress import Progress
+
+
+def add_up(batches: Batches, keeper: Keeper, show: bool | None) -> None:
+    """Pass over the batches, from where an earlier run was."""
+    totals, sink = keeper.totals, keeper.sink
+    if keeper.now is not None and totals.batches:
+        batches.skip(totals.batches)
+        keeper.randomness.set(keeper.now)
+    progress = Progress(batches.announced, totals.batches, show)
+    for number, batch in batches:
+        one = keeper.runner.run(number, batch)
+        if sink.rules:
+            sink.add(number, one.fields, one.size)
+        totals.add(one.fields, one.size, one.loss)
+        progress.step(one.size.samples)
+        del one  # its memory is that of the next batch's gradients and fields
+        keeper.added()
+    totals.require_finite()
+    keeper.write(done=True)
+    progress.close()

@@ -1,0 +1,173 @@
+"""Passes that fail half-way, and objectives that nobody sees."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.recording.record import LIVE, Record
+from tests.bpk.test_errors import ids, refuses, works_afterwards
+from tests.helpers import FIELDS, backward, data, extended
+
+
+# ---- exceptions in the middle of backward ------------------------------------------------------------
+@pytest.mark.parametrize("extension", FIELDS, ids=ids)
+def test_exception_in_the_hook_leaves_nothing(extension: type) -> None:
+    model, loss_fn = extended()
+    x, y = data()
+
+    def fail(module: nn.Module) -> None:
+        if module is model[1]:
+            raise KeyError("from the hook")
+
+    with refuses(model, KeyError, "from the hook"):
+        backward(model, loss_fn, x, y, extension(), extension_hook=fail)
+    works_afterwards(model, loss_fn)
+
+
+def test_exception_in_the_hook_keeps_the_fields_of_earlier_passes() -> None:
+    model, loss_fn = extended()
+    x, y = data()
+    backward(model, loss_fn, x, y, E.DiagGGNExact())
+    before = model[2].weight.diag_ggn_exact.clone()
+
+    def fail(module: nn.Module) -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        backward(model, loss_fn, x, y, E.BatchGrad(), extension_hook=fail)
+    assert torch.equal(model[2].weight.diag_ggn_exact, before)
+    assert not hasattr(model[2].weight, "grad_batch")
+
+
+def test_messages_are_laid_out() -> None:
+    """What, why, what to do: each on its own line."""
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
+    x, y = data()
+    with pytest.raises(UnsupportedLayer) as caught:
+        backward(model, loss_fn, x, y, E.BatchDiagGGNExact())
+    first, *rest = str(caught.value).splitlines()
+    assert first.endswith(".") and "BatchDiagGGNExact" in first
+    assert any(line.startswith("  Why: ") for line in rest)
+    assert any(line.startswith("  Do:  ") for line in rest)
+
+
+def test_quantised_and_lazy_layers_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantisation moves to another package
+        quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    with pytest.raises(ValueError, match="quantised"):
+        bpk.extend(quantised)
+    with pytest.raises(ValueError, match="not initialised yet"):
+        bpk.extend(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    layer = bpk.extend(nn.Linear(3, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+        out = layer(x)
+        flat = out.values() if layout is torch.jagged else torch.nested.to_padded_tensor(out, 0.0)
+    with pytest.raises(UnsupportedLayer, match="nested tensor"), bpk.backpack(E.BatchGrad()):
+        flat.sum().backward()
+
+
+def test_two_extensions_with_one_field_are_refused() -> None:
+    with pytest.raises(ValueError, match="both save 'grad_batch'"):
+        bpk.backpack(E.BatchGrad(), E.BatchGrad(subsampling=[0]))
+
+
+@pytest.mark.parametrize("extension", [E.HMP, E.GGNMP, E.PCHMP], ids=ids)
+def test_products_take_one_vector_or_several(extension: type) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 3)).double())
+    model[0].scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    loss_fn = bpk.extend(nn.MSELoss())
+    x, _ = data()
+    with bpk.backpack(extension()):
+        loss_fn(model(x) * model[0].scale, torch.randn(5, 3, dtype=torch.float64)).backward()
+    name = extension().savefield
+    for p in model.parameters():  # among them [4] and [4, 4], whose first axis might be taken for that of vectors
+        product, vectors = getattr(p, name), torch.randn(4, *p.shape, dtype=torch.float64)
+        found = product(vectors)
+        assert found.shape == vectors.shape and bool(found.any())
+        for v, expected in zip(vectors, found, strict=True):
+            assert product(v).shape == p.shape
+            torch.testing.assert_close(product(v), expected)
+        for bad in ((2, 2, *p.shape), (*p.shape, 2, 2), (1, *p.shape, 1)):
+            with pytest.raises(ValueError, match=r"(?s)expects shape.*\[V, .*Why:.*Do:"):
+                product(torch.zeros(bad, dtype=torch.float64))
+
+
+def test_product_with_vectors_of_another_precision_is_refused() -> None:
+    model, loss_fn = extended(nn.Linear(2, 3), nn.CrossEntropyLoss())
+    with bpk.backpack(E.HMP()):
+        loss_fn(model(torch.randn(4, 2)), torch.tensor([0, 1, 2, 0])).backward()
+    with pytest.raises(ValueError, match="float64"):
+        model.weight.hmp(torch.zeros(1, 3, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("extension", [E.BatchDiagGGNExact, E.BatchDiagHessian, E.KFAC, E.KFRA], ids=ids)
+def test_a_refused_pass_is_freed(extension: type) -> None:
+    """The graph owns what was recorded: with the graph, everything goes."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.b(h - h.mean(0))  # samples mix
+
+    def refused() -> None:
+        model, loss_fn = bpk.extend(Centred()), bpk.extend(nn.MSELoss())
+        with pytest.raises(UnsupportedLayer), bpk.backpack(extension()):
+            loss_fn(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(o, Record) for o in gc.get_objects())
+
+    before, uses = alive(), len(LIVE)
+    refused()
+    assert (alive(), len(LIVE)) == (before, uses)
+
+
+# ---- objectives that nobody sees ---------------------------------------------------------------------
+def test_gradients_in_the_objective() -> None:
+    """A penalty on input gradients: with an extended loss it is right, without one it is refused."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3).double().requires_grad_()
+
+    def slopes(model: nn.Module) -> Tensor:
+        return torch.autograd.grad(torch.tanh(model(x)).sum(), x, create_graph=True)[0]
+
+    model, loss_fn = bpk.extend(nn.Linear(3, 1).double()), bpk.extend(nn.MSELoss())
+    g = slopes(model)
+    with warnings.catch_warnings(), bpk.backpack(E.BatchGrad()):
+        warnings.filterwarnings("error", "(?s)A gradient through")
+        loss_fn(g, torch.zeros_like(g)).backward()
+    torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+    model = bpk.extend(nn.Linear(3, 1).double())
+    g = slopes(model)
+    with refuses(model, UnsupportedLayer, "penalty", "input gradient", "Do:"), bpk.backpack(E.BatchGrad()):
+        g.square().sum().backward()
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.Variance, E.SumGradSquared, E.KFAC], ids=ids)
+def test_batches_of_two_sizes(extension: type) -> None:
+    model, loss_fn = bpk.extend(nn.Linear(3, 1)), bpk.extend(nn.MSELoss())
+    real, fake = torch.randn(6, 3), torch.randn(4, 3)
+    with refuses(model, UnsupportedLayer, "batches of 4 and 6 samples", "Why:", "Do:"), bpk.backpack(extension()):
+        (loss_fn(model(real), torch.ones(6, 1)) + loss_fn(model(fake), torch.zeros(4, 1))).backward()
