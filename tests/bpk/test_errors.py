@@ -515,6 +515,27 @@ def test_gradients_in_the_objective() -> None:
         g.square().sum().backward()
 
 
+def test_gradients_in_the_forward_pass_belong_before_the_context() -> None:
+    """Inside, that pass has no loss behind it: the message says where to take it, and there it is right."""
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 3).double().requires_grad_(), torch.randn(4, 1).double()
+    model = bpk.extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double())
+    loss_fn = bpk.extend(nn.MSELoss())
+
+    def slope() -> Tensor:
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].sum(1, keepdim=True)
+
+    with refuses(model, RuntimeError, "Nothing was", "torch.autograd.grad", "before backpack"), bpk.backpack(E.HMP()):
+        slope()
+    out = slope()
+    with bpk.backpack(E.DiagHessian()):
+        loss_fn(out, y).backward()
+    weight = model[0].weight
+    g = torch.autograd.grad(nn.functional.mse_loss(slope(), y), weight, create_graph=True)[0].flatten()
+    second = [torch.autograd.grad(g[k], weight, retain_graph=True)[0].flatten()[k] for k in range(6)]
+    torch.testing.assert_close(weight.diag_h.flatten(), torch.stack(second))
+
+
 @pytest.mark.parametrize("extension", [E.BatchGrad, E.Variance, E.SumGradSquared, E.KFAC], ids=ids)
 def test_batches_of_two_sizes(extension: type) -> None:
     model, loss_fn = bpk.extend(nn.Linear(3, 1)), bpk.extend(nn.MSELoss())
