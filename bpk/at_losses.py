@@ -143,7 +143,8 @@ def nothing_arrived(record: Record) -> str:
     return explain(
         f"Nothing was backpropagated to '{record.path}' ({type(record.module).__name__}).",
         "second-order quantities start at an extended loss, and none stands behind this layer.",
-        "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer.",
+        "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer. A forward pass that takes "
+        "gradients itself (torch.autograd.grad) belongs before backpack(...), with loss.backward() alone inside.",
     )
 
 

@@ -172,7 +172,7 @@ def hook(module: nn.Module, path: str, recorders: Iterable[Callable[..., Any]]) 
     rule = REGISTRY.find(module)
     may_draw = rule is not None and type(rule).draws is not Rule.draws
     if may_draw or isinstance(module.__dict__.get("inplace"), bool):
-        module.register_forward_pre_hook(prepare)
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
 
 
 def detach(module: nn.Module) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +22,8 @@ UNKNOWN = object()
 class Registry(Collected[Rule]):
     """Rules by module class and by function.
 
-    Look-up is by exact class, then by a base class whose `forward` was not overridden.
+    Look-up is by exact class, then by a base class whose `forward` was not overridden. A module on which another
+    `forward` was set has no rule.
     """
 
     what = "rules"
@@ -42,6 +45,8 @@ class Registry(Collected[Rule]):
         if found is UNKNOWN:
             self.fill()
             found = self._found[cls] = self._search(cls)
+        if isinstance(module, nn.Module) and found and "forward" in module.__dict__ and not is_own(module):
+            return None
         return found  # type: ignore[return-value]  # no other object is stored
 
     def find_function(self, function: Any) -> Rule | None:
@@ -51,7 +56,7 @@ class Registry(Collected[Rule]):
 
     def _search(self, cls: type[nn.Module]) -> Rule | None:
         for base in inspect.getmro(cls):
-            if base in self._owners and issubclass(base, nn.Module) and cls.forward is base.forward:
+            if base in self._owners and issubclass(base, nn.Module) and is_inherited(cls, base):
                 return self._owners[base]
         return None
 
@@ -76,3 +81,18 @@ class Registry(Collected[Rule]):
             "a layer is described once.",
             f"remove one of them, or bpk.unregister() the first before adding the second for {name}.",
         )
+
+
+def is_inherited(cls: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Whether a class has the forward pass of another one, and the methods that this calls (`_conv_forward`)."""
+    code = getattr(base.forward, "__code__", None)
+    called = [name for name in (code.co_names if code else ()) if inspect.isfunction(getattr(base, name, None))]
+    return all(getattr(cls, name) is getattr(base, name) for name in ("forward", *called))
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether the forward pass that was set on a module is that of its class, maybe with some arguments given."""
+    forward = module.__dict__["forward"]
+    while isinstance(forward, partial):
+        forward = forward.func
+    return isinstance(forward, MethodType) and (forward.__func__, forward.__self__) == (type(module).forward, module)

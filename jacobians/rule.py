@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.again import call_again
-from bpk.jacobians.core.binding import Binding, in_front, named_arguments
+from bpk.jacobians.core.binding import Binding, in_front, in_order
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import Reader
 from bpk.jacobians.core.example import Example
@@ -86,9 +86,7 @@ class Rule(Kronecker, TaylorProduct):
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         """From the arguments of a forward call to what the rule sees. Default: the tensors among them, as they are."""
-        if kwargs:
-            args = tuple(named_arguments(module, args, kwargs).values())
-        return Binding(module, tuple([x for x in args if isinstance(x, Tensor)]))
+        return Binding(module, tuple([x for x in in_order(module, args, kwargs) if isinstance(x, Tensor)]))
 
     def join(
         self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]

@@ -18,10 +18,12 @@ from bpk.plan.hypotheses import (
     behind_first_axis,
     has_no_axis,
     hypotheses,
+    in_order,
     is_given_data,
     is_given_parameters,
     mixed,
     numberings,
+    of_what_was_given,
     reads_tables,
 )
 from bpk.plan.probing import SourcesOf, fuller, sweep, uses_of
@@ -66,6 +68,9 @@ def attribute(
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
+    found = as_given(root, above, sources) if at_most is None else None
+    if found is not None:
+        return found
     refusal: UnsupportedLayer | NotInFront | None = None
     without: dict[bool, NotInFront] = {}
     fewer: set[bool] = set()  # where this holds for fewer samples than rows: what comes behind is less likely
@@ -96,6 +101,27 @@ def attribute(
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
+
+
+def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]] | None:
+    """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees."""
+    before = [(record, record.shifted) for record in above]
+    for n, movable, in_front in of_what_was_given(root, above):
+        for numbers in numberings(root.batch_size, n, in_front):
+            tables = False
+            try:
+                rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+                if in_order(above, rows, n):
+                    return n, rows
+            except UnsupportedLayer:
+                pass
+            except NotInFront:  # they have to be left first
+                tables = True
+            for record, axis in before:
+                record.shift(axis)
+            if tables:
+                return None
+    return None
 
 
 def follow(

@@ -42,6 +42,33 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     return ordered + [(n, True, True) for n in last]
 
 
+def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
+    """Hypotheses that a model has as many samples as its first tensor has rows, to be tried before all others.
+
+    There are none unless it was called once, and was given fewer rows than the root has: steps of time, say, that its
+    forward pass looks at one by one are no samples then.
+    """
+    given = {id(record.given): record.given for record in above if record.given}
+    rows = [shape[0] for shapes in given.values() for shape in shapes if shape]
+    if len(given) != 1 or not rows or rows[0] == 1 or sum(rows) >= root.batch_size:
+        return []
+    if any(record.batch_size % rows[0] for record in above if record.knows_batch):
+        return []
+    return [(rows[0], movable, in_front) for movable in (False, True) for in_front in (True, False)]
+
+
+def in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+    """Whether calls that are given data have the samples in order, in rows or groups of rows, or only one of them."""
+    for record in above:
+        if id(record) in rows and is_given_data(record):
+            found, count = rows[id(record)].cpu(), record.batch_size
+            orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
+            orders += [found.max().expand(count)] if count != n else []
+            if not any(bool(((found < 0) | (found == order)).all()) for order in orders):
+                return False
+    return True
+
+
 def may_be_one_sample(above: list[Record]) -> bool:
     """Whether what was called may have been given a batch of one: its first tensor, or a layer that knows, says so."""
     if any(record.knows_batch and record.batch_size == 1 for record in above):

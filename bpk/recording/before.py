@@ -33,18 +33,25 @@ class Before:
     """What is noted before the forward pass of a layer.
 
     Of a layer that draws random numbers: the state of their generators (`drawn`). Of a layer that works in place: its
-    input as it was (`kept`), where that comes from in autograd's graph (`edge`) and, if the layer got a copy of a view,
-    that view and the copy.
+    input as it was (`kept`), where that comes from in autograd's graph (`edge`), what the layer is given (`given`, with
+    its version) and, if that is a copy of a view, that view and the copy.
     """
 
-    __slots__ = ("copy", "drawn", "edge", "kept", "viewed")
+    __slots__ = ("copy", "drawn", "edge", "given", "kept", "version", "viewed")
 
     def __init__(self, drawn: RandomState | None) -> None:
         self.drawn = drawn
         self.kept: Tensor | None = None
+        self.given: Tensor | None = None
+        self.version = 0
         self.edge: Edge = (None, 0)
         self.viewed: Tensor | None = None
         self.copy: Tensor | None = None
+
+    def misses(self, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether a hook that runs later has given the layer another tensor, or has itself overwritten this one."""
+        x = self.given
+        return x is not None and (x is not next(iter(inputs), None) or x._version > self.version + 1)
 
     def written_back(self, output: Tensor) -> Tensor:
         """What the layer returns: what it made of the copy goes into the view, if it did work in place.
@@ -58,18 +65,25 @@ class Before:
         return nothing, ()
 
 
-def prepare(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def prepare(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of layers that may work in place, or that draw random numbers."""
     fields = module.__dict__
     fields.pop(BEFORE, None)  # of a call that failed
     if CTX.disabled or CTX.quiet or engine.is_transformed() or not torch.is_grad_enabled():
         return None
     drawn = generators_of(module)
-    in_place = fields.get("inplace") is True and bool(args) and isinstance(args[0], Tensor)
-    if drawn is None and not in_place:
+    name = "" if args else next(iter(kwargs), "")
+    given = (args[0] if args else kwargs.get(name)) if fields.get("inplace") is True else None
+    if drawn is None and not isinstance(given, Tensor):
         return None
     before = fields[BEFORE] = Before(drawn)
-    return (keep_input(module, args[0], before), *args[1:]) if in_place else None
+    if not isinstance(given, Tensor):
+        return None
+    x = before.given = keep_input(module, given, before)
+    before.version = x._version
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
 
 def generators_of(module: nn.Module) -> RandomState | None:

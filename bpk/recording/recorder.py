@@ -28,7 +28,7 @@ from bpk.recording.membership import parameters_in
 from bpk.recording.ownership import OWNER, give
 from bpk.recording.record import Record, parameters_of
 from bpk.recording.state import CTX
-from bpk.recording.unrecorded import is_seen, leave_note, leave_unrecorded, note_transform
+from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_unrecorded, note_transform
 from bpk.rules import REGISTRY
 
 
@@ -68,6 +68,8 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if results:
         params = parameters_of(module, rule)
         treatment = treatment_of(module, rule, binding, results, params)
+        if comes_late(module, record) or (before is not None and before.misses(binding.inputs)):
+            before, treatment = None, Treatment.PASSAGE if params else Treatment.LEAVE
         if treatment is Treatment.RECORD:
             changed = write_down(module, rule, binding, results, params, before)
             return substitute(output, changed) if changed else None
@@ -84,11 +86,7 @@ def rule_of(module: nn.Module, output: Any) -> Rule | None:
 
 
 def treatment_of(
-    module: nn.Module,
-    rule: Rule | None,
-    binding: Binding,
-    results: Mapping[int, Tensor],
-    params: Mapping[str, Tensor],
+    module: nn.Module, rule: Rule | None, binding: Binding, results: Mapping[int, Tensor], params: Mapping[str, Tensor]
 ) -> Treatment:
     """What is done about a call."""
     for p in params.values():

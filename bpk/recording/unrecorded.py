@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,18 @@ def is_seen() -> bool:
     if CTX.quiet and engine.checkpointing() is None:  # what runs again saves what it has saved before
         return False
     return torch.is_grad_enabled() and not engine.is_transformed()
+
+
+def comes_late(module: nn.Module, recorder: Callable[..., Any]) -> bool:
+    """Whether a hook that was put in front of the recorder has run, and may have changed the output.
+
+    In the next call the recorder comes first.
+    """
+    hooks = module._forward_hooks
+    if next(iter(hooks.values())) is recorder:
+        return False
+    hooks.move_to_end(next(key for key, hook in hooks.items() if hook is recorder), last=False)  # type: ignore[attr-defined]
+    return True
 
 
 def note_transform(module: nn.Module) -> None:

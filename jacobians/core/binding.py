@@ -92,6 +92,11 @@ def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     return {name: given.get(name, default) for name, default in defaults.items()}
 
 
+def in_order(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a forward call in the order of its signature: those given by name may come in any."""
+    return tuple(named_arguments(module, args, kwargs).values()) if kwargs else args
+
+
 def in_front(x: Tensor, axis: Axis, n: int) -> Tensor:
     """Move the batch axis to the front; without one, repeat for `n` samples."""
     if axis is None:

@@ -207,6 +207,89 @@ def test_time_first_where_steps_mix(t: int, n: int) -> None:
         torch.testing.assert_close(first.weight.grad_batch[k], expected)
 
 
+def step_by_step(m: Assembled, x: Tensor) -> Tensor:
+    return torch.stack([m.second(m.act(m.first(step))) for step in x.unbind(1)], 1)
+
+
+def steps_in_front(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x.transpose(0, 1)))).transpose(0, 1)
+
+
+def sample_by_sample(m: Assembled, x: Tensor) -> Tensor:
+    return torch.stack([m.second(m.act(m.first(sample))) for sample in x])
+
+
+def two_views(m: Assembled, x: Tensor) -> Tensor:
+    return torch.stack([m.second(m.act(m.first(view))) for view in (x[:, 0], x[:, 1].sin())], 1)
+
+
+ONE_BY_ONE = (step_by_step, steps_in_front, sample_by_sample, two_views)
+
+
+@pytest.mark.parametrize("steps_first", [False, True])
+@pytest.mark.parametrize("n", [3, 5])
+@pytest.mark.parametrize("forward", ONE_BY_ONE)
+def test_steps_that_never_meet_are_no_samples(
+    forward: Callable[[Assembled, Tensor], Tensor], n: int, steps_first: bool
+) -> None:
+    """The graph alone would agree with as many samples as steps, or rows: there are as many as the model was given."""
+    torch.manual_seed(0)
+    model = Assembled(forward, first=nn.Linear(2, 4), act=nn.Tanh(), second=nn.Linear(4, 3)).double()
+    x = rand(n, 4, 2)
+    y = torch.randint(3, model(x).shape[:2])
+    expected = []
+    for k in range(n):
+        loss = F.cross_entropy(model(x[k : k + 1]).flatten(0, 1), y[k]) / n
+        expected.append(torch.autograd.grad(loss, list(model.parameters())))
+    order = (lambda z: z.transpose(0, 1)) if steps_first else (lambda z: z)
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    for _ in range(2):
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), E.BatchDiagGGNExact()):
+            loss_fn(order(model(x)).flatten(0, 1), order(y).flatten()).backward()
+        for k, p in enumerate(model.parameters()):
+            torch.testing.assert_close(p.grad_batch, torch.stack([rows[k] for rows in expected]))
+            torch.testing.assert_close(p.diag_ggn_exact_batch.sum(0), p.diag_ggn_exact)
+
+
+def test_time_comes_first_where_its_steps_meet() -> None:
+    """What a model was given has time in front, and its steps meet: they are no samples."""
+    torch.manual_seed(0)
+    model = Assembled(lambda m, x: m.second(m.first(x).tanh().cumsum(0)), first=nn.Linear(2, 4), second=nn.Linear(4, 3))
+    x, y = rand(4, 3, 2), torch.randint(3, (4, 3))
+    model, loss_fn = bpk.extend(model.double()), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x).flatten(0, 1), y.flatten()).backward()
+    found = model.first.weight.grad_batch
+    for k in range(3):
+        loss = F.cross_entropy(model(x[:, k : k + 1]).flatten(0, 1), y[:, k]) / 3
+        torch.testing.assert_close(found[k], torch.autograd.grad(loss, model.first.weight)[0])
+
+
+class TwoInputs(nn.Module):
+    """Rows of both inputs, one below the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return torch.cat([self.layers(x) for x in inputs])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_rows_of_two_inputs_or_calls_are_samples(n: int) -> None:
+    """As many as the loss has rows: nobody says that row `k` of one belongs to row `k` of the other."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(TwoInputs().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = rand(2 * n, 2), torch.randint(3, (2 * n,))
+    p = model.layers[0].weight
+    expected = [torch.autograd.grad(loss_fn(model(x[k : k + 1]), y[k : k + 1]), p)[0] / (2 * n) for k in range(2 * n)]
+    for out in (lambda: model(x[:n], x[n:]), lambda: torch.cat([model(x[:n]), model(x[n:])])):
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(out(), y).backward()
+        torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+
+
 class OfFunctions(nn.Module):
     """Products with parameters of a list, on an input that gets an axis in front: no layer is called at all.
 

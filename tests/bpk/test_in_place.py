@@ -208,6 +208,35 @@ def test_layers_are_those_out_of_place(act: type[nn.Module], forward: Forward, c
     assert_same(build(forward, True, act), build(forward, False, act), converter)
 
 
+def by_name(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.act(input=m.fold(m.a(x))).flatten(1))
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.LeakyReLU])
+def test_a_layer_whose_input_is_given_by_name(act: type[nn.Module]) -> None:
+    assert_same(build(by_name, True, act), build(by_name, False, act), converter=False)
+
+
+def scaled(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    return 2.0 * args[0]
+
+
+def scaled_in_place(module: nn.Module, args: tuple[Tensor]) -> None:
+    args[0].mul_(2.0)
+
+
+@pytest.mark.parametrize("hook", [scaled, scaled_in_place])
+@pytest.mark.parametrize("act", [nn.SiLU, nn.LeakyReLU])
+def test_a_hook_that_changes_the_input_after_it_was_looked_at(act: type[nn.Module], hook: Callable[..., Any]) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.act(m.a(x)))
+
+    model, twin = build(forward, True, act), build(lambda m, x: m.b(m.act(2.0 * m.a(x))), False, act)
+    bpk.extend(model)
+    model.act.register_forward_pre_hook(hook)
+    assert_same(model, twin, converter=False)
+
+
 def test_kfra_of_in_place_layers_on_views_is_the_recursion() -> None:
     layers = [nn.Linear(4, 4), nn.Mish(), nn.Unflatten(1, (2, 2)), nn.Hardtanh(), nn.SiLU(), nn.Mish(), nn.Softmax(1)]
     model = nn.Sequential(*layers, nn.Flatten(1), nn.Linear(4, 3)).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,23 @@ GIVEN = [
 def test_given_states(layer: type[nn.Module], example: Example) -> None:
     """Products with respect to initial states, through every result."""
     assert check_rule(rule_of(layer), [example], [F64]).checks > 100
+
+
+@pytest.mark.parametrize("layer", [nn.RNNCell, nn.LSTMCell, nn.GRU, nn.LSTM])
+def test_arguments_by_name_in_any_order(layer: Any) -> None:
+    torch.manual_seed(0)
+    x, y, is_lstm = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,)), issubclass(layer, (nn.LSTM, nn.LSTMCell))
+    model, loss_fn = nn.ModuleList([nn.Linear(3, 3), layer(3, 3)]).double(), bpk.extend(nn.CrossEntropyLoss())
+    found = []
+    for named in (False, True):
+        first, last = net = bpk.extend(copy.deepcopy(model))
+        h, given = (t if isinstance(last, nn.RNNCellBase) else t[None] for t in (first(x), x.sin()))
+        state = (h, h.cos()) if is_lstm else h
+        with bpk.backpack(E.BatchGrad(), E.DiagHessian()):
+            out = last(hx=state, input=given) if named else last(given, state)
+            loss_fn((out if isinstance(out, Tensor) else out[0]).reshape(4, 3), y).backward()
+        found.append([(p.grad_batch, p.diag_h) for p in net.parameters()])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_results_of_which_some_are_used() -> None:
