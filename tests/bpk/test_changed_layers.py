@@ -1,4 +1,4 @@
-"""Layers that are not what their class says, by another `forward` or by hooks: they do not have the rule of the class."""
+"""Layers that are not what their class says, by another `forward` or by hooks: they have no rule of the class."""
 
 from __future__ import annotations
 
