@@ -48,10 +48,6 @@ class Attribution:
         known = self.sizes.get(id(record))
         return record.batch_size if known is None else known
 
-    def is_one_sample(self, record: Record) -> bool:
-        """Whether all rows of a call are those of the only sample."""
-        return id(record) in self.samples and self.sizes[id(record)] == 1
-
     def by_sample(self, record: Record, rows: Tensor) -> Tensor:
         """Rows `[V, R, ...]` of a call as rows `[V, N, ...]` of samples."""
         samples = self.rows(record)

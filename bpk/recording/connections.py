@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -109,16 +107,15 @@ class Connected:
         """How an input is connected."""
         return PLAIN if self.aligned else self.port(self.axis(index))
 
-    def exit(self, number: int, used: Sequence[int] | None = None) -> Port:
-        """How a result is connected, where these results are used (by default: those that are)."""
+    def exit(self, number: int) -> Port:
+        """How a result is connected, beside the others that are used."""
         if self.aligned:
             return PLAIN
-        used = self.used if used is None else used
-        if len(used) == 1:
+        if len(self.used) == 1:
             return self.port(self.out_axis(number))
-        shapes = {k: self.shape_of(k) for k in used}
+        shapes = {k: self.shape_of(k) for k in self.used}
         sizes = [shape.numel() for shape in shapes.values()]
-        start = sum(sizes[: used.index(number)])
+        start = sum(sizes[: self.used.index(number)])
         return Port(self.out_axis(number), shapes[number], start, sum(sizes))
 
     def port(self, axis: int) -> Port:
@@ -129,10 +126,6 @@ class Connected:
     def sees_gradient(self) -> bool:
         """Whether the rule sees what the graph's node is given, as it is, and nothing else."""
         return self.aligned or (len(self.places) == 1 and self.exit(next(iter(self.places.values()))).plain)
-
-    def relaid(self, mat: Tensor, before: Sequence[int]) -> Tensor:
-        """Columns at the results that were used before, as columns at those that are used now."""
-        return add_up([self.exit(k).to_rule(self.exit(k, before).to_graph(mat)) for k in before])
 
     def shape_of(self, number: int) -> torch.Size:
         """The shape `[*out]` of one sample of a result."""
