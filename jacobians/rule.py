@@ -46,6 +46,8 @@ class Rule(Kronecker, TaylorProduct):
     """Whether the products depend on the values of the inputs, and not on their shapes alone."""
     reads_output: bool = True
     """Whether the products of parameters depend on the values of the output, and not on its shape alone."""
+    inputs_first: bool = False
+    """Whether sending columns to the inputs prepares the squares of parameters."""
     is_loss: bool = False
     """Whether it describes a loss rather than a layer."""
     may_mix: bool = False

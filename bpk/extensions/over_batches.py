@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.engine import add_to_all
 from bpk.jacobians.core.numeric import wide
 
 Parts = dict[str, Tensor]
@@ -127,7 +128,7 @@ class Sums(OverBatches):
                 else:
                     total[name] = added(total[name], x, self.weight(name, size))
         for name, (ours, theirs) in dense.items():
-            torch._foreach_add_(ours, theirs, alpha=self.weight(name, size))  # those of all parameters in one call
+            add_to_all(ours, theirs, self.weight(name, size))
 
     def whole(self, total: Parts, size: Size) -> Any:
         return total[""] / self.weight("", size)

@@ -154,6 +154,10 @@ class Run:
         if hand is not None and hand.serves(step):
             self.pass_by_hand(step, columns)
             return
+        if step.rule is not None and step.rule.inputs_first:
+            self.pass_call(step, columns.copy())
+            self.collect(step, columns, step.params)
+            return
         self.collect(step, columns, step.params)
         if last:
             self.settle(step)

@@ -30,6 +30,8 @@ class Recurrent(RecurrentColumns):
     for linear layers (Eschenhagen et al. 2023, arXiv:2311.00636).
     """
 
+    inputs_first = True
+
     # ---- products --------------------------------------------------------------------------------
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         found = self.pushed(call, {wrt: wide(mat)})
