@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from functools import partial
+from collections.abc import Hashable
 
-import torch
 from torch import Tensor
 
-from bpk.fields.awaited import ask_for_sums, expect_gradients, expect_use, with_sums
+from bpk.fields.awaited import expect_gradients, with_sums
 from bpk.fields.parameters import Parameters, ParameterState
-from bpk.fields.statistics import Use
 from bpk.fields.values import require_own
+from bpk.first_order import FirstOrder, collect
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
-from bpk.jacobians.rule import Rule
 from bpk.plan.inspection import Inspection
-from bpk.plan.step import Step, matched
+from bpk.plan.step import Step
 from bpk.recording import engine
-from bpk.recording.inner_products import InnerProduct, inner_products
 from bpk.recording.known_gradient import KnownGradient
 from bpk.recording.record import Record
 from bpk.sweeps.functions import SideBySide, reach_functions
@@ -60,84 +56,27 @@ class Observing:
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
         asked: Call | None = None
         if first and not record.is_loss:
-            asked = self.reach_in_first_order(record, grad, trained, first, states)
+            asked = FirstOrder(self.parameters, self.inspection.attribution, record, trained, first).reach(grad, states)
         for key, sweep in observers.items():
             if key not in first and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)
         if states:
             awaited = states if asked is None else {name: s for name, s in states.items() if name != "weight"}
             expect_gradients(self.parameters, record, awaited)
-        for state in states.values():
-            if not (function or self.parameters.is_shared(state.param, record)):
-                self.parameters.finish(state)
+        if not function:
+            self.parameters.finish_unshared(states.values(), record)
         return with_sums(asked, grad)
-
-    def reach_in_first_order(
-        self,
-        record: Record,
-        brought: Tensor,
-        trained: dict[str, Tensor],
-        sweeps: Mapping[Hashable, Gradient],
-        states: dict[str, ParameterState],
-    ) -> Call | None:
-        """Show a call to sweeps that need its gradient alone; returns the call that `ask_for_sums` made of it."""
-        grad, call = matched(brought, record.call())
-        rows, n = self.inspection.attribution.rows(record), self.inspection.attribution.batch_size(record)
-        here, layer = engine.current_node(), record.recomputed is None and not isinstance(record.module, Plain)
-
-        def show(call: Call, rule: Rule | None, states: dict[str, ParameterState], grad: Tensor) -> None:
-            node = here if call.drawn is not None else None
-            step = Step(record, rule, call, node, trained, rows, n, gradient=grad)
-            for key, sweep in sweeps.items():
-                self.collect(key, sweep, step, states)
-
-        def ask(call: Call, rule: Rule | None, states: dict[str, ParameterState], brought: Tensor) -> Call | None:
-            if rule is None or not layer or "weight" not in states:
-                return None
-            return ask_for_sums(self.parameters, call, rule, states["weight"], brought, record)
-
-        def show_inside(inner: InnerProduct, own: dict[str, ParameterState], grad: Tensor) -> KnownGradient | None:
-            asked = ask(inner.call, inner.rule, own, grad)
-            show(asked or inner.call, inner.rule, own, inner.rows(grad))
-            for state in own.values():
-                if not self.parameters.is_shared(state.param):
-                    self.parameters.finish(state)
-            return with_sums(asked, grad)
-
-        asked: Call | None = None
-        for inner in [] if torch.is_grad_enabled() else inner_products(record, call, here):
-            own = {name: states[whole] for name, whole in inner.names.items()}
-            states = {name: state for name, state in states.items() if state not in own.values()}
-            if inner.is_output:
-                asked = ask(inner.call, inner.rule, own, brought) if record.sees_gradient else None
-                show(asked or inner.call, inner.rule, own, grad)
-            else:
-                expect_use(self.parameters, inner.node, own.values(), partial(show_inside, inner, own))
-        whole: Call | None = None
-        if states:
-            if record.sees_gradient:
-                whole = ask(call, record.rule, states, brought)
-            show(whole or call, record.rule, states, grad)
-        return whole or asked
 
     def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""
         if step.is_loss and not step.links:
             return
-        self.collect(key, sweep, step, states)
+        collect(self.parameters, key, sweep, step, states)
         for link in step.links.values():
             if link.producer.consumer is step:
                 stretch = link.producer
-                self.collect(key, sweep, stretch, {n: self.parameters.state_of(p) for n, p in stretch.params.items()})
-
-    def collect(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
-        """Hand what a sweep finds at a call to the call's parameters."""
-        arrived = sweep.visit(step)
-        assert step.rule is not None
-        view = step.view(sweep.samples) if states else step.call
-        for name, state in states.items():
-            use = Use(view, step.rule, name, arrived, step.samples_of_rows)
-            self.parameters.collect(state, key, use, step.batch_size)
+                own = {name: self.parameters.state_of(p) for name, p in stretch.params.items()}
+                collect(self.parameters, key, sweep, stretch, own)
 
     def apply_by_hand(self, record: Record, grad: Tensor) -> set[Hashable]:
         """Run the module extensions that users wrote for this layer, for extensions that are not played.

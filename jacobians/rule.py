@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.again import call_again
-from bpk.jacobians.core.binding import Binding, in_front, in_order
+from bpk.jacobians.core.binding import Binding, arguments_in_order, in_front
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import Reader
 from bpk.jacobians.core.example import Example
@@ -88,7 +88,7 @@ class Rule(Kronecker, TaylorProduct):
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         """From the arguments of a forward call to what the rule sees. Default: the tensors among them, as they are."""
-        return Binding(module, tuple([x for x in in_order(module, args, kwargs) if isinstance(x, Tensor)]))
+        return Binding(module, tuple([x for x in arguments_in_order(module, args, kwargs) if isinstance(x, Tensor)]))
 
     def join(
         self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]

@@ -134,13 +134,13 @@ def unshard(extensions: tuple[BackpropExtension, ...]) -> Sharded | None:
         return None
     records = [record for ref in LIVE.copy() if (record := ref()) is not None and record.open]
     layers = {id(record.module): record.module for record in records}
-    modules = in_order([*layers.values(), *around(layers.values())[0]])
+    modules = sharded_in_order([*layers.values(), *around(layers.values())[0]])
     if not modules:
         return None
     return Sharded(modules, extensions)
 
 
-def in_order(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def sharded_in_order(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those that FSDP2 shards, in an order that all processes have."""
     found = {id(module): module for module in modules if is_managed(module)}
     outermost = [m for m in found.values() if not any(m is not o and m in list(o.modules()) for o in found.values())]

@@ -152,6 +152,12 @@ class Parameters:
         with CTX.quietly(device=state.param.device):
             self.finish(state, final=True)
 
+    def finish_unshared(self, states: Iterable[ParameterState], record: Record | None = None) -> None:
+        """Save the fields of those parameters of which no other use is to come than that by `record`."""
+        for state in states:
+            if not self.is_shared(state.param, record):
+                self.finish(state)
+
     def finish(self, state: ParameterState, final: bool = False) -> None:
         """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
         heard = 0

@@ -239,9 +239,9 @@ class Rows:
 
 def added_up(use: Use, rows: Tensor) -> Tensor:
     """The rows `[1, N, *p]` of a single column, whose sum is noted if somebody wants it."""
-    sums = use.call.sums
-    if sums is not None and use.name not in sums:
-        sums[use.name] = rows[0].sum(0)
+    add = use.call.summing(use.name)
+    if add is not None:
+        add(rows[0].sum(0))
     return rows
 
 

@@ -72,9 +72,9 @@ class Uses(Products):
         """`[*p]`: the single column summed over samples (for the gradient sweep: the gradient), with weights `[N]`."""
         if self.gradient is not None and weights is None:
             return self.gradient
-        sums, name = self.uses[0].call.sums if weights is None and self.simple else None, self.uses[0].name
-        if sums is not None and name in sums:
-            return sums[name]
+        first, shares = self.uses[0], weights is None and self.simple
+        if shares and first.call.sums is not None and first.name in first.call.sums:
+            return first.call.sums[first.name]
         parts = [
             use.rule.jac_t_mat_prod(use.call, self.weighted(mat, weights, use.samples), use.name, sum_batch=True)[0]
             for use in self.uses
@@ -82,8 +82,9 @@ class Uses(Products):
         ]
         own = [rows for use in self.uses for rows in use.own.values()]
         total = add_up([*parts, *(r[0].sum(0) if weights is None else weighted_sum(weights, r[0]) for r in own)])
-        if sums is not None:
-            sums[name] = total
+        add = first.call.summing(first.name) if shares else None
+        if add is not None:
+            add(total)
         return total
 
     def weighted(self, mat: Tensor, weights: Tensor | None, samples: Tensor | None) -> Tensor:

@@ -18,13 +18,13 @@ from bpk.plan.hypotheses import (
     behind_first_axis,
     has_no_axis,
     hypotheses,
-    in_order,
     is_given_data,
     is_given_parameters,
     mixed,
     numberings,
     of_what_was_given,
     reads_tables,
+    rows_in_order,
 )
 from bpk.plan.probing import SourcesOf, fuller, sweep, uses_of
 from bpk.recording.record import Record
@@ -111,7 +111,7 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
             tables = False
             try:
                 rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
-                if in_order(above, rows, n):
+                if rows_in_order(above, rows, n):
                     return n, rows
             except UnsupportedLayer:
                 pass

@@ -57,7 +57,7 @@ def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool
     return [(rows[0], movable, in_front) for movable in (False, True) for in_front in (True, False)]
 
 
-def in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
     """Whether calls that are given data have the samples in order, in rows or groups of rows, or only one of them."""
     for record in above:
         if id(record) in rows and is_given_data(record):

@@ -66,7 +66,7 @@ class Plan:
             for index, source in sources[record].items():
                 if source.targets or source.trained:
                     step.links[index] = self.link(step, index, source)
-        self.steps = in_order([self.of[loss] for loss in losses])
+        self.steps = consumers_first([self.of[loss] for loss in losses])
         self.number_uses()
 
     def link(self, step: Step, index: int, source: Source) -> Link:
@@ -145,7 +145,7 @@ class Plan:
             step.gradient = torch.zeros_like(step.call.output) if grad is None else grad.to(step.call.output.dtype)
 
 
-def in_order(losses: Sequence[Step]) -> list[Step]:
+def consumers_first(losses: Sequence[Step]) -> list[Step]:
     """All steps behind the losses, each after all that it feeds: of several the one called last, as in autograd."""
     feeds: dict[Step, int] = dict.fromkeys(losses, 0)
     waiting = list(losses)

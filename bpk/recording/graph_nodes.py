@@ -24,8 +24,16 @@ BILINEAR = words("Bmm Dot Mm Mul Mv")
 VIEWS = ("Identity", "UnsafeView", "View")
 """What a linear layer does to its result, if that has positions."""
 
-PRODUCTS = {"Convolution": 1, "Addmm": 2, "Mm": 1}
-"""Products of an input with a weight, and which of their arguments the weight is."""
+OPERANDS = {
+    "Mm": (("self", 0), ("mat2", 1)),
+    "Addmm": (("mat1", 1), ("mat2", 2)),
+    "Bmm": (("self", 0), ("mat2", 1)),
+    "Convolution": (("input", 0), ("weight", 1)),
+}
+"""By product: under which names it keeps the left and the right operand, and which of its edges lead to them."""
+
+OF_MATRICES = ("Mm", "Addmm")
+"""Products of two matrices."""
 
 FRACTION = "Div"
 """Linear in its first argument."""
@@ -76,10 +84,10 @@ def weight_of_product(node: Node) -> Tensor | None:
     here: Node | None = node
     while here is not None and function_name(here) in VIEWS:
         here = here.next_functions[0][0]
-    position = None if here is None else PRODUCTS.get(function_name(here))
-    if here is None or position is None:
+    name = "" if here is None else function_name(here)
+    if here is None or name not in (*OF_MATRICES, "Convolution"):
         return None
-    above = here.next_functions[position][0]
+    above = here.next_functions[OPERANDS[name][1][1]][0]
     if above is not None and function_name(above) == "T":
         above = above.next_functions[0][0]
     return leaf_of(above)

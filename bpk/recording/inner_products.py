@@ -15,14 +15,11 @@ from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
-from bpk.recording.graph_nodes import Edge, leaf_of
+from bpk.recording.graph_nodes import OF_MATRICES, OPERANDS, Edge, leaf_of
 from bpk.recording.identity import IDENTITIES, function_name
 from bpk.recording.parameter_products import FUNCTIONS, SAME_ORDER, axes_of
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
-
-OPERANDS = {"Mm": ("self", 0, 1), "Addmm": ("mat1", 1, 2)}
-"""By function: under which name it keeps the left operand, and which of its edges lead to this and to the right one."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
     while waiting:
         node = waiting.pop()
         edges, name = node.next_functions, function_name(node)
-        if name in OPERANDS:
+        if name in OF_MATRICES:
             products.append(node)
         elif name == "Add":
             sums[follow(edges[0])[0][0]] = node
@@ -76,16 +73,16 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
                     waiting.append(above)
     last, moved = follow((here, 0), tuple(call.output.shape[:2])[:: -1 if record.out_axis(0) else 1])
     for node in products:
-        operands = OPERANDS[function_name(node)]
-        names = names_of(record, rule.inside, node, sums.get(node), operands[2], read)
+        (left, place), (_, right) = OPERANDS[function_name(node)]
+        names = names_of(record, rule.inside, node, sums.get(node), right, read)
         if "weight" not in names:
             continue
         if node is last[0]:
-            x, first = engine.saved_tensor(node, operands[0]), bool(record.out_axis(0)) != moved
+            x, first = engine.saved_tensor(node, left), bool(record.out_axis(0)) != moved
             x = None if x is None else arranged(x, call.batch_size, first)
         else:
             lead = tuple(call.inputs[0].shape[:2])[:: 1 if record.axis(0) else -1]
-            end, turned = follow(node.next_functions[operands[1]], lead, start)
+            end, turned = follow(node.next_functions[place], lead, start)
             known = end == start and start[0] is not None
             x, first = (call.inputs[0] if known else None), bool(record.axis(0)) != turned
         params = {own: record.params[name] for own, name in names.items()}

@@ -24,7 +24,8 @@ from bpk.jacobians.core.function_module import Plain, TimesWeight
 from bpk.jacobians.families.rearranged import Interleaved, Rearranged
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
-from bpk.recording.graph_nodes import Edge
+from bpk.recording.graph_nodes import OF_MATRICES, OPERANDS, Edge
+from bpk.recording.identity import function_name
 from bpk.recording.ownership import LEFT, OWNER, give
 from bpk.recording.ports import Rows
 from bpk.recording.record import Record
@@ -43,12 +44,7 @@ SAME_ORDER = (
 )
 """Nodes that keep the entries of a tensor in their order."""
 REPEATS = "ExpandBackward0"
-PRODUCTS = {
-    "MmBackward0": (("self", 0), ("mat2", 1)),
-    "AddmmBackward0": (("mat1", 1), ("mat2", 2)),
-    "BmmBackward0": (("self", 0), ("mat2", 1)),
-}
-"""By node: under which names it keeps the left and the right operand, and which of its edges lead to them."""
+PRODUCTS = (*OF_MATRICES, "Bmm")
 
 
 class LinearFunction(nn.Linear, Plain):
@@ -101,8 +97,9 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
         behind: The node from which the edge comes, if it is no recorded call.
     """
     node = edge[0]
-    if node is None or (operands := PRODUCTS.get(node.name())) is None:
+    if node is None or (kind := function_name(node)) not in PRODUCTS:
         return None
+    operands = OPERANDS[kind]
     owned = engine.belongings(node)
     if owned.get(LEFT) or OWNER in owned:
         return None

@@ -30,8 +30,12 @@ def comes_late(module: nn.Module, recorder: Callable[..., Any]) -> bool:
     In the next call the recorder comes first.
     """
     hooks = module._forward_hooks
+    for hook in hooks.values():
+        if hook is recorder:
+            return False
+        break
     mine = next((key for key, hook in hooks.items() if hook is recorder), None)
-    if mine is None or mine == next(iter(hooks)):  # none: a loss of the user's, whose recorder calls this one
+    if mine is None:  # a loss of the user's, whose recorder calls this one
         return False
     hooks.move_to_end(mine, last=False)  # type: ignore[attr-defined]
     return True

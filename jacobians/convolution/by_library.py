@@ -44,10 +44,10 @@ class ByLibrary(Affine):
 
     def shown_sums(self, call: Call, rows: Iterator[Tensor]) -> Iterator[Tensor]:
         """The same, added up where somebody wants their sum."""
-        wanted = call.sums is not None and "weight" not in call.sums
-        for row in rows:
-            if wanted and call.sums is not None:
-                call.sums["weight"] = call.sums["weight"].add_(row) if "weight" in call.sums else row.clone()
+        add = call.summing("weight")
+        for n, row in enumerate(rows):
+            if add is not None:
+                add(row if n else row.clone())
             yield row
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:

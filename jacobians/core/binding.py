@@ -92,7 +92,7 @@ def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     return {name: given.get(name, default) for name, default in defaults.items()}
 
 
-def in_order(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def arguments_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a forward call in the order of its signature: those given by name may come in any."""
     return tuple(named_arguments(module, args, kwargs).values()) if kwargs else args
 

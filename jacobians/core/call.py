@@ -70,6 +70,17 @@ class Call:
         """`N`, the number of samples."""
         return self.inputs[0].shape[0]
 
+    def summing(self, param: str) -> Callable[[Tensor], None] | None:
+        """What adds parts to the sum in `sums`, if somebody wants it and nobody has it. The first is written into."""
+        sums = self.sums
+        if sums is None or param in sums:
+            return None
+
+        def add(part: Tensor) -> None:
+            sums[param] = sums[param].add_(part) if param in sums else part
+
+        return add
+
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory for a result, of the dtype and on the device of `like`: the spare memory, where it fits.
 

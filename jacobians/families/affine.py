@@ -106,15 +106,8 @@ class Affine(LinearInEach):
 
     def adding_up(self, call: Call) -> squares.Shown:
         """What adds up individual gradients of the weight, if somebody wants their sum and nobody knows it."""
-        sums = call.sums
-        if sums is None or "weight" in sums:
-            return None
-
-        def shown(rows: Tensor) -> None:
-            part = self.as_weight(call, rows.sum(0))
-            sums["weight"] = sums["weight"].add_(part) if "weight" in sums else part
-
-        return shown
+        add = call.summing("weight")
+        return None if add is None else lambda rows: add(self.as_weight(call, rows.sum(0)))
 
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False

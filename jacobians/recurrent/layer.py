@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.binding import Binding, in_order, tensors_in
+from bpk.jacobians.core.binding import Binding, arguments_in_order, tensors_in
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.engine import flat_weight_names
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -53,7 +53,7 @@ class RecurrentForward(SeveralOutputs):
         return flat_weight_names(module)
 
     def bind(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
-        given = in_order(module, args, kwargs)
+        given = arguments_in_order(module, args, kwargs)
         inputs = tuple(tensors_in(given))
         if any(isinstance(x, nn.utils.rnn.PackedSequence) for x in given):
             return Binding(module, inputs[:1], problem=PACKED + ".", do=PAD)
@@ -181,7 +181,7 @@ class StepForward(RecurrentForward):
         return self.params
 
     def bind(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
-        inputs = tuple(tensors_in(in_order(module, args, kwargs)))
+        inputs = tuple(tensors_in(arguments_in_order(module, args, kwargs)))
         if inputs[0].dim() != self.axes:
             return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
         return Binding(module, inputs)

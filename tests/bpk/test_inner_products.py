@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bpk
-from bpk import observing
+from bpk import first_order
 from bpk.extensions import BatchGrad, BatchL2Grad, SumGradSquared, Variance
 from bpk.recording.inner_products import arranged, follow, inner_products
 
@@ -90,7 +90,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         names.update(one.names["weight"] for one in known)
         return known
 
-    monkeypatch.setattr(observing, "inner_products", spy)
+    monkeypatch.setattr(first_order, "inner_products", spy)
     return names
 
 
