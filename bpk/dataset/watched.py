@@ -17,6 +17,7 @@ from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.survey import mixes
+from bpk.recording.known_gradient import KnownGradient
 from bpk.recording.membership import path_of
 from bpk.recording.opened import Pass
 from bpk.recording.record import Record
@@ -80,10 +81,10 @@ class WatchedBackward(Backward):
                 divisor = loss.rule.divides_by(loss.call()) if self.context.asks else None
                 seen.divisors.append(None if divisor is None else float(divisor))
 
-    def work_on(self, record: Record, grad: Tensor) -> None:
+    def work_on(self, record: Record, grad: Tensor) -> KnownGradient | None:
         if record.is_loss and isinstance(record.rule, Loss):
             self.context.seen.factors.append(grad.item())
-        super().work_on(record, grad)
+        return super().work_on(record, grad)
 
     def ending(self, sharded: Sharded) -> Callable[[], None]:
         assert self.context.add_up is not None

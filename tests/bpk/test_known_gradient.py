@@ -240,6 +240,14 @@ def test_autograd_does_not_compute_those_inside(monkeypatch: pytest.MonkeyPatch)
     assert sevens.told == 1 and bool((layer.in_proj_weight.grad == 7).all())
 
 
+def test_passes_over_a_data_set_are_relieved_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem("convolution")
+    sevens = Sevens(monkeypatch)
+    found = bpk.accumulate(model, nn.CrossEntropyLoss(), [(x, y), (x, y)], Variance())
+    weights = [name for name in found if name.endswith("weight")]
+    assert sevens.told and any(bool((found[name]["grad"] == 7).all()) for name in weights)
+
+
 def test_some_samples_do_not_add_up_to_the_gradient() -> None:
     model, x, y = problem("convolution")
     expected = plain_gradients(model, x, y)
