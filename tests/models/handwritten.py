@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tests.references.reference import KRONECKER, gradients
+from tests.references.kronecker import KRONECKER, gradients
 
 Output = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 

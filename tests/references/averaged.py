@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import networks
-from tests.references.reference import KRONECKER, LossOf, Reference, gradients, leaves, of_bias
+from tests.references.kronecker import KRONECKER, gradients, leaves, of_bias
+from tests.references.reference import LossOf, Reference
 
 
 @dataclass(frozen=True)

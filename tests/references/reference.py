@@ -18,23 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bpk.jacobians.core.function_module import TimesWeight
 from tests.references import attention, recurrence
+from tests.references.chain import Chain, ChainOfBatch
+from tests.references.kronecker import KRONECKER, gradients, in_order, input_factor, of_bias
 
 LossOf = Callable[[Tensor], Tensor]
-KRONECKER = (
-    nn.Linear,
-    TimesWeight,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Embedding,
-    nn.EmbeddingBag,
-)
 
 
 def hard_sigmoid(module: nn.Module, x: Tensor) -> Tensor:
@@ -85,14 +73,6 @@ SUBSTITUTES: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.PReLU: prelu,
 }
 """Layers of torch without a second derivative, or with another one than their own gradient has."""
-
-
-def gradients(output: Tensor, wrt: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:
-    """`torch.autograd.grad` with zeros where nothing depends."""
-    if not output.requires_grad:
-        return [torch.zeros_like(w) for w in wrt]
-    found = torch.autograd.grad(output, wrt, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
 
 
 @dataclass
@@ -361,187 +341,3 @@ def layer_by_layer(ref: Reference) -> dict[str, Tensor]:
         share = gradients(loss, [output])[0] * output
         rows[name] = [gradients(share[n].sum(), [param])[0] for n in range(ref.N)]
     return {name: torch.stack(parts) for name, parts in rows.items()}
-
-
-def of_bias(module: nn.Module, jac: Tensor, out_shape: torch.Size, inputs: tuple[Tensor, ...]) -> Tensor:
-    """`[N, ..., D_out] -> [N, ..., C]`: what a bias of the layer sees (the sum over positions, without padding)."""
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        counts = (inputs[0] != module.padding_idx).flatten(1)[:, None, :, None]
-        return (jac.reshape(*jac.shape[:-1], -1, out_shape[-1]) * counts).sum(-2)
-    if isinstance(module, nn.Linear | TimesWeight | nn.Bilinear | nn.Embedding):
-        return jac.reshape(*jac.shape[:-1], -1, out_shape[-1]).sum(-2)
-    return jac.reshape(*jac.shape[:-1], out_shape[1], -1).sum(-1)
-
-
-def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-    """`A = sum a a^T / N` over samples and positions; a row `a` is `d out[n, o, position] / d weight[o]`.
-
-    With groups, this is the mean over groups. Transposed convolutions: rows of the weight with its first two
-    axes exchanged (within each group). Tables of embeddings: columns of the table.
-    """
-    weight = module.weight.detach().requires_grad_()
-    out = torch.func.functional_call(module, {"weight": weight}, inputs)
-    channels_last = isinstance(module, nn.Linear | TimesWeight | nn.Bilinear | nn.Embedding)
-    by_channel = out.movedim(-1, 1) if channels_last else out
-    groups = getattr(module, "groups", 1)
-    transposed = bool(getattr(module, "transposed", False))
-    rows = []
-    for group in range(groups):
-        channel = group * (by_channel.shape[1] // groups)
-        for entry in by_channel[:, channel].flatten():
-            grad = gradients(entry, [weight])[0]
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag | TimesWeight):
-                rows.append(grad[:, channel])
-                continue
-            rows.append(grad.chunk(groups)[group][:, 0].flatten() if transposed else grad[channel].flatten())
-    stacked = torch.stack(rows)
-    return stacked.T @ stacked / (groups * len(out))
-
-
-def in_order(module: nn.Module, factors: list[Tensor]) -> list[Tensor]:
-    """`[G, A]`, or `[A, G]` of a weight that is stored as `[in, out]`."""
-    return factors[::-1] if isinstance(module, TimesWeight) else factors
-
-
-class Chain:
-    """A `Sequential` model evaluated layer by layer, with each layer's Jacobians and residual as matrices."""
-
-    def __init__(self, ref: Reference) -> None:
-        self.ref = ref
-        self.layers = list(leaves(ref.model, ""))
-        torch.manual_seed(ref.seed)
-        self.points: list[Tensor] = []
-        self.outputs: list[Tensor] = []
-        x = ref.inputs[0]
-        for _, layer in self.layers:
-            point = x.detach().requires_grad_(x.is_floating_point())
-            out = layer(point.clone())  # the clone is for layers that work in place
-            self.points.append(point)
-            self.outputs.append(out)
-            x = out
-        assert torch.equal(x, ref.pred)
-
-    def output_grads(self) -> list[Tensor]:
-        """The loss gradient with respect to every layer's output."""
-        pred = self.outputs[-1].detach().requires_grad_()
-        grads = [gradients(self.ref.loss_of(pred), [pred])[0]]
-        for point, out in zip(self.points[:0:-1], self.outputs[:0:-1], strict=True):
-            grads.append(gradients((out * grads[-1]).sum(), [point])[0])
-        return grads[::-1]
-
-    def start(self) -> Tensor:
-        """`[N, D, D]`: the Hessian of the loss."""
-        return self.ref.loss_hessian
-
-    def input_jacobian(self, k: int) -> Tensor:
-        """`[N, D_out, D_in]`; samples do not mix, so one entry of all samples is taken at a time."""
-        flat = self.outputs[k].flatten(1)
-        rows = [gradients(flat[:, d].sum(), [self.points[k]])[0].flatten(1) for d in range(flat.shape[1])]
-        return torch.stack(rows, 1)
-
-    def param_jacobian(self, k: int, param: Tensor) -> Tensor:
-        """`[N, D_out, P]`."""
-        flat = self.outputs[k].flatten(1)
-        rows = [gradients(entry, [param])[0].flatten() for entry in flat.flatten()]
-        return torch.stack(rows).reshape(*flat.shape, -1)
-
-    def residual(self, k: int, grad_out: Tensor) -> Tensor:
-        """`[N, D_in, D_in]`: the layer's second derivative, contracted with the gradient of its output."""
-        point = self.points[k]
-        slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0].flatten(1)
-        rows = [gradients(slope[:, d].sum(), [point])[0].flatten(1) for d in range(slope.shape[1])]
-        return torch.stack(rows, 1)
-
-    def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
-        """`[N, P, P]`: the same with respect to a parameter."""
-        rows = []
-        for n in range(self.ref.N):
-            slope = gradients((self.outputs[k][n] * grad_out[n]).sum(), [param], create_graph=True)[0].flatten()
-            rows.append(torch.stack([gradients(entry, [param])[0].flatten() for entry in slope]))
-        return torch.stack(rows)
-
-    def own_params(self, k: int) -> list[tuple[str, str, Tensor]]:
-        """`(full name, own name, parameter)` of a layer."""
-        prefix, layer = self.layers[k]
-        found = [(f"{prefix}.{n}" if prefix else n, n, p) for n, p in layer.named_parameters()]
-        return [f for f in found if f[2].requires_grad]
-
-    def pchmp(self, modify: str) -> dict[str, Tensor]:
-        """`[P, P]` per parameter: residuals clipped to (or replaced by) their positive (absolute) part."""
-        matrices, grads = self.start(), self.output_grads()
-        blocks = {}
-        for k in reversed(range(len(self.layers))):
-            for full, _, param in self.own_params(k):
-                jac = self.param_jacobian(k, param)
-                own = positive(self.param_residual(k, param, grads[k]), modify)
-                blocks[full] = (jac.transpose(1, 2) @ matrices @ jac + own).sum(0)
-            if k:
-                jac = self.input_jacobian(k)
-                matrices = jac.transpose(1, 2) @ matrices @ jac + positive(self.residual(k, grads[k]), modify)
-        return blocks
-
-    def kfra(self) -> dict[str, list[Tensor]]:
-        """The recursion of averaged GGN blocks: `G <- mean_n J_n^T G J_n`."""
-        matrix = self.ref.loss_hessian.sum(0)
-        factors = {}
-        for k in reversed(range(len(self.layers))):
-            layer = self.layers[k][1]
-            for full, own, param in self.own_params(k):
-                if isinstance(layer, KRONECKER) and getattr(layer, "mode", "") != "max":
-                    shape, inputs = self.outputs[k].shape, (self.points[k].detach(),)
-                    half = of_bias(layer, matrix.expand(self.ref.N, *matrix.shape), shape, inputs)
-                    factor = of_bias(layer, half.transpose(1, 2), shape, inputs).mean(0)
-                    factors[full] = (
-                        in_order(layer, [factor, input_factor(layer, inputs)]) if own == "weight" else [factor]
-                    )
-                elif linear := next((m for m in self.ref.maps if m.weight is param), None):
-                    jac = self.param_jacobian(k, linear.bias)
-                    uses = [input_factor(linear, call.inputs) for call in self.ref.calls if call.module is linear]
-                    factors[full] = [(jac.transpose(1, 2) @ matrix @ jac).mean(0), torch.stack(uses).sum(0)]
-                else:
-                    jac = self.param_jacobian(k, param)
-                    factors[full] = [(jac.transpose(1, 2) @ matrix @ jac).mean(0)]
-            if k:
-                jac = self.input_jacobian(k)
-                matrix = (jac.transpose(1, 2) @ matrix @ jac).mean(0)
-        return factors
-
-
-class ChainOfBatch(Chain):
-    """The same where samples mix: the whole batch is one sample."""
-
-    def start(self) -> Tensor:
-        return torch.block_diag(*self.ref.loss_hessian)[None]
-
-    def input_jacobian(self, k: int) -> Tensor:
-        rows = [gradients(entry, [self.points[k]])[0].flatten() for entry in self.outputs[k].flatten()]
-        return torch.stack(rows)[None]
-
-    def param_jacobian(self, k: int, param: Tensor) -> Tensor:
-        return super().param_jacobian(k, param).flatten(0, 1)[None]
-
-    def residual(self, k: int, grad_out: Tensor) -> Tensor:
-        point = self.points[k]
-        slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0]
-        return torch.stack([gradients(entry, [point])[0].flatten() for entry in slope.flatten()])[None]
-
-    def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
-        return super().param_residual(k, param, grad_out).sum(0, keepdim=True)
-
-
-def positive(matrices: Tensor, modify: str) -> Tensor:
-    """Clip the negative eigenvalues of symmetric matrices, or take absolute values."""
-    values, vectors = torch.linalg.eigh((matrices + matrices.transpose(1, 2)) / 2)
-    values = values.clamp(min=0) if modify == "clip" else values.abs()
-    return vectors @ torch.diag_embed(values) @ vectors.transpose(1, 2)
-
-
-def leaves(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    """The layers of nested `Sequential` modules with their paths."""
-    if not isinstance(module, nn.Sequential):
-        return [(prefix, module)]
-    return [
-        leaf
-        for name, child in module.named_children()
-        for leaf in leaves(child, f"{prefix}.{name}" if prefix else name)
-    ]

@@ -16,7 +16,8 @@ from bpk import extensions as E
 from tests.bpk.converter.helpers import Direct, check, convert, linear, only_modules, targets
 from tests.helpers import backward
 from tests.references.compare import ON_ANY_GRAPH, Assembled, rand
-from tests.references.reference import Reference, positive
+from tests.references.kronecker import positive
+from tests.references.reference import Reference
 
 
 # ---- every quantity on small models ----------------------------------------------------------------------
