@@ -31,7 +31,7 @@ examples: $(VENV)/.has-demo
 BROWSER := $(if $(shell command -v chromium || command -v chromium-browser || command -v google-chrome),$(VENV)/.has-browser)
 
 test: $(VENV)/.has-demo $(VENV)/.has-test $(VENV)/.has-docs $(BROWSER)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(PY) -m ruff check .
