@@ -55,7 +55,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, before: Before | None) -> Any:
     """Decide what to do about a call, and do it."""
-    tensors = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+    tensors = tensors_in(output)
     if CTX.disabled and engine.checkpointing() is None:
         leave_note(module, tensors)
         return None

@@ -143,7 +143,7 @@ def _uses(rule: Rule, example: Example, dtype: torch.dtype) -> list[tuple[int, .
     if not isinstance(rule, SeveralOutputs):
         return [(0,)]
     with torch.no_grad():
-        count = len(list(tensors_in(example.build().to(dtype)(*example.inputs(dtype)))))
+        count = len(tensors_in(example.build().to(dtype)(*example.inputs(dtype))))
     everything = tuple(range(count))
     return list(dict.fromkeys([(0,), everything[-1:], everything])) if dtype == torch.float64 else [everything]
 

@@ -42,7 +42,7 @@ class Reference:
             given = self.given(fresh)
             out = torch.func.functional_call(self.module, self.params, given)
             binding = self.rule.bind(self.module, given, {})
-            return self.rule.join(binding, list(tensors_in(out)), self.used)[0]
+            return self.rule.join(binding, tensors_in(out), self.used)[0]
 
     def given(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Inputs as the layer takes them, from those that the rule sees."""

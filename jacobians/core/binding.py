@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -104,13 +104,13 @@ def in_front(x: Tensor, axis: Axis, n: int) -> Tensor:
     return x if axis == 0 else x.movedim(axis, 0)
 
 
-def tensors_in(value: Any) -> Iterable[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of nested tuples and lists, in order."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [x for part in value for x in tensors_in(part)]
+    return []
 
 
 def substitute(output: Any, changed: Mapping[int, Tensor]) -> Any:

@@ -182,7 +182,7 @@ class Call:
             live = [x.detach().requires_grad_() if x.is_floating_point() else x.detach() for x in inputs]
             given = [x * 1 if x.requires_grad else x for x in live]  # survives in-place layers
             out = module(*given)
-        results = list(tensors_in(out))
+        results = tensors_in(out)
 
         def pull(vector: Tensor) -> Tensor:
             return torch.autograd.grad(results[0], live[0], vector, retain_graph=True)[0]

@@ -58,7 +58,7 @@ def test_generated_class_is_ordinary(module: type[nn.Module], examples: tuple[Ex
         if not isinstance(layer, module):
             continue
         inputs = example.inputs()
-        expected = list(tensors_in(layer(*inputs)))
+        expected = tensors_in(layer(*inputs))
         for twin in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
             assert type(twin) is module and repr(twin) == repr(layer)
             for found, value in zip(tensors_in(twin(*inputs)), expected, strict=True):
