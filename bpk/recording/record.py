@@ -82,11 +82,11 @@ def is_piece(inputs: Sequence[Tensor], edges: Sequence[Edge], whole: Tensor) -> 
 class Record(Connected):
     """One recorded call of a layer: module, rule, inputs, results, and how these are connected to the graph.
 
-    `given` are the shapes of the tensors with which the whole model was called; `reads_piece` says that the call reads a
-    part of the first one, such as a step of time. `contexts` are those that the thread of
-    the forward pass is in. `handed` refers to the tensors that the layer was given and has returned, for as long as
-    they live. `drawn` is the state of the generators before the call. `left` is what was left of the output on the
-    module. `open`: a backward pass is awaited. `released`: the tensors are gone.
+    `given` are the shapes of the tensors with which the whole model was called; `reads_piece` says that the call reads
+    a part of the first one, such as a step of time. `contexts` are those that the thread of the forward pass is in.
+    `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
+    state of the generators before the call. `left` is what was left of the output on the module. `open`: a backward
+    pass is awaited. `released`: the tensors are gone.
     """
 
     handed: Sequence[weakref.ref[Tensor]] = ()
