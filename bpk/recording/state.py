@@ -66,6 +66,7 @@ class Context(threading.local):
         self.entered.remove(opened)
         if not self.entered:
             engine.set_multithreaded(self.multithreaded)
+            self.called, self.given, self.data = None, (), None  # a forward pass that was interrupted calls no hooks
 
     def get_active_exts(self) -> tuple[Any, ...]:
         """The active extensions (of the innermost context)."""
