@@ -48,6 +48,22 @@ def moments_in(uses: Uses, bases: Sequence[Tensor | None]) -> Tensor:
     return moments.T if turned else moments
 
 
+def note_order(orders: dict[Tensor, Tensor], uses: Uses, factors: Sequence[Tensor]) -> None:
+    """Note which entry `[P]` of the flat parameter each row of the factors' product belongs to, if not all in order.
+
+    Embeddings and transposed convolutions have the axis of `A` in front.
+    """
+    if len(factors) == 1:
+        return
+    use, turned = uses.uses[0], uses.input_first
+    in_order = torch.arange(uses.param.numel(), device=uses.param.device)
+    numbers, outputs = in_order.view(1, 1, *uses.param.shape), len(factors[1 if turned else 0])
+    matrix = use.rule.kron_matrix(use.call, numbers, use.name, outputs)[0, 0]
+    order = (matrix.T if turned else matrix).flatten()
+    if not torch.equal(order, in_order):
+        orders[uses.param] = order
+
+
 def decomposed(factor: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues and eigenvectors; these are the axes (`None`) of a diagonal factor, such as that of an embedding."""
     if factor.layout is not torch.strided:

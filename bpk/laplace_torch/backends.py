@@ -122,17 +122,19 @@ class GGN(Backend, GGNInterface):
 
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Kron]:
         """The loss, and Kronecker factors of a batch of a data set of `N` samples."""
-        loss, found = self.quantity(x, y, KFAC(mc_samples=self.num_samples) if self.stochastic else KFLR())
+        extension = KFAC(mc_samples=self.num_samples) if self.stochastic else KFLR()
+        orders = extension.orders = {}
+        loss, found = self.quantity(x, y, extension)
         expected = Kron.init_from_model(self.params, self.params[0].device, self.params[0].dtype).kfacs
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
         for name, p, ours, theirs in zip(self.params_dict, self.params, found, expected, strict=True):
             sizes = [[list(factor.shape) for factor in factors] for factors in (ours, theirs)]
-            if sizes[0] != sizes[1] or id(p) in tables:  # whose factors are in the other order
+            if sizes[0] != sizes[1] or id(p) in tables or p in orders:
                 raise ValueError(
                     explain(
                         f"'{name}' has Kronecker factors of the sizes {sizes[0]}; laplace-torch adds to {sizes[1]}.",
                         "it knows vectors with one factor, matrices and convolutions with two, in the order of axes; "
-                        "those of tables of embeddings are in the other order.",
+                        "those of embeddings and of transposed convolutions are in another order.",
                         "use hessian_structure='diag', or leave the parameter out by requires_grad_(False).",
                     )
                 )

@@ -12,7 +12,7 @@ from bpk.extensions import KFLR
 from bpk.operators.data import Loader, Problem
 from bpk.operators.linear import SymmetricOperator
 from bpk.utils.damped import DampedInverse, split_damping
-from bpk.utils.kroneckers import inv_kfac_mat_prod, kfac_mat_prod
+from bpk.utils.kroneckers import inv_kfac_mat_prod, kfac_mat_prod, reordered
 
 Product = Callable[[Tensor], Tensor]
 
@@ -70,11 +70,17 @@ class KFAC(BlockDiagonal):
         problem = Problem(model, loss_fn, loader, "KFAC", check_deterministic)
         exact = mc_samples is None
         extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
+        orders = extension.orders = {}
         batches = list(problem.batches()) if problem.single else problem.loader
         found = accumulate(model, loss_fn, batches, extension, device=problem.device)
         self.params = {name: p.detach() for name, p in problem.params.items()}
         self.factors: dict[str, list[Tensor]] = found.field("kflr" if exact else "kfac")
-        super().__init__(self.params, {name: kfac_mat_prod(factors) for name, factors in self.factors.items()})
+        self.orders = {name: orders[p] for name, p in problem.params.items() if p in orders}
+        super().__init__(self.params, self.ordered({name: kfac_mat_prod(f) for name, f in self.factors.items()}))
+
+    def ordered(self, products: dict[str, Product]) -> dict[str, Product]:
+        """Products with entries as parameters have them: those of an embedding `[A, G]` are of factors `[G, A]`."""
+        return {name: reordered(product, self.orders.get(name)) for name, product in products.items()}
 
     def inverse(self, damping: float, split: bool = False) -> BlockDiagonal:
         """The damped inverse, an operator of the same shape.
@@ -91,4 +97,4 @@ class KFAC(BlockDiagonal):
                 products[name] = inv_kfac_mat_prod(factors, split_damping(factors, damping))
             else:
                 products[name] = DampedInverse(factors, damping, f"a Kronecker factor of '{name}'")
-        return BlockDiagonal(self.params, products)
+        return BlockDiagonal(self.params, self.ordered(products))

@@ -144,6 +144,8 @@ def follow(
                 # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
                 raise Shared(f"row of '{record.path}' may feed several of the {n} samples")
         except Shared as error:
+            if record.reads_piece:  # of what the model was given: no table
+                raise mixed(f"one {error}") from None
             shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
     joining: list[Record] = []
     for other, reason in shared.values():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -58,11 +60,16 @@ def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool
 
 
 def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
-    """Whether calls that are given data have the samples in order, in rows or groups of rows, or only one of them."""
+    """Whether calls that are given data have the samples in order, in rows or groups of rows, or only one of them.
+
+    As many rows as are behind the first axis of what the model was given are those of one index along that axis.
+    """
     for record in above:
         if id(record) in rows and is_given_data(record):
             found, count = rows[id(record)].cpu(), record.batch_size
+            behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
+            orders = [] if count != n and count in behind else orders
             orders += [found.max().expand(count)] if count != n else []
             if not any(bool(((found < 0) | (found == order)).all()) for order in orders):
                 return False

@@ -13,7 +13,7 @@ from bpk.recording import engine
 from bpk.recording.attention_kernels import recover
 from bpk.recording.before import GIVEN
 from bpk.recording.bystanders import beyond, make_quiet
-from bpk.recording.graph_nodes import Edge
+from bpk.recording.graph_nodes import Edge, leaf_of
 from bpk.recording.membership import Held
 from bpk.recording.ownership import owner_of
 from bpk.recording.parameter_products import recover_product
@@ -83,6 +83,9 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     leaves: list[Tensor] = []
     seen: dict[Node, Shapes] = {node: given}
     waiting = [node]
+    if (own := leaf_of(node)) is not None and own in held:  # the call is given a parameter as it is
+        leaves.append(own)
+        make_quiet(own._backward_hooks, inside=False)
     while waiting:
         here = waiting.pop()
         for upstream in map(beyond, here.next_functions):

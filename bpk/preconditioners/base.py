@@ -20,6 +20,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.shares import are_several
 from bpk.recording.state import CTX
+from bpk.utils.kroneckers import reordered
 
 Schedule = float | Callable[[int], float]
 """A number, or a function of the step (counted from 0)."""
@@ -88,6 +89,7 @@ class Preconditioner(ABC):
         self.model, self.kl_clip, self.lr, self.grad_scaler, self.group = model, kl_clip, lr, grad_scaler, group
         self.steps, self.looks = 0, 0
         self.means: dict[str, Means] = {}
+        self.orders: dict[Tensor, Tensor] = {}
         self._inside = ExitStack()
 
     # ---- what a preconditioner says -------------------------------------------------------------------
@@ -101,6 +103,10 @@ class Preconditioner(ABC):
     @abstractmethod
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         """The inverse times the gradient of a parameter."""
+
+    def in_order(self, name: str, product: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+        """A product with the gradient `[*p]`, whose entries are in another order than factors are (`note_order`)."""
+        return reordered(product, self.orders.get(self.params[name]))(gradient.flatten()).reshape(gradient.shape)
 
     # ---- a step -----------------------------------------------------------------------------------------
     def at(self, schedule: Schedule) -> float:
@@ -192,7 +198,9 @@ class Preconditioner(ABC):
     # ---- saving -------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """All that the next steps depend on, but the arguments of the constructor (`torch.save`, `torch.load`)."""
-        return {"steps": self.steps, "looks": self.looks, "means": {name: list(m) for name, m in self.means.items()}}
+        means = {name: list(m) for name, m in self.means.items()}
+        orders = {name: self.orders[p] for name, p in self.params.items() if p in self.orders}
+        return {"steps": self.steps, "looks": self.looks, "means": means, "orders": orders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of the same model."""
@@ -208,6 +216,7 @@ class Preconditioner(ABC):
             )
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}
+        self.orders.update({p: x.to(p.device) for n, x in state.get("orders", {}).items() for p in [self.params[n]]})
 
 
 def as_means(value: Tensor | Means) -> Means:

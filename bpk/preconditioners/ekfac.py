@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from bpk.distributed.statistics import over_processes, together
 from bpk.extensions.factors import Factors, named
 from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.extensions.secondorder.base import SquareRootExtension
-from bpk.fields.eigenbasis import eigenbasis, moments_in
+from bpk.fields.eigenbasis import eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
 from bpk.preconditioners.base import Means, Preconditioner, Schedule
@@ -69,6 +70,7 @@ class EKFAC(Preconditioner):
     ) -> None:
         self.moments = Moments(mc_samples, group)
         super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
+        self.moments.orders = self.orders
         self.renewal = intervals[1]
 
     def complete(self) -> None:
@@ -110,7 +112,7 @@ class EKFAC(Preconditioner):
 
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         basis = Eigenbasis(self.bases(name), self.means[name][-1])
-        return times(basis, 1 / (basis.moments + self.current), gradient.flatten()).reshape(gradient.shape)
+        return self.in_order(name, partial(times, basis, 1 / (basis.moments + self.current)), gradient)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"bases": {name: list(self.bases(name)) for name in self.means}}
@@ -147,6 +149,7 @@ class Moments(SquareRootExtension):
         self.mc_samples, self.group = mc_samples, group
         self.bases: dict[Tensor, list[Tensor]] = {}
         self.waiting: dict[Tensor, Uses] = {}
+        self.orders: dict[Tensor, Tensor] = {}
 
     def value(self, uses: Uses) -> Means:
         moments = uses.memo((self.savefield, "moments"), lambda: self.moments(uses))
@@ -154,6 +157,7 @@ class Moments(SquareRootExtension):
 
     def moments(self, uses: Uses) -> Tensor | None:
         """Those in the bases, if these are known."""
+        note_order(self.orders, uses, uses.factors())
         if uses.param in self.bases:
             return moments_in(uses, self.bases[uses.param])
         if are_several(self.group):

@@ -60,6 +60,7 @@ class KFAC(Preconditioner):
     ) -> None:
         extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
         super().__init__(model, extension, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
+        extension.orders = self.orders
         self.renewal = intervals[1]
         self.inverses: dict[str, DampedInverse] = {}
 
@@ -73,7 +74,7 @@ class KFAC(Preconditioner):
             self.inverses[name] = DampedInverse.of_pairs(mine, self.at(self.damping))
 
     def solve(self, name: str, gradient: Tensor) -> Tensor:
-        return self.inverses[name](gradient.flatten()).reshape(gradient.shape)
+        return self.in_order(name, self.inverses[name], gradient)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"inverses": {name: x.state_dict() for name, x in self.inverses.items()}}

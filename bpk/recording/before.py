@@ -147,8 +147,9 @@ def is_quiet() -> bool:
 def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
     if CTX.called is None:
-        given = tensors_in((*args, *kwargs.values()))
-        CTX.called, CTX.given = module, tuple([x.shape for x in given if not x.is_nested])
+        given = [x for x in tensors_in((*args, *kwargs.values())) if not x.is_nested]
+        CTX.called, CTX.given = module, tuple([x.shape for x in given])
+        CTX.data = given[0] if given else None
         if MANAGED in sys.modules:
             pass_on_sharding(is_quiet)
 
@@ -162,4 +163,4 @@ def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
         for x in tensors_in(tuple(output.values()) if isinstance(output, Mapping) else output):
             if x.grad_fn is not None and CTX.given:
                 engine.belongings(x.grad_fn)[GIVEN] = CTX.given
-        CTX.called, CTX.given = None, ()
+        CTX.called, CTX.given, CTX.data = None, (), None

@@ -29,6 +29,10 @@ class Keep(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[0].view_as(tangents[0])
+
 
 class Together(torch.autograd.Function):
     """Identity of several tensors: one graph node, which gets the gradients of all results of a layer at once."""
@@ -41,6 +45,10 @@ class Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tangents)
 
 
 alias, together = engine.applying(Keep), engine.applying(Together)

@@ -71,13 +71,22 @@ def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
         return False
 
 
+def is_piece(inputs: Sequence[Tensor], edges: Sequence[Edge], whole: Tensor) -> bool:
+    """Whether the first input of a call that is given data is a part of a tensor: it shares its memory."""
+    if not inputs or any(node is not None for node, _ in edges) or inputs[0].numel() >= whole.numel():
+        return False
+    plain = inputs[0].layout is whole.layout is torch.strided
+    return plain and inputs[0].untyped_storage() is whole.untyped_storage()
+
+
 class Record(Connected):
     """One recorded call of a layer: module, rule, inputs, results, and how these are connected to the graph.
 
-    `given` are the shapes of the tensors with which the whole model was called. `contexts` are those that the thread of
-    the forward pass is in. `handed` refers to the tensors that the layer was given and has returned, for as long as
-    they live. `drawn` is the state of the generators before the call. `left` is what was left of the output on the
-    module. `open`: a backward pass is awaited. `released`: the tensors are gone.
+    `given` are the shapes of the tensors with which the whole model was called; `reads_piece` says that the call reads
+    a part of the first one, such as a step of time. `contexts` are those that the thread of the forward pass is in.
+    `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
+    state of the generators before the call. `left` is what was left of the output on the module. `open`: a backward
+    pass is awaited. `released`: the tensors are gone.
     """
 
     handed: Sequence[weakref.ref[Tensor]] = ()
@@ -107,6 +116,7 @@ class Record(Connected):
         self.params = parameters_of(module, rule) if params is None else params
         self.training = module.training
         self.given = CTX.given
+        self.reads_piece = CTX.data is not None and is_piece(inputs, edges, CTX.data)
         self.contexts = CTX.entered
         if self.contexts:
             self.contexts[-1].recorded = True

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.binding import Binding, substitute, tensors_in
@@ -238,6 +238,8 @@ def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: di
         if x.is_nested:
             reason = "it was given a nested tensor, whose samples have different lengths."
             return dataclasses.replace(binding, problem=reason, do="pad the samples to one length (with a mask).")
+        if x.layout is not strided:
+            return dataclasses.replace(binding, problem="it was given a sparse tensor.", do="give it x.to_dense().")
         if rule.is_loss and x.is_complex():
             reason = "it was given complex numbers, and Hessians are those with respect to real ones."
             return dataclasses.replace(binding, problem=reason, do="compute a real prediction from them in the model.")

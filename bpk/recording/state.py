@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
@@ -21,10 +21,10 @@ class Context(threading.local):
     """What is active right now, in this thread: the `backpack` contexts, and whether recording is disabled.
 
     `stack` are the contexts that backward passes see, `entered` those that this thread is in (the same, except during
-    passes that are nobody's business). While the forward pass of a model runs, it is `called`, and `given` are the
-    shapes of its tensors. `passing` is the recorded call through which `bpk` differentiates, if any. Extended `modules`
-    are those of all threads, each with what undoes that. `transformed` is the path of the layer that ran last under a
-    transform of `torch.func`, if any did since the last pass.
+    passes that are nobody's business). While the forward pass of a model runs, it is `called`, `given` are the shapes
+    of its tensors, and `data` is the first of them. `passing` is the recorded call through which `bpk` differentiates,
+    if any. Extended `modules` are those of all threads, each with what undoes that. `transformed` is the path of the
+    layer that ran last under a transform of `torch.func`, if any did since the last pass.
     """
 
     modules: ClassVar[weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]]] = weakref.WeakKeyDictionary()
@@ -37,6 +37,7 @@ class Context(threading.local):
         self.quiet = False
         self.passing: object | None = None
         self.given: tuple[torch.Size, ...] = ()
+        self.data: Tensor | None = None
         self.called: nn.Module | None = None
         self.multithreaded = True
         self.transformed: list[str] = []
@@ -65,6 +66,7 @@ class Context(threading.local):
         self.entered.remove(opened)
         if not self.entered:
             engine.set_multithreaded(self.multithreaded)
+            self.called, self.given, self.data = None, (), None  # a forward pass that was interrupted calls no hooks
 
     def get_active_exts(self) -> tuple[Any, ...]:
         """The active extensions (of the innermost context)."""

@@ -59,6 +59,23 @@ def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda mat: apply_kfac_mat_prod(kept, mat)
 
 
+def reordered(product: Callable[[Tensor], Tensor], order: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The same product for vectors `[P]`, `[P, V]` whose entries `order` are those that it multiplies with.
+
+    >>> import torch
+    >>> reordered(lambda x: x * torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]))(torch.tensor([4, 5, 6]))
+    tensor([ 8, 15,  6])
+    """
+    if order is None:
+        return product
+
+    def turned(mat: Tensor) -> Tensor:
+        found = product(mat[order])
+        return torch.empty_like(found).index_copy_(0, order, found)
+
+    return turned
+
+
 def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
     """`kron(*factors) @ mat` for `mat` of shape `[P]` or `[P, V]`, one factor after the other.
 

@@ -139,6 +139,8 @@ def nearest_product(left: list[Tensor], right: list[Tensor]) -> tuple[Tensor, Te
         torch.linalg.qr(torch.stack([m.flatten() for m in part], 1)) for part in (left, right)
     )
     u, s, v = torch.linalg.svd(left_in @ right_in.T)
+    if s[0] == 0:  # a loss without curvature
+        return torch.zeros_like(left[0]), torch.zeros_like(right[0])
     share = torch.linalg.solve(left_in, u[:, 0])[0]
     first, second = basis_left @ u[:, 0] / share, basis_right @ v[0] * s[0] * share
     return first.reshape(left[0].shape), second.reshape(right[0].shape)

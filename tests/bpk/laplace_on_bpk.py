@@ -242,7 +242,9 @@ def refusals() -> list[str]:
     table = nn.Sequential(Tokens(), nn.Embedding(5, 5), nn.Flatten(), nn.Linear(180, 3))
     unused = nn.ModuleDict({"used": nn.Linear(36, 3), "unused": nn.Linear(2, 2)})
     unused.forward = lambda x: unused["used"](x.flatten(1))
-    for model, structure in ((shifted, "kron"), (table, "kron"), (unused, "diag")):
+    steps = nn.Flatten(), nn.Unflatten(1, (4, 9))
+    transposed = nn.Sequential(*steps, nn.ConvTranspose1d(4, 4, 1), nn.Flatten(), nn.Linear(36, 3))
+    for model, structure in ((shifted, "kron"), (table, "kron"), (transposed, "kron"), (unused, "diag")):
         try:
             laplace_torch.Laplace(model, "classification", "all", structure).fit(loader("classification"))
         except ValueError as error:

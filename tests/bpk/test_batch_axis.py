@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.references.compare import Assembled, check, rand
 
 N = 3
@@ -263,6 +264,67 @@ def test_time_comes_first_where_its_steps_meet() -> None:
     for k in range(3):
         loss = F.cross_entropy(model(x[:, k : k + 1]).flatten(0, 1), y[:, k]) / 3
         torch.testing.assert_close(found[k], torch.autograd.grad(loss, model.first.weight)[0])
+
+
+def last_step(outputs: list[Tensor]) -> Tensor:
+    return outputs[-1]
+
+
+def all_steps(outputs: list[Tensor]) -> Tensor:
+    return torch.stack(outputs)
+
+
+def mean_step(outputs: list[Tensor]) -> Tensor:
+    return torch.stack(outputs).mean(0)
+
+
+@pytest.mark.parametrize(("t", "n"), [(2, 6), (2, 4), (3, 5), (5, 3), (4, 8), (6, 2), (3, 3)])
+@pytest.mark.parametrize("embedded", [False, True], ids=["steps", "embedded first"])
+@pytest.mark.parametrize("read", [last_step, all_steps, mean_step])
+def test_steps_in_front_that_meet_are_no_samples(
+    read: Callable[[list[Tensor]], Tensor], embedded: bool, t: int, n: int
+) -> None:
+    """What a recurrent loop is given has time in front, also where its length divides the number of samples."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        outputs, h = [], x.new_zeros(x.shape[1], 4)
+        for step in m.first(x) if embedded else x:
+            h = torch.tanh(m.step(step) + m.state(h))
+            outputs.append(h)
+        return m.head(read(outputs))
+
+    size = 4 if embedded else 2
+    layers = {"step": nn.Linear(size, 4), "state": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    model = Assembled(forward, **({"first": nn.Linear(2, 4)} if embedded else {}), **layers).double()
+    x = rand(t, n, 2)
+    y = torch.randint(3, model(x).shape[:-1])
+    expected = []
+    for k in range(n):
+        loss = F.cross_entropy(model(x[:, k : k + 1]).flatten(0, -2), y[..., k].flatten()) / n
+        expected.append(torch.autograd.grad(loss, list(model.parameters())))
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x).flatten(0, -2), y.flatten()).backward()
+    for p, rows in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+def test_steps_of_one_sequence_are_no_samples() -> None:
+    """Time in front, and one sequence: nobody can tell that its steps are no samples, but that they meet."""
+    torch.manual_seed(0)
+
+    def forward(m: Assembled, x: Tensor) -> Tensor:
+        outputs, h = [], x.new_zeros(1, 4)
+        for step in x:
+            h = torch.tanh(m.step(step) + m.state(h))
+            outputs.append(m.head(h))
+        return torch.cat(outputs)
+
+    model = Assembled(forward, step=nn.Linear(2, 4), state=nn.Linear(4, 4), head=nn.Linear(4, 3)).double()
+    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad()), pytest.raises(UnsupportedLayer, match="feeds several"):
+        loss_fn(model(rand(5, 1, 2)), torch.randint(3, (5,))).backward()
 
 
 class TwoInputs(nn.Module):

@@ -144,3 +144,25 @@ def test_positive_curvature_of_a_bilinear_function_is_the_ggn(modify: str) -> No
     for p in model.parameters():
         unit = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
         torch.testing.assert_close(p.pchmp(unit), p.ggnmp(unit))
+
+
+class Given(nn.Module):
+    """A layer is given a parameter as it is: no function of it lies in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer = nn.Parameter(torch.randn(5, 3)), nn.Linear(3, 4)
+        self.data, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.data(x) + self.layer(self.token))).mean(1)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_parameters_that_a_layer_is_given(n: int) -> None:
+    """For a batch of one they had no field, and no share in the norm by which gradients are clipped."""
+    torch.manual_seed(0)
+    quantities = (E.BatchGrad(), E.ClippedGrad(1e-3), E.DiagGGNExact(), E.DiagHessian(), E.HMP(), E.KFLR())
+    x, y = torch.randn(n, 5, 2), torch.randint(3, (n,))
+    found = bpk.verify(Given(), nn.CrossEntropyLoss(), x, y, *quantities, raise_on_error=True)
+    assert found.summary() == "42 ok"

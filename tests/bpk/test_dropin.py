@@ -213,7 +213,8 @@ def test_a_backend_of_laplace_without_jacobians(on_laplace: dict[str, float]) ->
     assert on_laplace["without_jacobians"] is True
     words = (
         "has Kronecker factors of the sizes",
-        "tables of embeddings",
+        "embeddings",
+        "transposed convolutions",
         "do not depend on unused",
         "FullLaplace is no posterior",
     )

@@ -13,6 +13,7 @@ import bpk
 from bpk import extensions as E
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.recording.record import LIVE, Record
+from bpk.recording.state import CTX
 from tests.bpk.test_errors import ids, refuses, works_afterwards
 from tests.helpers import FIELDS, backward, data, extended
 
@@ -45,6 +46,30 @@ def test_exception_in_the_hook_keeps_the_fields_of_earlier_passes() -> None:
         backward(model, loss_fn, x, y, E.BatchGrad(), extension_hook=fail)
     assert torch.equal(model[2].weight.diag_ggn_exact, before)
     assert not hasattr(model[2].weight, "grad_batch")
+
+
+class Steps(nn.Module):
+    """The graph alone leaves it open whether steps are samples: as many are as the model was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.interrupted = nn.Linear(2, 3), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return torch.stack([self.layer(step) for step in x.unbind(1)], 1).flatten(0, 1)
+
+
+def test_an_interrupted_forward_pass_leaves_nothing() -> None:
+    model, loss_fn = bpk.extend(Steps()), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.raises(KeyboardInterrupt), bpk.backpack(E.BatchGrad()):
+        model(torch.randn(3, 4, 2))
+    assert CTX.called is CTX.data is None
+    model.interrupted = False
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(torch.randn(5, 4, 2)), torch.randint(3, (20,))).backward()
+    assert model.layer.weight.grad_batch.shape == (5, 3, 2)
 
 
 def test_messages_are_laid_out() -> None:

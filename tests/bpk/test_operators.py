@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -353,3 +354,36 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="damping must be positive"):
         operators.KFAC(tail, loss_fn, (x, y)).inverse(0.0)
     operators.GGN(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4), tail).eval(), loss_fn, (x, y)) @ torch.ones(23)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Embedding(5, 3), torch.tensor([2])),
+        (nn.Embedding(3, 3), torch.tensor([1])),
+        (nn.ConvTranspose2d(3, 4, 1), torch.arange(3.0).view(1, 3, 1, 1)),
+    ],
+    ids=["embedding", "square embedding", "transposed convolution"],
+)
+def test_factors_of_parameters_whose_first_axis_is_that_of_the_input(layer: nn.Module, x: Tensor) -> None:
+    """Of one sample with one position the factors are exact, and so are entries in the order of the parameter."""
+    model, loss_fn = copy.deepcopy(layer).double(), nn.MSELoss()
+    x = x.double() if x.is_floating_point() else x
+    batch = x, torch.zeros_like(model(x))
+    factors = bpk.operators.KFAC(model, loss_fn, batch)
+    expected = bpk.operators.GGN(model, loss_fn, batch, blocks="parameter").to_dense()
+    inverse = torch.linalg.inv(expected + 0.3 * torch.eye(len(expected), dtype=torch.float64))
+    torch.testing.assert_close(factors.to_dense(), expected)
+    torch.testing.assert_close(factors.inverse(0.3).to_dense(), inverse)
+    for kind in (bpk.preconditioners.KFAC, bpk.preconditioners.EKFAC):
+        trained, loss_of = copy.deepcopy(model), bpk.extend(nn.MSELoss())
+        first, second = (kind(trained, damping=0.3, mc_samples=None, intervals=(2, 2)) for _ in range(2))
+        for preconditioner in (first, second):
+            trained.zero_grad()
+            with preconditioner:
+                loss_of(trained(x), batch[1]).backward()
+            grad = torch.cat([p.grad.flatten() for p in trained.parameters()])
+            preconditioner.step()
+            solved = torch.cat([p.grad.flatten() for p in trained.parameters()])
+            torch.testing.assert_close(solved, inverse @ grad)
+            second.load_state_dict(copy.deepcopy(first.state_dict()))  # it does not look at curvature itself

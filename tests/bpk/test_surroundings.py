@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -233,3 +234,37 @@ def test_flat_parameters(group: Any) -> None:
     for extension in (E.BatchGrad, E.DiagGGNExact):
         with told(ValueError, "spread over processes"), bpk.backpack(extension()):
             loss_fn(model(x), y).backward()
+
+
+@BOTH
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_data(extension: Callable[[], Any], layout: torch.layout) -> None:
+    x, y = data()
+    model, loss_fn = extended()
+    with told(UnsupportedLayer, "sparse", "to_dense"), bpk.backpack(extension()):
+        loss_fn(model(x.to_sparse(layout=layout)), y).backward()
+    assert saved(model) == set()
+
+
+def test_tangents_pass_an_extended_model() -> None:
+    """Forward mode by `torch.autograd.forward_ad`, which sees parameters that require gradients."""
+    x, _ = data()
+    tangent = torch.randn_like(x)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Unflatten(1, (4, 1)), LastState()).double()
+    found = []
+    for _ in range(2):
+        with forward_ad.dual_level():
+            found.append(forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent))).tangent)
+        bpk.extend(model)
+    assert found[0] is not None
+    torch.testing.assert_close(found[1], found[0])
+
+
+class LastState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, (h, c) = self.lstm(x)
+        return output[:, -1] + h[0] * c[0]

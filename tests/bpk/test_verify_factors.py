@@ -208,3 +208,10 @@ def test_weights_that_are_only_looked_at() -> None:
     model = Model(forward, a=nn.Embedding(7, 4), b=nn.Linear(4, 3))
     result = bpk.verify(model, CROSS_ENTROPY, tokens(3), Y, E.KFLR())
     assert len(result.of(Verdict.OK)) == 3, result
+
+
+def test_a_tied_table_without_curvature() -> None:
+    """A loss that is linear in its predictions has no GGN: the nearest product is zero."""
+    model, _, x, _ = tied_table()
+    shape = model(x).shape
+    assert bpk.verify(model, nn.L1Loss(), x, torch.randn(shape), E.KFLR(), raise_on_error=True)

@@ -13,6 +13,7 @@ from bpk.extensions.definition import Form
 from bpk.extensions.factors import Factors, named
 from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.fields.eigenbasis import note_order
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.sweeps.averaged import Averaged
@@ -124,6 +125,9 @@ class HBP(SecondOrderBackpropExtension):
         if backprop_strategy is BackpropStrategy.BATCH_AVERAGE:
             self.over_batches = Factors(approximates=NOT_A_SUM)
 
+    orders: dict[Tensor, Tensor] | None = None
+    """By parameter what `note_order` says, for those who multiply with the product of the factors."""
+
     def get_num_mc_samples(self) -> int | None:
         return self.mc_samples if self.loss_hessian_strategy is LossHessianStrategy.SAMPLING else None
 
@@ -137,11 +141,15 @@ class HBP(SecondOrderBackpropExtension):
 
     def value(self, uses: Uses) -> list[Tensor]:
         if self.backprop_strategy is BackpropStrategy.SQRT:
+            if self.orders is not None:
+                note_order(self.orders, uses, uses.factors(self.approximation))
             return uses.factors(self.approximation)
         return uses.averaged_factors()
 
     def statistic(self, uses: Uses) -> Parts:
         root = self.backprop_strategy is BackpropStrategy.SQRT
+        if self.orders is not None:
+            note_order(self.orders, uses, uses.factors(self.approximation))
         terms = uses.terms(self.approximation) if root else uses.averaged_terms()
         return named(terms, uses.input_first)
 
