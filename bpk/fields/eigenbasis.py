@@ -17,6 +17,12 @@ from bpk.jacobians.core.room import WHOLE
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.kroneckers import diagonal, sparse_diagonal
 
+Orders = dict[Tensor, Tensor | None]
+"""By parameter `[*p]`: the entries `[P]` in the order of its factors' product (`None`: as they are).
+
+Embeddings and transposed convolutions have the axis of `A` in front.
+"""
+
 
 def eigenbasis(uses: Uses) -> Eigenbasis:
     """The bases of the factors in their order, and `sum_vn (U_G^T R_vn U_A)^2` over columns and samples.
@@ -48,20 +54,16 @@ def moments_in(uses: Uses, bases: Sequence[Tensor | None]) -> Tensor:
     return moments.T if turned else moments
 
 
-def note_order(orders: dict[Tensor, Tensor], uses: Uses, factors: Sequence[Tensor]) -> None:
-    """Note which entry `[P]` of the flat parameter each row of the factors' product belongs to, if not all in order.
-
-    Embeddings and transposed convolutions have the axis of `A` in front.
-    """
-    if len(factors) == 1:
+def note_order(orders: Orders, uses: Uses, factors: Sequence[Tensor]) -> None:
+    """Note, once, which entry of the flat parameter each row of the factors' product belongs to."""
+    if len(factors) == 1 or uses.param in orders:
         return
     use, turned = uses.uses[0], uses.input_first
     in_order = torch.arange(uses.param.numel(), device=uses.param.device)
     numbers, outputs = in_order.view(1, 1, *uses.param.shape), len(factors[1 if turned else 0])
     matrix = use.rule.kron_matrix(use.call, numbers, use.name, outputs)[0, 0]
     order = (matrix.T if turned else matrix).flatten()
-    if not torch.equal(order, in_order):
-        orders[uses.param] = order
+    orders[uses.param] = None if torch.equal(order, in_order) else order
 
 
 def decomposed(factor: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -129,7 +129,7 @@ class GGN(Backend, GGNInterface):
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
         for name, p, ours, theirs in zip(self.params_dict, self.params, found, expected, strict=True):
             sizes = [[list(factor.shape) for factor in factors] for factors in (ours, theirs)]
-            if sizes[0] != sizes[1] or id(p) in tables or p in orders:
+            if sizes[0] != sizes[1] or id(p) in tables or orders.get(p) is not None:
                 raise ValueError(
                     explain(
                         f"'{name}' has Kronecker factors of the sizes {sizes[0]}; laplace-torch adds to {sizes[1]}.",

@@ -75,7 +75,7 @@ class KFAC(BlockDiagonal):
         found = accumulate(model, loss_fn, batches, extension, device=problem.device)
         self.params = {name: p.detach() for name, p in problem.params.items()}
         self.factors: dict[str, list[Tensor]] = found.field("kflr" if exact else "kfac")
-        self.orders = {name: orders[p] for name, p in problem.params.items() if p in orders}
+        self.orders = {name: orders.get(p) for name, p in problem.params.items()}
         super().__init__(self.params, self.ordered({name: kfac_mat_prod(f) for name, f in self.factors.items()}))
 
     def ordered(self, products: dict[str, Product]) -> dict[str, Product]:

@@ -17,6 +17,7 @@ from bpk.context import backpack, disable
 from bpk.distributed import all_reduce
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.shares import are_several
 from bpk.recording.state import CTX
@@ -89,7 +90,7 @@ class Preconditioner(ABC):
         self.model, self.kl_clip, self.lr, self.grad_scaler, self.group = model, kl_clip, lr, grad_scaler, group
         self.steps, self.looks = 0, 0
         self.means: dict[str, Means] = {}
-        self.orders: dict[Tensor, Tensor] = {}
+        self.orders: Orders = {}
         self._inside = ExitStack()
 
     # ---- what a preconditioner says -------------------------------------------------------------------
@@ -199,7 +200,7 @@ class Preconditioner(ABC):
     def state_dict(self) -> dict[str, Any]:
         """All that the next steps depend on, but the arguments of the constructor (`torch.save`, `torch.load`)."""
         means = {name: list(m) for name, m in self.means.items()}
-        orders = {name: self.orders[p] for name, p in self.params.items() if p in self.orders}
+        orders = {name: order for name, p in self.params.items() if (order := self.orders.get(p)) is not None}
         return {"steps": self.steps, "looks": self.looks, "means": means, "orders": orders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,7 +217,8 @@ class Preconditioner(ABC):
             )
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}
-        self.orders.update({p: x.to(p.device) for n, x in state.get("orders", {}).items() for p in [self.params[n]]})
+        for name, order in state.get("orders", {}).items():
+            self.orders[self.params[name]] = order.to(self.params[name].device)
 
 
 def as_means(value: Tensor | Means) -> Means:

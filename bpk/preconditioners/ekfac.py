@@ -15,7 +15,7 @@ from bpk.distributed.statistics import over_processes, together
 from bpk.extensions.factors import Factors, named
 from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.extensions.secondorder.base import SquareRootExtension
-from bpk.fields.eigenbasis import eigenbasis, moments_in, note_order
+from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
 from bpk.preconditioners.base import Means, Preconditioner, Schedule
@@ -149,7 +149,7 @@ class Moments(SquareRootExtension):
         self.mc_samples, self.group = mc_samples, group
         self.bases: dict[Tensor, list[Tensor]] = {}
         self.waiting: dict[Tensor, Uses] = {}
-        self.orders: dict[Tensor, Tensor] = {}
+        self.orders: Orders = {}
 
     def value(self, uses: Uses) -> Means:
         moments = uses.memo((self.savefield, "moments"), lambda: self.moments(uses))

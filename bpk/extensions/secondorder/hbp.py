@@ -13,7 +13,7 @@ from bpk.extensions.definition import Form
 from bpk.extensions.factors import Factors, named
 from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
-from bpk.fields.eigenbasis import note_order
+from bpk.fields.eigenbasis import Orders, note_order
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.sweeps.averaged import Averaged
@@ -125,7 +125,7 @@ class HBP(SecondOrderBackpropExtension):
         if backprop_strategy is BackpropStrategy.BATCH_AVERAGE:
             self.over_batches = Factors(approximates=NOT_A_SUM)
 
-    orders: dict[Tensor, Tensor] | None = None
+    orders: Orders | None = None
     """By parameter what `note_order` says, for those who multiply with the product of the factors."""
 
     def get_num_mc_samples(self) -> int | None:
