@@ -97,9 +97,9 @@ class ChannelsFirst(Affine):
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         return stacked([self.gradient(call, m, call.inputs[0]) for m in mat])
 
+    @abstractmethod
     def gradient(self, call: Call, mat: Tensor, x: Tensor) -> Tensor:
         """The gradient `[*p]` of the weight, for some samples of a column, and of the input."""
-        raise NotImplementedError
 
     def input_product(self, call: Call, mat: Tensor, wrt: int) -> Tensor:
         return _folded(partial(self.apply, call, weight=call.params["weight"]), mat, call.output.shape[1:])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.broadcast import collect
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual, add_up
@@ -143,21 +144,23 @@ class Branches(Composite):
 
 
 class Sum(Branches):
-    """`f(x) = f_1(x) + f_2(x) + ...`, for branches with outputs of one shape (residual connections)."""
+    """`f(x) = f_1(x) + f_2(x) + ...` (residual connections), with broadcasting behind the batch axis."""
 
-    def obstacle(self, call: Call) -> str | None:
-        shapes = {tuple(inner.output.shape) for _, inner in self._inner(call)}
-        if len(shapes) > 1:
-            return f"its branches return different shapes {sorted(shapes)}, which only broadcasting can add"
-        return super().obstacle(call)
+    def mixing(self, call: Call) -> str | None:
+        if self._random(call) is None and len({inner.output.dim() for _, inner in self._inner(call)}) > 1:
+            return "its branches return different numbers of axes, so that broadcasting mixes samples"
+        return super().mixing(call)
 
     def _combine(self, results: Sequence[Tensor], lead: int) -> Tensor:
         return add_up(results)
 
     def _shares(self, call: Call, mat: Tensor) -> Sequence[Tensor]:
-        return [mat] * len(self.parts)
+        return [collect(mat, inner.output.shape[1:], 2) for _, inner in self._inner(call)]
 
     def _block(self, call: Call, matrix: Tensor, index: int) -> Tensor:
+        own, out = self._inner(call)[index][1].output.shape[1:], call.output.shape[1:]
+        for _ in range(2):
+            matrix = collect(matrix.unflatten(1, out), own).flatten(1).T
         return matrix
 
 

@@ -127,10 +127,6 @@ class Elementwise(Pointwise):
             )
         return self.expressions[choice]
 
-    def latex(self, order: int = 0, choice: str = "") -> str:
-        """The function or its `order`-th derivative as LaTeX, for the documentation."""
-        return derive(self.expressions[choice]).latex(order)
-
     def _evaluate(self, options: Options, x: Tensor, order: int) -> Tensor:
         return self.derivation(options).compiled[order](x, *self._values(options))
 

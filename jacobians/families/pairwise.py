@@ -85,7 +85,7 @@ class Pairwise(Rule):
         at = self._at(call)
         if not any(isinstance(at.second(a, b), Tensor) or at.second(a, b) for a in wrts for b in wrts):
             return Residual.ZERO
-        return Residual.DIAGONAL if tuple(wrts) == (0,) else Residual.GENERAL
+        return Residual.GENERAL
 
     def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
         """By Leibniz where the function is `x y`, up to what is linear in `x` and `y`."""
@@ -95,9 +95,6 @@ class Pairwise(Rule):
             return super().taylor(call, series)
         x, y = (series[i].linear(at.first(1 - i), lambda c: spread(c, out, 2)) for i in (0, 1))
         return x.product(y, call.output, torch.mul)
-
-    def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
-        return collect(grad_out * self._at(call).xx, self._shape(call, 0))
 
     def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         """`(R u)_a = sum_b f_ab g u_b`."""
@@ -113,8 +110,6 @@ class Pairwise(Rule):
         self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
     ) -> tuple[dict[Wrt, Tensor], Tensor]:
         """From the eigenvectors of `g [[f_xx, f_xy], [f_xy, f_yy]]` at every entry of the output."""
-        if len(wrts) == 1 and tuple(wrts) == (0,):
-            return super().residual_columns(call, grad_out, wrts)
         at, out = self._at(call), call.output.shape[1:]
         rows = [torch.stack([as_rows(grad_out * at.second(a, b)) for b in wrts], -1) for a in wrts]
         vectors, signs = factor(torch.stack(rows, -2).double().flatten(0, 1))  # [K, N D, wrts], [K, N D]

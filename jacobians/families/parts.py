@@ -60,11 +60,23 @@ class Composite(Rule):
         return f"{type(self).__name__}({', '.join(rule.name for rule, _ in self.parts)})"
 
     def obstacle(self, call: Call) -> str | None:
+        if (reason := self._random(call)) is not None:
+            return reason
+        reasons = (rule.obstacle(inner) for rule, inner in self._inner(call))
+        return next((reason for reason in reasons if reason is not None), None) or self.mixing(call)
+
+    def mixing(self, call: Call) -> str | None:
+        if self._random(call) is not None:  # parts are not evaluated again
+            return None
+        reasons = (rule.mixing(inner) for rule, inner in self._inner(call))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _random(self, call: Call) -> str | None:
+        """Why the parts cannot be evaluated again."""
         for rule, part_options in self.parts:
             if isinstance(rule, RandomScale) and rule.is_random(part_options(call.options)):
                 return f"{rule.name} in it draws random numbers, which a composed layer cannot draw again"
-        reasons = (rule.obstacle(inner) for rule, inner in self._inner(call))
-        return next((reason for reason in reasons if reason is not None), None)
+        return None
 
     # ---- the parts -------------------------------------------------------------------------------
     def _of_part(self, index: int, given: Mapping[Any, T]) -> dict[Wrt, T]:

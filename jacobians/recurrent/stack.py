@@ -160,12 +160,8 @@ class Stack:
 
     def find(self, param: str) -> tuple[int, int, str]:
         """Layer and position of the scan that a parameter belongs to, and its role there."""
-        for k, row in enumerate(self.traces):
-            for j, trace in enumerate(row):
-                for role in trace.params:
-                    if role + trace.scan.suffix == param:
-                        return k, j, role
-        raise KeyError(param)
+        traces = ((k, j, trace) for k, row in enumerate(self.traces) for j, trace in enumerate(row))
+        return next((k, j, role) for k, j, t in traces for role in t.params if role + t.scan.suffix == param)
 
     def pull(self, seeds: Seeds, to_input: bool = False) -> Pulled:
         """Back through all layers, and `to_input`."""

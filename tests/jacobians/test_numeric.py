@@ -1,0 +1,36 @@
+"""Products that are taken in pieces, or handed to another library, where they are large: the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bpk.jacobians.core import numeric
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORTH_ONEDNN", "ONE_BY_ONE", "LARGE"):
+        monkeypatch.setattr(numeric, name, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch.no_grad()
+def test_products(dtype: torch.dtype) -> None:
+    x, y = torch.randn(3, 4, 6, dtype=dtype), torch.randn(3, 5, 6, dtype=dtype)
+    gaps = torch.randn(5, 12, dtype=dtype)[:, ::2]
+    torch.testing.assert_close(numeric.linear(x, gaps), x @ gaps.T)
+    for some in (1, 3):
+        expected = x[:some] @ y[:some].mT
+        torch.testing.assert_close(numeric.products(x[:some], y[:some]), expected)
+        out = torch.empty_like(expected)
+        assert numeric.products(x[:some], y[:some], out) is out
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_squares(dtype: torch.dtype, weighted: bool) -> None:
+    m, weights = torch.randn(3, 2, 4, 5, dtype=dtype), torch.randn(3, 2, dtype=dtype) if weighted else None
+    squares = numeric.wide(m).square() * (1 if weights is None else numeric.wide(weights)[..., None, None])
+    torch.testing.assert_close(numeric.sum_of_squares(m, weights), squares.sum(0))
