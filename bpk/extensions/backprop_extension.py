@@ -181,17 +181,17 @@ class BackpropExtension:
 
 
 def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Sample indices as a tuple; refuses negative and non-integer ones."""
+    """Sample indices as a tuple; refuses none, negative and non-integer ones."""
     if subsampling is None:
         return None
     given = subsampling.tolist() if isinstance(subsampling, Tensor) else subsampling
     indices = tuple(given) if isinstance(given, Iterable) else (given,)
     whole = all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in indices)
-    if not isinstance(given, Iterable) or not whole:
+    if not isinstance(given, Iterable) or not whole or not indices:
         raise ValueError(
             explain(
                 f"subsampling={subsampling!r} is not a list of sample indices.",
-                "each index names one sample of the batch, from 0 to N - 1.",
+                "each index names one sample of the batch, from 0 to N - 1; of no samples there are no quantities.",
                 "pass for example subsampling=[0, 2, 5].",
             )
         )

@@ -28,10 +28,7 @@ class Placeholder:
 
 def of_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rule, Conversion] | None:
     """The rule of a function, and the module and tensors that stand for this call; `None` where there is none."""
-    try:
-        rule = REGISTRY.find_function(func)
-    except TypeError:  # not hashable
-        return None
+    rule = REGISTRY.find_function(func)
     if rule is None or isinstance(rule, Loss):
         return None
     seen: dict[int, Placeholder] = {}

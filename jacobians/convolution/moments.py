@@ -46,7 +46,7 @@ def patch_moment(
     dilation has the same remainder by the stride), so that each product of two rows is formed once.
     `padded` gives some samples of the padded input.
     """
-    first = padded(slice(0, min(n, 1)))
+    first = padded(slice(0, 1))
     channels, rest, rows = first.shape[1], tuple(kernel[1:]), kernel[0]
     width = channels * prod(rest)
     blocks: Blocks = {}
@@ -56,8 +56,6 @@ def patch_moment(
             for gap in range(rows):
                 for members in _shared(rows - gap, stride[0], dilation[0]):
                     _add_shared(blocks, lines, members, gap, stride[0], dilation[0], size[0])
-    if not blocks:
-        return first.new_zeros(channels * prod(kernel), channels * prod(kernel))
     moment = next(iter(blocks.values())).new_empty(channels, rows, prod(rest), channels, rows, prod(rest))
     while blocks:  # what has been copied is let go, so that little exists twice
         (k, j), block = blocks.popitem()

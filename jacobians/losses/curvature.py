@@ -60,6 +60,10 @@ class Curvature(Autodiff):
     def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
         """`H_n m_vn` for every column and sample: `[V, N, *pred] -> [V, N, *pred]`."""
 
+    @abstractmethod
+    def no_root(self, call: Call) -> str | None:
+        """Why this Hessian has no square root, so that there are no quantities of the GGN, or `None`."""
+
     # ---- what follows -----------------------------------------------------------------------------
     def hessian_columns(self, call: Call) -> tuple[Tensor, Tensor]:
         """Columns `[K, N, *pred]` and signs `[K, N]` with `H_n = sum_k sign_kn u_kn u_kn^T`."""
@@ -81,10 +85,6 @@ class Curvature(Autodiff):
         columns, signs = self.hessian_columns(call)
         flat = columns.flatten(2) if columns.dim() > 2 else columns[..., None]
         return torch.einsum("kni,knj->ij", flat * signs[..., None], flat)
-
-    def no_root(self, call: Call) -> str | None:
-        """Why this Hessian has no square root, so that there are no quantities of the GGN, or `None`."""
-        return None
 
     # ---- divisors ---------------------------------------------------------------------------------
     def divisor(self, call: Call, count: int) -> int:

@@ -187,7 +187,7 @@ def residual(rule: Differentiable, call: Call, wrts: Sequence[Wrt]) -> Residual:
     """The structure of the second derivative: zero, diagonal in the input, or general."""
     out = call.output
     if not out.numel():
-        return Residual.GENERAL
+        return Residual.ZERO
     multiply = residual_product(rule, call, draw(out.shape, out, len(wrts)), wrts)
     shapes = [call.shape_of(w) for w in wrts]
     found = Couplings(lambda mats: [*multiply(dict(zip(wrts, mats, strict=True))).values()], shapes, out)

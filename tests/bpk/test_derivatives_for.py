@@ -172,6 +172,12 @@ def outer(root: Tensor) -> Tensor:
     return torch.einsum("kni,knj->nij", root.flatten(2), root.flatten(2))
 
 
+def test_a_loss_without_curvature() -> None:
+    loss_fn = bpk.extend(nn.L1Loss())
+    loss_fn(torch.ones(2, 2, requires_grad=True), torch.zeros(2, 2))
+    assert derivatives_for[loss_fn].hessian_is_zero(loss_fn)
+
+
 def test_loss_without_a_hessian_by_samples() -> None:
     loss_fn = bpk.extend(nn.MSELoss(reduction="none"))
     loss_fn(torch.ones(2, 2, requires_grad=True), torch.ones(2, 2))

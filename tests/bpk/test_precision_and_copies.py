@@ -212,10 +212,22 @@ def test_create_graph_variance() -> None:
 DIFFERENTIATED = (E.BatchGrad, E.BatchL2Grad, E.SumGradSquared, E.DiagGGNExact, E.DiagHessian, E.SqrtGGNExact)
 
 
+class Steps(nn.Module):
+    """A recurrent layer over the entries of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, 2, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x[..., None])[0].flatten(1)
+
+
+@pytest.mark.parametrize("build", [lambda: None, Steps], ids=["linear", "recurrent"])
 @pytest.mark.parametrize("extension", DIFFERENTIATED, ids=lambda e: e.__name__)
-def test_create_graph_by_finite_differences(extension: type) -> None:
+def test_create_graph_by_finite_differences(extension: type, build: Callable[[], nn.Module | None]) -> None:
     """The derivative of a quantity along a direction in weight space."""
-    model, loss_fn = extended()
+    model, loss_fn = extended(build())
     x, y = data()
     params = list(model.parameters())
     direction = [torch.randn_like(p) for p in params]

@@ -269,3 +269,12 @@ def test_refuses_what_does_not_agree(extension: Any, monkeypatch: pytest.MonkeyP
     with bpk.backpack(extension()), pytest.raises(UnsupportedLayer, match="drops attention weights at random"):
         lossfunc(out, torch.zeros_like(out)).backward()
     assert not any(hasattr(p, extension().savefield) for p in layer.parameters())
+
+
+def test_all_results_as_a_function() -> None:
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    x, rule = torch.randn(2, 3, 4), REGISTRY.find(layer)
+    binding = rule.bind(layer, (x, x, x), {})
+    torch.testing.assert_close(
+        rule.forward(binding.options, binding.seen(binding.inputs), dict(layer.named_parameters())), layer(x, x, x)[0]
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from bpk.extensions import DiagGGNExact
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError, UnsupportedLayer
-from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Elementwise
 from bpk.jacobians.families.symbolic import derive
@@ -185,3 +186,32 @@ def test_hyperparameter_that_is_no_number() -> None:
             loss_fn(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
     finally:
         bpk.unregister(rule)
+
+
+class Written(nn.Module):
+    """A function of the author's own, with hyperparameters."""
+
+    beta, power = 0.7, 1.5
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("expression", "function"),
+    [
+        ("x*exp(beta)", lambda x: x * math.exp(0.7)),
+        ("where(beta > 0, x**2, 2*x)", torch.square),
+        ("where(1 > 0, sin(x), 2*x)", torch.sin),
+        ("relu(x)*x", lambda x: torch.relu(x) * x),
+        ("where(x < 1, x, exp(x))", lambda x: torch.where(x < 1, x, x.exp())),
+        ("where(x < 1, x, x**power)", lambda x: torch.where(x < 1, x, torch.where(x < 1, 1, x) ** 1.5)),
+    ],
+)
+def test_expressions(expression: str, function: Callable[[Tensor], Tensor]) -> None:
+    """Conditions and factors of hyperparameters alone, and branches that are not finite elsewhere."""
+    assert check_rule(Elementwise(expression, Written), [case(Written, function, shape=(3, 4))]).checks > 20

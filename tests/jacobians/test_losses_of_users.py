@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.flat import ZeroCurvature
-from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.losses.loss import AutodiffLoss, Loss
 from bpk.rules.losses import RULES
 from tests.jacobians.test_losses import CE, assemble, call_of, check, reference, rule_of
 
@@ -114,3 +114,70 @@ def test_products_as_a_layer() -> None:
     torch.testing.assert_close(assemble(columns[0], signs), expected)
     product = CE.residual_mat_prod(call, scale, {0: mat})[0]
     torch.testing.assert_close(product, torch.einsum("nij,vnj->vni", expected, mat))
+
+
+class Constant(nn.Module):
+    """Depends on nothing."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return torch.ones(())
+
+
+class Linear(nn.Module):
+    """Has no curvature; takes arguments that are no tensors."""
+
+    def forward(self, x: Tensor, t: Tensor, factor: float = 1.0, name: str | None = None) -> Tensor:
+        return factor * x.sum()
+
+
+class Quartic(nn.Module):
+    """Multiplies with a tensor that is no buffer, and so keeps its precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = [torch.tensor([[1.0, 2.0], [0.0, 1.0]])]
+
+    def forward(self, x: Tensor, t: Tensor, factor: float = 1.0) -> Tensor:
+        return factor * ((x - t) @ self.matrices[0]).pow(4).sum()
+
+
+@pytest.mark.parametrize("loss", [Constant(), Linear(), Quartic()], ids=lambda loss: type(loss).__name__)
+def test_hessians_of_simple_losses(loss: nn.Module) -> None:
+    x, target = torch.randn(3, 2), torch.randn(3, 2)
+    rule, call = AutodiffLoss(), call_of(loss, x, target)
+    full = torch.autograd.functional.hessian(lambda z: loss(z, target), x)
+    blocks = torch.einsum("ninj->nij", full)
+    root, mat = rule.sqrt_hessian(call), torch.randn(2, 3, 2)
+    assert rule.obstacle(call) is None
+    torch.testing.assert_close(torch.einsum("kni,knj->nij", root, root), blocks)
+    torch.testing.assert_close(rule.hessian_mat_prod(call, mat), torch.einsum("nij,vnj->vni", blocks, mat))
+
+
+def test_arguments_that_are_no_tensors() -> None:
+    x, target, rule = torch.randn(3, 2), torch.randn(3, 2), AutodiffLoss()
+    plain = rule.hessian_mat_prod(call_of(Quartic(), x, target), x[None])
+    binding = rule.bind(Quartic(), (x, target), {"factor": 0.5})
+    call = Call(binding.options, binding.inputs, {}, Quartic()(x, target, factor=0.5))
+    torch.testing.assert_close(rule.hessian_mat_prod(call, x[None]), plain / 2)
+
+
+class Declared(Loss):
+    """What a user's family has to give: `|x - t|^2 / 2`."""
+
+    def sqrt_hessian(self, call: Call) -> Tensor:
+        return torch.eye(2)[:, None].expand(2, *call.inputs[0].shape)
+
+    def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
+        return mat
+
+
+def test_draws_by_default() -> None:
+    """Normally distributed, with the Hessian as their covariance."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 2)
+    rule, call = Declared(), Call(nn.MSELoss(reduction="sum"), (x, x), {}, torch.zeros(()))
+    draws = rule.sqrt_hessian_sampled(call, 20_000)
+    torch.testing.assert_close(
+        torch.einsum("mni,mnj->nij", draws, draws), torch.eye(2).expand(3, 2, 2), atol=0.05, rtol=0
+    )
+    assert rule.no_root(call) is None

@@ -228,6 +228,7 @@ EQUAL = [
     (T.view, (X, BatchSize(2), -1), {}, None),
     (T.reshape, (X, (BatchSize(2), 16, 4)), {}, None),
     (T.view, (X, -1, 64), {}, None),
+    (T.transpose, (X, 1, 1), {}, nn.Identity),
     (T.squeeze, (tensor(2, 1, 3),), {"dim": 1}, None),
     (T.mean, (X, (-2, -1)), {"keepdim": True}, None),
     (T.sum, (X,), {"dim": [1, 2]}, None),
@@ -275,6 +276,16 @@ REFUSED = [
     (torch.einsum, ("...i,...i->...", X, Y), "equation"),
     (torch.bmm, (X, torch.ones(2, 4, 4)), "fixed"),
     (F.softmax, (X, 1, 3, torch.float32), "dtype"),
+    (F.leaky_relu, (X, 0.1, False, 3), "does not know this call"),
+    (F.dropout, (X, 0.5, Placeholder(True)), "'training' is computed"),
+    (F.scaled_dot_product_attention, (X, X, X, None, 0.5), "drops attention weights"),
+    (sum, ([X, Y], 1.0), "start with 0"),
+    (T.select, (X, 0, 1), "indexes the batch axis"),
+    (operator.pow, (X, torch.ones(4)), "tensor of exponents"),
+    (torch.clamp, (X, torch.zeros(4)), "limits that are tensors"),
+    (torch.div, (torch.ones(4), X), "fixed tensor"),
+    (T.repeat_interleave, (X, torch.ones(4), 1), "not one number"),
+    (T.expand, (X, 2, 4, 4, 4), "x.size\\(0\\) or -1"),
 ]
 
 
@@ -285,6 +296,19 @@ def test_reasons(function: Any, args: tuple[Any, ...], reason: str | None) -> No
         return
     with pytest.raises(CannotConvert, match=reason):
         read(function, *args)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "options", "reason"),
+    [
+        (T.sum, (X, 1), {"dtype": torch.float32}, "precision"),
+        (torch.div, (X, Y), {"rounding_mode": "floor"}, "no derivative"),
+        (F.dropout, (X, 1.5), {}, "does not give all that Dropout needs"),
+    ],
+)
+def test_reasons_by_name(function: Any, args: tuple[Any, ...], options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CannotConvert, match=reason):
+        read(function, *args, **options)
 
 
 def test_mode() -> None:
@@ -317,6 +341,7 @@ def test_out_of_place(function: Any, other: Any) -> None:
 def test_batch_sizes_of_traced_models() -> None:
     (output,) = (n for n in fx.symbolic_trace(Sizes()).graph.nodes if n.op == "output")
     assert [is_batch_size(value) for value in output.args[0]] == [True, True, True, False, False, False]
+    assert not is_batch_size(2)
 
 
 class Sizes(nn.Module):

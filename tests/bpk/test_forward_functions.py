@@ -1,0 +1,108 @@
+"""Derivatives in the input: functions in place, fused functions, random numbers, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bpk
+from bpk.jacobians import UnsupportedLayer
+from bpk.jacobians.core.series import Collapse, Series
+from bpk.jacobians.second_order.nested import nested
+from tests.bpk.test_forward import D, Function, N, check
+from tests.bpk.test_forward import double as double  # a fixture that all tests use
+
+
+def augmented(m: nn.Module, x: Tensor) -> Tensor:
+    """Every operator that assigns."""
+    y = x * 2
+    y += 1
+    y -= x * x
+    y *= m.scale
+    y /= 1 + x * x
+    y **= 2
+    return y
+
+
+def overwritten(m: nn.Module, x: Tensor) -> Tensor:
+    """What depends on x, until it is filled with zeros."""
+    y = x * 2
+    y.zero_()
+    return y + x.sin()
+
+
+def statistics() -> Tensor:
+    return torch.linspace(0.5, 1.5, D)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        augmented,
+        overwritten,
+        lambda m, x: torch.batch_norm(x * x, m.scale, m.scale, statistics(), statistics(), False, 0.1, 1e-5, False),
+        lambda m, x: torch.instance_norm((x * x)[:, None], None, None, None, None, True, 0.1, 1e-5, False),
+    ],
+    ids=["augmented", "overwritten", "batch_norm", "instance_norm"],
+)
+def test_functions(function: Callable[..., Tensor]) -> None:
+    check(Function(function), torch.randn(N, D), order=2)
+
+
+class Values(nn.Module):
+    """Attention of which only the values move, or its weights, which do not."""
+
+    def __init__(self, result: int) -> None:
+        super().__init__()
+        self.attention, self.result = nn.MultiheadAttention(D, 2, batch_first=True), result
+        self.query = nn.Parameter(torch.randn(1, 3, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query.expand(len(x), -1, -1)
+        return self.attention(query, query, torch.stack([x, 2 * x, x + 1], 1))[self.result]
+
+
+@pytest.mark.parametrize("result", [0, 1])
+def test_values_alone(result: int) -> None:
+    check(Values(result), torch.randn(N, D))
+
+
+def test_a_curve_without_a_first_coefficient() -> None:
+    """Its second one is pushed through, whatever is collapsed."""
+    x, c = torch.randn(N, D), torch.randn(1, N, D)
+    ((first, second),) = nested(lambda z: (z.sin(),), [Series(x, (None, c), Collapse(None))])
+    assert first is None
+    torch.testing.assert_close(second, c * x.cos())
+
+
+def inner(m: nn.Module, x: Tensor) -> Tensor:
+    """Asks for derivatives where derivatives are asked for."""
+    return bpk.taylor(Function(lambda _, z: z * x), torch.ones(N, D), torch.ones(1, N, D), 1)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda m, x: torch.native_layer_norm(x, (D,), None, None, 1e-5)[0], "native_layer_norm wrongly"),
+        (inner, "joins tensors of two propagations"),
+    ],
+    ids=["native", "two propagations"],
+)
+def test_refusals(function: Callable[..., Tensor], message: str) -> None:
+    with pytest.raises(UnsupportedLayer, match=f"{message}(?s:.*)Do: "):
+        bpk.taylor(Function(function), torch.randn(N, D), torch.randn(1, N, D), 2)
+
+
+def test_arguments_that_a_function_does_not_have() -> None:
+    with pytest.raises(TypeError, match="positional arguments"):
+        bpk.taylor(Function(lambda m, x: F.relu(x, True, 3)), torch.randn(N, D), torch.randn(1, N, D), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_compiled_modules() -> None:
+    with pytest.raises(UnsupportedLayer, match=r"compiled by torch\.jit(?s:.*)give the module itself"):
+        bpk.laplacian(nn.Sequential(torch.jit.script(nn.Linear(D, 1))), torch.randn(N, D))
