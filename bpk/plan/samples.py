@@ -48,11 +48,6 @@ class Attribution:
         known = self.sizes.get(id(record))
         return record.batch_size if known is None else known
 
-    def by_sample(self, record: Record, rows: Tensor) -> Tensor:
-        """Rows `[V, R, ...]` of a call as rows `[V, N, ...]` of samples."""
-        samples = self.rows(record)
-        return rows if samples is None else to_samples(rows, samples, self.batch_size(record))
-
 
 def disagree(record: Record) -> UnsupportedLayer:
     """The refusal where two losses of one pass see samples differently."""

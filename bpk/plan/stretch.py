@@ -144,10 +144,7 @@ class PlainAutograd(Rule):
         return {k: call.narrow(part) for k, part in call.source.pull(call.widen(mat)).items()}
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        assert isinstance(call, StretchCall)
-        if isinstance(wrt, int):
-            found = self.jac_t_mat_prods(call, mat)
-            return found[wrt] if wrt in found else mat.new_zeros(*mat.shape[:2], *call.inputs[wrt].shape[1:])
+        assert isinstance(call, StretchCall) and isinstance(wrt, str)
         if sum_batch and call.samples is None:
             return call.of_parameters(mat, together=True)[int(wrt)]
         rows = call.of_parameters(mat, together=False)[int(wrt)]

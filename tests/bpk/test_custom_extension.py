@@ -14,7 +14,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.firstorder.base import FirstOrderModuleExtension
 from bpk.extensions.module_extension import ModuleExtension
 from bpk.extensions.secondorder.diag_ggn import DiagGGNExact
-from bpk.jacobians.core.errors import RuleError
+from bpk.jacobians.core.errors import RuleError, UnsupportedLayer
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
 from tests.helpers import FIELDS, backward, data, saved
@@ -184,6 +184,52 @@ def test_one_rule_serves_every_extension() -> None:
         backward(model, loss_fn, x, y, DiagGGNExact())
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.diag_ggn_exact, ref.diag_ggn(name))
+
+
+class LossRoot(ModuleExtension):
+    """The square root of the Hessian of a cross-entropy that is added up, as a user writes it down."""
+
+    def backpropagate(self, ext: Any, module: nn.Module, grad_inp: Any, grad_out: Any, bpQuantities: None) -> Tensor:
+        p = module.input0.softmax(1)
+        return (torch.diag_embed(p.sqrt()) - torch.einsum("ni,nj->nij", p, p.sqrt())).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("kind", [DiagGGNExact, E.DiagHessian])
+def test_a_module_extension_for_a_loss(kind: type) -> None:
+    model, loss_fn, x, y, ref = extended_problem()
+    model[1] = bpk.extend(nn.Tanh())
+    ref = Reference(model, (x,), lambda pred: nn.functional.cross_entropy(pred, y, reduction="sum"))
+    extension = kind()
+    extension.set_module_extension(nn.CrossEntropyLoss, LossRoot(params=[]))
+    backward(model, loss_fn, x, y, extension)
+    for name, p in model.named_parameters():
+        expected = ref.diag_ggn(name) if kind is DiagGGNExact else ref.diag_h(name)
+        torch.testing.assert_close(getattr(p, extension.savefield), expected)
+
+
+@pytest.mark.parametrize(
+    ("extension", "layer"),
+    [(E.KFRA, nn.CrossEntropyLoss), (E.HMP, nn.CrossEntropyLoss), (E.HMP, nn.Linear)],
+    ids=["KFRA", "HMP", "HMP at a layer"],
+)
+def test_more_than_one_tensor_travels(extension: type, layer: type) -> None:
+    model, loss_fn, x, y, _ = extended_problem()
+    made = extension()
+    made.set_module_extension(layer, LossRoot(params=[]))
+    with pytest.raises(UnsupportedLayer, match="more than one tensor(?s:.*)register a rule"):
+        backward(model, loss_fn, x, y, made)
+
+
+def test_what_an_extension_must_say() -> None:
+    extension = BackpropExtension("mine")
+    assert extension.sweep() is None and extension.of_total(torch.ones(2), 3) is not None
+    for ask in (extension.value, extension.share, extension.definition):
+        with pytest.raises(TypeError, match="BackpropExtension"):
+            ask(None)
+    with pytest.raises(TypeError, match="does not combine"):
+        extension.combine(None, None)
+    with pytest.raises(ValueError, match="FAIL_WARN"):
+        BackpropExtension("mine", fail_mode="loud")
 
 
 def test_extension_base_class_and_fail_modes() -> None:

@@ -217,13 +217,19 @@ class Steps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(1, 2, batch_first=True, dtype=torch.float64)
+        self.lstm = nn.LSTM(1, 1, batch_first=True, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(x[..., None])[0].flatten(1)
 
 
-@pytest.mark.parametrize("build", [lambda: None, Steps], ids=["linear", "recurrent"])
+def reused() -> nn.Module:
+    """One layer twice."""
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize("build", [lambda: None, Steps, reused], ids=["linear", "recurrent", "reused"])
 @pytest.mark.parametrize("extension", DIFFERENTIATED, ids=lambda e: e.__name__)
 def test_create_graph_by_finite_differences(extension: type, build: Callable[[], nn.Module | None]) -> None:
     """The derivative of a quantity along a direction in weight space."""

@@ -97,6 +97,7 @@ def registered():
 def test_variance(name: str, spread: float, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As right as that of the individual gradients, whatever is kept."""
     monkeypatch.setattr(variance, "PIECE", pieces * 12)
+    monkeypatch.setattr(variance, "LARGE", pieces * 12)  # from here on without a tensor for each product
     exact = fields(MODELS[name], torch.float64, spread, E.BatchGrad)
     rows = fields(MODELS[name], torch.float32, spread, E.BatchGrad)
     found = fields(MODELS[name], torch.float32, spread)
@@ -112,16 +113,16 @@ def test_variance(name: str, spread: float, pieces: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("spread", [1e-4, 1.0])
-@pytest.mark.parametrize("samples", [[0, 5, 9], [3], list(range(N))], ids=len)
+@pytest.mark.parametrize("samples", [[0, 5, 9], [3], list(range(N)), [*range(N), 0, 1]], ids=len)
 def test_subsampling(samples: list[int], spread: float, dtype: torch.dtype) -> None:
     """Sums over the chosen samples, divided by the number of all."""
     exact = fields(MODELS["mlp"], torch.float64, spread, E.BatchGrad, subsampling=samples)
     found = fields(MODELS["mlp"], dtype, spread, subsampling=samples)
     for key, p in exact.items():
         rows = p.grad_batch
-        expected = rows.square().sum(0) / N - (rows.sum(0) / N).square()
-        error = (found[key].variance.double() - expected).abs().max() / expected.max()
-        assert error < 2e-3, f"{key}: {error}"
+        expected = (rows.square().sum(0) / N - (rows.sum(0) / N).square()).clamp(min=0)
+        error = (found[key].variance.double() - expected).abs().max()
+        assert error <= 2e-3 * expected.max(), f"{key}: {error}"
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "tied"])

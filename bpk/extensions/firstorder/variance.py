@@ -70,7 +70,8 @@ class Variance(GradientExtension):
     mean; that takes the gradients themselves, a few samples at a time.
 
     Args:
-        subsampling: Indices of the samples in the sums (all by default); `N` stays the full batch's.
+        subsampling: Indices of the samples in the sums (all by default); `N` stays the full batch's. Where more are
+            named than there are, the difference may be negative, and the value is zero there.
 
     Source: Dangel, Kunstner, Hennig (2020), BackPACK, section 2.2.
 
@@ -102,7 +103,7 @@ class Variance(GradientExtension):
         return {"sum": wide(uses.summed()), "squares": wide(self.value(uses))}
 
     def definition(self, plain: PlainAutograd) -> Tensor:
-        return self.magnitude(plain) - (plain.gradients.sum(0) / plain.batch_size).square()
+        return (self.magnitude(plain) - (plain.gradients.sum(0) / plain.batch_size).square()).clamp(min=0)
 
     def magnitude(self, plain: PlainAutograd) -> Tensor:
         """The first term of the difference."""
@@ -138,7 +139,7 @@ def shifted(uses: Uses) -> Tensor:
             sums.add_(row)
             squares.addcmul_(row, row)
     variance = squares.addcmul(sums, sums, value=-1 / n) / n
-    if count < n:  # samples were left out
+    if count != n:  # samples were left out, or named more than once
         variance = variance + (1 - count / n) * mean * (2 * sums + count * mean) / n
     return variance.clamp(min=0)
 
