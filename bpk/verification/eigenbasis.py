@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.room import is_too_large_for_a_block
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.kroneckers import dense
 from bpk.verification.definition import MATRIX
@@ -57,6 +58,8 @@ class InEigenbasis(Check):
 
     def scaled(self, ref: Reference, place: Place, vectors: list[Tensor]) -> list[Tensor]:
         """What factors make of the directions, at their length: the same, where these are eigenvectors."""
+        if len(vectors) == 1 and is_too_large_for_a_block(ref.params[place.name]):  # it is taken for diagonal
+            return [torch.stack([unit(vectors[0].T, int(k)) for k in place.entries])]
         if len(vectors) == 1:
             tried = torch.cat([vectors[0], probe(vectors[0])])
             return [eigen(vectors[0], [product(ref, place.name, v.reshape(place.shape), place) for v in tried])]

@@ -216,7 +216,7 @@ def test_more_than_one_tensor_travels(extension: type, layer: type) -> None:
     model, loss_fn, x, y, _ = extended_problem()
     made = extension()
     made.set_module_extension(layer, LossRoot(params=[]))
-    with pytest.raises(UnsupportedLayer, match="more than one tensor(?s:.*)register a rule"):
+    with pytest.raises(UnsupportedLayer, match=r"more than one tensor(?s:.*)register a rule"):
         backward(model, loss_fn, x, y, made)
 
 

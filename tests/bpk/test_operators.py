@@ -202,7 +202,14 @@ def test_forms_of_vectors() -> None:
 
 @pytest.mark.parametrize(
     "vectors",
-    [torch.ones(26), torch.ones(2, 27), [torch.ones(27)], {"0.weight": torch.ones(3, 4)}, torch.ones(27, dtype=DOUBLE)],
+    [
+        torch.ones(26),
+        torch.ones(2, 27),
+        [torch.ones(27)],
+        [torch.ones(27, 2)] * 4,
+        {"0.weight": torch.ones(3, 4)},
+        torch.ones(27, dtype=DOUBLE),
+    ],
 )
 def test_vectors_that_do_not_fit_are_refused(vectors: Any) -> None:
     operator = operators.GGN(mlp(), nn.CrossEntropyLoss(), (torch.randn(7, 4), classes()))
@@ -342,11 +349,15 @@ def test_refusals() -> None:
         (tail, [], "without batches"),
         (tail, [x], "as batch 0"),
         (nn.Linear(4, 3).requires_grad_(False), (x, y), "without trainable"),
+        (nn.LSTM(4, 3), (x, y), "returns tuple"),
+        (nn.Sequential(tail, nn.Linear(3, 3).double()), (x, y), "several dtypes"),
     ]
     for model, data, message in cases:
         with pytest.raises(ValueError, match=message):
             operators.GGN(model, loss_fn, data)
     assert counting.calls == 0, "the buffer is as it was"
+    with pytest.raises(ValueError, match="a loss that is no module"):
+        operators.GGN(tail, nn.functional.cross_entropy, (x, y))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="blocks="):
         operators.GGN(tail, loss_fn, (x, y), blocks="block")
     with pytest.raises(ValueError, match="no loss"):

@@ -7,10 +7,48 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bpk import operators
 from tests.bpk.test_operators import DOUBLE, LOSSES, batches, classes, conv, matrices, mlp
+
+
+class Cube(torch.autograd.Function):
+    """A function of a user's own, without forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grads[0]
+
+
+class Cubed(nn.Module):
+    """Beside it, a parameter that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(4, 3), nn.Parameter(torch.rand(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Cube.apply(self.linear(x))
+
+
+def test_without_forward_mode() -> None:
+    """Tangents are derivatives of those of adjoints."""
+    model, x = Cubed().to(DOUBLE), torch.randn(5, 4, dtype=DOUBLE)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(z, params, retain_graph=True, materialize_grads=True) for z in model(x).flatten()]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    operator, v = operators.Jacobian(model, None, (x, None)), torch.randn(17, 2, dtype=DOUBLE)
+    torch.testing.assert_close(operator @ v, jacobian @ v)
+    assert operator.adjoint().adjoint() is operator
+    ggn = operators.GGN(model, nn.MSELoss(reduction="sum"), (x, torch.zeros(5, 3, dtype=DOUBLE)))
+    torch.testing.assert_close(ggn @ v[:, 0], 2 * jacobian.T @ jacobian @ v[:, 0])
+
 
 # ---- other libraries ----------------------------------------------------------------------------
 
