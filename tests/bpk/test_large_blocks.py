@@ -1,4 +1,4 @@
-"""Parameters whose blocks, or tables whose factors, are too large for a dense matrix: sparse diagonals stand for them."""
+"""Parameters whose blocks, or tables whose factors, are too large to be dense: sparse diagonals stand for them."""
 
 from __future__ import annotations
 
