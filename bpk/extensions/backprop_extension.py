@@ -27,7 +27,8 @@ class BackpropExtension:
     Args:
         savefield: Name of the field on each parameter.
         module_exts: Module extensions by layer class; they take precedence over rules.
-        fail_mode: What happens at a layer that is not supported.
+        fail_mode: What happens at a layer that is not supported. An extension that works by rules ends in an error
+            wherever fields would be wrong.
         subsampling: Indices of the samples to consider, in this order; a sample counts as often as it is named.
             Divisors stay the full batch's.
     """

@@ -131,7 +131,8 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     if not (has_params or feeds(record)):
         return
     message = refusal(extension, record, answer)
-    if extension.fail_mode == FAIL_ERROR or (record.problem and rule is not None and has_params):
+    spoilt = extension.works_by_rules and (extension.second_order or extension.needs_apart)  # what would be saved
+    if extension.fail_mode == FAIL_ERROR or spoilt or (record.problem and rule is not None and has_params):
         raise UnsupportedLayer(message)
     if has_params and extension.fail_mode != FAIL_SILENT:
         warn(message)

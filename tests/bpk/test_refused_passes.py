@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.extensions.backprop_extension import FAIL_SILENT, FAIL_WARN, BackpropExtension
+from bpk.extensions.firstorder.base import FirstOrderBackpropExtension
 from bpk.extensions.secondorder.hbp import HBP, BackpropStrategy, LossHessianStrategy
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.helpers import backward, data, extended, mlp
@@ -70,3 +72,23 @@ def test_a_model_that_was_not_extended() -> None:
 def test_square_roots_of_a_sum() -> None:
     with pytest.raises(ValueError, match="SUM with BATCH_AVERAGE"):
         HBP(loss_hessian_strategy=LossHessianStrategy.SUM, backprop_strategy=BackpropStrategy.SQRT)
+
+
+@pytest.mark.parametrize("mode", [FAIL_WARN, FAIL_SILENT])
+@pytest.mark.parametrize("make", [E.BatchDiagGGNExact, E.KFRA, E.BatchDiagHessian, lambda: E.ClippedGrad(1.0)])
+def test_no_mode_lets_wrong_fields_pass(make: Callable[[], BackpropExtension], mode: str) -> None:
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
+    extension = make()
+    extension.fail_mode = mode
+    with pytest.raises(UnsupportedLayer, match="mixes samples"):
+        backward(model, loss_fn, *data(), extension)
+    assert not any(hasattr(p, extension.savefield) for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", [FAIL_WARN, FAIL_SILENT])
+def test_layers_without_a_module_extension(mode: str, recwarn: pytest.WarningsRecorder) -> None:
+    model, loss_fn = extended()
+    backward(model, loss_fn, *data(), FirstOrderBackpropExtension("mine", fail_mode=mode))
+    assert not any(hasattr(p, "mine") for p in model.parameters())
+    said = [w for w in recwarn if "works through module extensions only" in str(w.message)]
+    assert bool(said) is (mode == FAIL_WARN)
