@@ -47,16 +47,6 @@ PRODUCTS = {
 }
 """Functions that are linear in each argument."""
 
-OUT_OF_PLACE: dict[str, Any] = {
-    "__iadd__": T.__add__,
-    "__isub__": T.__sub__,
-    "__imul__": T.__mul__,
-    "__itruediv__": T.__truediv__,
-    "__idiv__": T.__truediv__,
-    "__imatmul__": T.__matmul__,
-    "__ipow__": T.__pow__,
-}
-
 
 def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function gives where some of its arguments are carriers."""
@@ -127,8 +117,6 @@ def out_of_place(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """The call that gives what a call in place writes; `None` where a function changes nothing."""
     name = name_of(func)
-    if name in OUT_OF_PLACE:
-        return OUT_OF_PLACE[name], args, kwargs
     if inplace_argument(func, args, kwargs):
         bound = signature_of(func).bind(*args, **kwargs)
         bound.arguments["inplace"] = False
