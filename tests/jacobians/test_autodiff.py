@@ -221,3 +221,32 @@ def test_layers_that_cannot_be_batched() -> None:
         torch.testing.assert_close(fields(), by_rule)
     finally:
         bpk.unregister(rule)
+
+
+class Sines(nn.Module):
+    """`sin(x^2)`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sin()
+
+
+class Beside(nn.Module):
+    """A generic layer that is given nothing of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.sines = nn.Linear(4, 3), Sines()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return torch.cat([self.sines(h[:, :0]), h.tanh()], 1)
+
+
+def test_a_layer_without_outputs() -> None:
+    rule = bpk.register(Autodiff(Sines))
+    try:
+        x, y = torch.randn(3, 4, dtype=torch.float64), torch.arange(3)
+        quantities = (E.DiagHessian(), E.HMP(), E.DiagGGNExact())
+        bpk.verify(Beside().double(), nn.CrossEntropyLoss(), x, y, *quantities, entries=3, raise_on_error=True)
+    finally:
+        bpk.unregister(rule)
