@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.families.linear_map import RandomScale
@@ -103,9 +105,19 @@ class Composite(Rule):
     ) -> Call:
         rule, part_options = self.parts[index]
         own_options, own_params = part_options(options), {str(k): p for k, p in self._of_part(index, params).items()}
+        if isinstance(own_options, nn.Module):
+            self._require_in_front(rule, rule.bind(own_options, tuple(inputs), {}))
         if output is None:
             output = rule.forward(own_options, inputs, own_params)
         return Call(own_options, inputs, own_params, output)
+
+    def _require_in_front(self, rule: Rule, seen: Binding) -> None:
+        """Refuse a part that would be seen otherwise if it were called by itself: parts see what the others give."""
+        reason, do = seen.problem, seen.do
+        if any(seen.axes) or seen.out_axis(0):
+            reason, do = "its batch axis is not in front.", "move it there (batch_first=True), or call it by itself."
+        if reason:
+            raise UnsupportedLayer(explain(f"{rule.name} cannot be a part of {type(self).__name__}.", reason, do))
 
     @abstractmethod
     def _evaluate(

@@ -16,6 +16,7 @@ from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.branches import Sum
 from bpk.jacobians.families.composite import Chain
 from bpk.jacobians.families.parts import Composite, submodule
+from bpk.rules import REGISTRY
 from tests.helpers import backward
 from tests.jacobians.test_composite import Added, composed
 
@@ -117,3 +118,34 @@ def test_a_coefficient_that_no_branch_has() -> None:
     found = rule.taylor(Call.of(module, x, params=rule.params), {0: Series(x, (u, None))})
     torch.testing.assert_close(found.terms[0][0], u[0] @ (module[0].weight + module[1].weight).T)
     assert found.terms[1] is None
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and an activation that are one layer."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.rnn, self.act = nn.RNN(3, 2, batch_first=batch_first), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_parts_have_the_batch_axis_in_front(batch_first: bool, registered: list[Composite]) -> None:
+    found = (REGISTRY.find(nn.RNN), submodule("rnn")), (REGISTRY.find(nn.Tanh), submodule("act"))
+    owners = {f"rnn.{name}": (0, name) for name, _ in nn.RNN(3, 2).named_parameters()}
+    registered.append(Chain(*found, modules=(Recurrent,), params=owners))
+    bpk.register(registered[0])
+    model = bpk.extend(Recurrent(batch_first).double())
+    x = torch.randn(4, 5, 3, dtype=torch.float64)
+    with bpk.backpack(E.BatchGrad()):
+        if not batch_first:
+            with pytest.raises(UnsupportedLayer, match="its batch axis is not in front"):
+                model(x).square().sum().backward()
+            return
+        model(x).square().sum().backward()
+    weight = model.rnn.weight_hh_l0
+    for n in range(4):
+        (expected,) = torch.autograd.grad(model(x[n : n + 1]).square().sum(), [weight])
+        torch.testing.assert_close(weight.grad_batch[n], expected)
