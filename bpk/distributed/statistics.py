@@ -41,6 +41,18 @@ def objects(thing: object, group: dist.ProcessGroup | None) -> list[object]:
     return found
 
 
+def share_orders(
+    orders: dict[Tensor, Tensor], params: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Give all processes the orders of entries that some of them have noted: not each has used every parameter."""
+    noted = objects({name for name, param in params.items() if param in orders}, group)
+    for name, param in params.items():
+        known = [isinstance(names, set) and name in names for names in noted]
+        if any(known) and not all(known):
+            order = orders.setdefault(param, torch.empty(param.numel(), dtype=torch.long, device=param.device))
+            dist.broadcast(order, group=group, group_src=known.index(True))
+
+
 def places(statistics: Mapping[str, Mapping[str, Parts]]) -> Iterator[tuple[Place, Tensor]]:
     """All tensors."""
     for field, by_name in statistics.items():

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 
 from bpk.context import backpack, disable
 from bpk.distributed import all_reduce
+from bpk.distributed.statistics import share_orders
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.fields.eigenbasis import Orders
@@ -145,6 +146,7 @@ class Preconditioner(ABC):
         """Multiply all gradients with the inverse, in place."""
         if self.extensions and are_several(self.group):
             all_reduce(self.model, self.extension, group=self.group)
+            share_orders(self.orders, self.params, self.group)
         if self.grad_scaler is not None and self.overflown():
             return
         if self.extensions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import bpk
 from bpk import extensions as E
@@ -258,6 +260,19 @@ def test_tangents_pass_an_extended_model() -> None:
         bpk.extend(model)
     assert found[0] is not None
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_hooks_that_ask_the_engine_about_inputs() -> None:
+    """Those of `FlopCounterMode`, of losses evaluated once more during the backward pass."""
+    model, loss_fn = bpk.extend(nn.Linear(4, 3).double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(2, 5, 4).double(), torch.randint(3, (2, 5))
+    found = []
+    for mode in (nullcontext(), FlopCounterMode(display=False)):
+        with mode, bpk.backpack(E.TokenGrad()):
+            loss_fn(model(x).transpose(1, 2), y).backward()
+        found.append(model.weight.grad_token)
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[0].sum((0, 1)) * 2, model.weight.grad)
 
 
 class LastState(nn.Module):
