@@ -19,6 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.preconditioners import EKFAC, KFAC, DiagonalGGN
+from bpk.preconditioners.base import Preconditioner
 from tests.helpers import data, extended, mlp, saved
 from tests.references.reference import Reference
 
@@ -221,6 +223,21 @@ def test_sharded_by_module(group: Any) -> None:
             assert p.sum_grad_squared.placements == p.placements
         with told(ValueError, "cannot be put together"), bpk.backpack(E.HMP()):
             loss_fn(model(x), y).backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, DiagonalGGN], ids=lambda kind: kind.__name__)
+def test_preconditioned_shards(group: Any, kind: type[Preconditioner]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    x, y = data()
+    model, loss_fn = extended()
+    fully_shard(model, mesh=group)
+    preconditioner = kind(model)
+    with preconditioner:
+        loss_fn(model(x), y).backward()
+    with told(ValueError, "sharded", "DistributedDataParallel"):
+        preconditioner.step()
 
 
 @pytest.mark.filterwarnings("ignore")
