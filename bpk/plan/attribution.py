@@ -166,7 +166,7 @@ def follow(
     if shared:  # all others agree with this hypothesis
         others = [r for r in above if id(r) not in shared]
         certain = any(is_given_data(r) and r.batch_size >= n for r in others)
-        doubtful = [r for r, _ in shared.values() if r.inputs[0].is_floating_point() and not is_given_parameters(r)]
+        doubtful = [r for r, _ in shared.values() if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
         first = next(iter(shared.values()))[0]
         if (doubtful and not movable and not certain) or not any(r.params for r in others):
             raise mixed(f"one row of '{(doubtful or [first])[0].path}' feeds several of the {n} samples")
