@@ -19,7 +19,6 @@ from bpk.plan.hypotheses import (
     has_no_axis,
     hypotheses,
     is_given_data,
-    is_given_parameters,
     mixed,
     numberings,
     of_what_was_given,
