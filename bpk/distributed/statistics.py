@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bpk.distributed.sums import Addend, add_up
 from bpk.extensions.over_batches import OverBatches, Parts, Size
+from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.utils.kroneckers import sparse_diagonal
 
@@ -39,6 +40,18 @@ def objects(thing: object, group: dist.ProcessGroup | None) -> list[object]:
     found: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, thing, group)
     return found
+
+
+def share_orders(orders: Orders, params: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give all processes the orders of entries that some of them have noted: not each has used every parameter."""
+    noted = objects({name for name, param in params.items() if orders.get(param) is not None}, group)
+    for name, param in params.items():
+        known = [isinstance(names, set) and name in names for names in noted]
+        if any(known) and not all(known):
+            order = orders.get(param)
+            if order is None:
+                order = orders[param] = torch.empty(param.numel(), dtype=torch.long, device=param.device)
+            dist.broadcast(order, group=group, group_src=known.index(True))
 
 
 def places(statistics: Mapping[str, Mapping[str, Parts]]) -> Iterator[tuple[Place, Tensor]]:

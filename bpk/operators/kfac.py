@@ -7,6 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from bpk.dataset import accumulate
+from bpk.distributed.processes import are_there
+from bpk.distributed.statistics import share_orders
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
 from bpk.operators.data import Loader, Problem
@@ -73,6 +75,8 @@ class KFAC(BlockDiagonal):
         orders = extension.orders = {}
         batches = list(problem.batches()) if problem.single else problem.loader
         found = accumulate(model, loss_fn, batches, extension, device=problem.device)
+        if are_there():
+            share_orders(orders, problem.params)
         self.params = {name: p.detach() for name, p in problem.params.items()}
         self.factors: dict[str, list[Tensor]] = found.field("kflr" if exact else "kfac")
         self.orders = {name: orders.get(p) for name, p in problem.params.items()}

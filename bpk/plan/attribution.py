@@ -19,7 +19,6 @@ from bpk.plan.hypotheses import (
     has_no_axis,
     hypotheses,
     is_given_data,
-    is_given_parameters,
     mixed,
     numberings,
     of_what_was_given,
@@ -104,22 +103,29 @@ def attribute(
 
 
 def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]] | None:
-    """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees."""
+    """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.
+
+    Raises:
+        NotInFront: If it does but for layers that read tables, whose rows feed all samples: those of positions, where
+            the loss has its rows in another order than what the model was given.
+    """
     before = [(record, record.shifted) for record in above]
     for n, movable, in_front in of_what_was_given(root, above):
         for numbers in numberings(root.batch_size, n, in_front):
-            tables = False
+            left = False
             try:
                 rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
                 if rows_in_order(above, rows, n):
                     return n, rows
             except UnsupportedLayer:
                 pass
-            except NotInFront:  # they have to be left first
-                tables = True
+            except NotInFront as error:  # they have to be left first
+                if not in_front and all(reads_tables(record, sources) for record in error.records):
+                    raise
+                left = True
             for record, axis in before:
                 record.shift(axis)
-            if tables:
+            if left:
                 return None
     return None
 
@@ -159,7 +165,7 @@ def follow(
     if shared:  # all others agree with this hypothesis
         others = [r for r in above if id(r) not in shared]
         certain = any(is_given_data(r) and r.batch_size >= n for r in others)
-        doubtful = [r for r, _ in shared.values() if r.inputs[0].is_floating_point() and not is_given_parameters(r)]
+        doubtful = [r for r, _ in shared.values() if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
         first = next(iter(shared.values()))[0]
         if (doubtful and not movable and not certain) or not any(r.params for r in others):
             raise mixed(f"one row of '{(doubtful or [first])[0].path}' feeds several of the {n} samples")

@@ -172,14 +172,15 @@ def is_given_data(record: Record) -> bool:
 
 
 def reads_tables(record: Record, sources: Mapping[int, dict[int, Source]]) -> bool:
-    """Whether all that a call sees comes from buffers of extended modules: a table that all samples share."""
+    """Whether all that a call sees is a table that all samples share: parameters, and buffers of extended modules."""
     tables = [buffer for module in CTX.all_modules() for buffer in module._buffers.values() if buffer is not None]
     waiting, seen = [record], {record}
     while waiting:
         call = waiting.pop()
         feeders = {r for source in sources[id(call)].values() for r, _ in source.targets}
         data = [x for k, x in enumerate(call.inputs) if call.edges[k][0] is None]
-        if len(data) + len(sources[id(call)]) < len(call.inputs) or not all(
+        params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
+        if len(data) + params + len(sources[id(call)]) < len(call.inputs) or not all(
             any(is_part(x, t) for t in tables) for x in data
         ):
             return False

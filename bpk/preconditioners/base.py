@@ -15,12 +15,14 @@ from torch.amp import GradScaler
 
 from bpk.context import backpack, disable
 from bpk.distributed import all_reduce
+from bpk.distributed.statistics import share_orders
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.shares import are_several
 from bpk.recording.state import CTX
+from bpk.recording.surroundings import is_sharded
 from bpk.utils.kroneckers import reordered
 
 Schedule = float | Callable[[int], float]
@@ -143,8 +145,17 @@ class Preconditioner(ABC):
     @torch.no_grad()
     def step(self) -> None:
         """Multiply all gradients with the inverse, in place."""
+        if any(is_sharded(p) for p in self.model.parameters()):
+            raise ValueError(
+                explain(
+                    f"{type(self).__name__} got a model whose parameters are sharded.",
+                    "inverses are those of whole factors, and multiply whole gradients.",
+                    "train with DistributedDataParallel, or without a preconditioner.",
+                )
+            )
         if self.extensions and are_several(self.group):
             all_reduce(self.model, self.extension, group=self.group)
+            share_orders(self.orders, self.params, self.group)
         if self.grad_scaler is not None and self.overflown():
             return
         if self.extensions:

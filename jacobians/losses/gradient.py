@@ -36,7 +36,8 @@ class Linearised:
         inputs = [wide(x) if live else wide(x.detach()) for x in call.inputs]
         with torch.enable_grad():
             x = inputs[wrt]
-            point = x.view_as(x) if live and x.requires_grad else x.detach().requires_grad_()
+            # no leaf: hooks on all modules (FlopCounterMode) ask whether the engine reaches what these are given
+            point = (x if live and x.requires_grad else x.detach().requires_grad_()).view_as(x)
             value = rule.forward(call.options, (*inputs[:wrt], point, *inputs[wrt + 1 :]), call.params)
             if not value.requires_grad:
                 return cls(point, value, torch.zeros_like(point), live)

@@ -73,6 +73,33 @@ def apart(rank: int) -> None:
     assert any(not torch.equal(p, q) for p, q in zip(alone.parameters(), other.parameters(), strict=True))
 
 
+class Words(nn.Module):
+    """Looks words up where there are some; its table has the axis of its input in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x).tanh() if x.dtype == torch.long else x)
+
+
+def unused(rank: int, world: int) -> None:
+    """Only the first process uses a parameter, and all get the same."""
+    data = [(torch.tensor([0, 2]) if k == 0 else torch.ones(2, 3).double(), torch.tensor([0, 1])) for k in range(world)]
+    for name in ("kfac", "ekfac", "operator"):
+        torch.manual_seed(0)
+        model = Words().double()
+        if name == "operator":
+            found = bpk.operators.KFAC(model, nn.CrossEntropyLoss(), data).to_dense()
+        else:
+            train(DistributedDataParallel(model, find_unused_parameters=True), MAKES[name](model), [data[rank]] * 3)
+            found = torch.cat([p.detach().flatten() for p in model.parameters()])
+        first = found.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(found, first), name
+
+
 def main(rank: int, world: int, path: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
@@ -92,6 +119,7 @@ def main(rank: int, world: int, path: str, folder: Path) -> None:
     except ValueError as error:
         print("refused", "Rank 0 found no eigendecomposition" in str(error) or "not finite" in str(error))
     apart(rank)
+    unused(rank, world)
     dist.destroy_process_group()
     print("right")
 

@@ -176,6 +176,39 @@ def test_positions_and_flattened_predictions(steps: int) -> None:
     assert [len(f) for f in model.token.weight.kflr] == [4, 5]  # a layer with factors, not a parameter of functions
 
 
+class PositionTable(nn.Module):
+    """A network of a table of positions `[T, 3]`, or one of weights (`hyper`), which all samples share."""
+
+    def __init__(self, steps: int, kind: str) -> None:
+        super().__init__()
+        hyper = kind == "weights"
+        self.network, self.head = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), nn.Linear(4, 3)
+        table = torch.randn(4 if hyper else steps, 3)
+        self.table = nn.Parameter(table) if kind == "parameters" else nn.Buffer(table)
+        self.hyper = hyper
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.network(self.table)
+        return self.head(torch.tanh(x @ here if self.hyper else x + here))
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("kind", ["positions", "parameters", "weights"])
+@pytest.mark.parametrize("steps_first", [False, True], ids=["samples first", "steps first"])
+@pytest.mark.parametrize("steps", [2, 5, 6])
+def test_a_network_of_a_table_and_flattened_predictions(steps: int, steps_first: bool, kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = PositionTable(steps, kind).double(), torch.randn(N, steps, 4).double()
+    model, loss_fn, y = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), torch.randint(3, (N, steps))
+    with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact()):
+        z, target = (model(x).transpose(0, 1), y.T) if steps_first else (model(x), y)
+        loss_fn(z.flatten(0, 1), target.flatten()).backward()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(loss_fn(model(x[n]), y[n]) / N, p)[0] for n in range(N)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+        assert p.diag_ggn_exact_batch.shape == p.grad_batch.shape
+
+
 def test_positive_curvature_through_a_function_that_joins_rows_is_refused() -> None:
     """Its residual would have to be made positive for all rows of a sample together."""
 

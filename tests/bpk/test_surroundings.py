@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.preconditioners import EKFAC, KFAC, DiagonalGGN
+from bpk.preconditioners.base import Preconditioner
 from tests.helpers import data, extended, mlp, saved
 from tests.references.reference import Reference
 
@@ -222,6 +226,21 @@ def test_sharded_by_module(group: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, DiagonalGGN], ids=lambda kind: kind.__name__)
+def test_preconditioned_shards(group: Any, kind: type[Preconditioner]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    x, y = data()
+    model, loss_fn = extended()
+    fully_shard(model, mesh=group)
+    preconditioner = kind(model)
+    with preconditioner:
+        loss_fn(model(x), y).backward()
+    with told(ValueError, "sharded", "DistributedDataParallel"):
+        preconditioner.step()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_flat_parameters(group: Any) -> None:
     """FSDP1, before and after `extend`."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -258,6 +277,19 @@ def test_tangents_pass_an_extended_model() -> None:
         bpk.extend(model)
     assert found[0] is not None
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_hooks_that_ask_the_engine_about_inputs() -> None:
+    """Those of `FlopCounterMode`, of losses evaluated once more during the backward pass."""
+    model, loss_fn = bpk.extend(nn.Linear(4, 3).double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(2, 5, 4).double(), torch.randint(3, (2, 5))
+    found = []
+    for mode in (nullcontext(), FlopCounterMode(display=False)):
+        with mode, bpk.backpack(E.TokenGrad()):
+            loss_fn(model(x).transpose(1, 2), y).backward()
+        found.append(model.weight.grad_token)
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[0].sum((0, 1)) * 2, model.weight.grad)
 
 
 class LastState(nn.Module):
