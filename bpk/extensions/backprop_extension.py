@@ -55,6 +55,8 @@ class BackpropExtension:
     """Whether a quantity of first order is refused where samples mix, and is not what the chain rule gives there."""
     needs_total = False
     """Whether the value uses what all parameters of the pass add up to (`share`), in `uses.total`."""
+    averages = False
+    """Whether a mean over samples is part of the value, so that there must be some."""
     over_batches: OverBatches | str | None = None
     """How the fields of batches make that of all their samples (`bpk.accumulate`), or why they do not.
 
@@ -79,6 +81,8 @@ class BackpropExtension:
         self.savefield = savefield
         self.fail_mode = fail_mode
         self.subsampling = checked_indices(subsampling)
+        if self.averages and self.subsampling == ():
+            raise ValueError("subsampling=[] names no sample, and there is no mean over none: pass one index at least.")
         self._module_exts = dict(module_exts or {})
 
     def get_subsampling(self) -> list[int] | None:
@@ -182,17 +186,17 @@ class BackpropExtension:
 
 
 def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Sample indices as a tuple; refuses none, negative and non-integer ones."""
+    """Sample indices as a tuple; refuses negative and non-integer ones."""
     if subsampling is None:
         return None
     given = subsampling.tolist() if isinstance(subsampling, Tensor) else subsampling
     indices = tuple(given) if isinstance(given, Iterable) else (given,)
     whole = all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in indices)
-    if not isinstance(given, Iterable) or not whole or not indices:
+    if not isinstance(given, Iterable) or not whole:
         raise ValueError(
             explain(
                 f"subsampling={subsampling!r} is not a list of sample indices.",
-                "each index names one sample of the batch, from 0 to N - 1; of no samples there are no quantities.",
+                "each index names one sample of the batch, from 0 to N - 1.",
                 "pass for example subsampling=[0, 2, 5].",
             )
         )

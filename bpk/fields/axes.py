@@ -18,10 +18,10 @@ def axis_moments(uses: Uses, most: int) -> list[Tensor]:
         part, turned = ways
         found = [by_positions(part, side) for side in (False, True)]
         return found[::-1] if turned else found
-    total: list[Tensor] = []
+    total = [uses.param.new_zeros([size] if size > most else [size, size]) for size in shape]
     for rows in uses.pieces():
         each = [moment(rows.reshape(-1, *shape), axis, size > most) for axis, size in enumerate(shape)]
-        total = [a + b for a, b in zip(total, each, strict=True)] if total else each
+        total = [a + b for a, b in zip(total, each, strict=True)]
     return total
 
 
@@ -49,13 +49,12 @@ def as_matrix(uses: Uses, whole: bool) -> tuple[Outer, bool] | None:
 def by_positions(part: Outer, of_patches: bool) -> Tensor:
     """`sum_n m_n (a_n^T a_n) m_n^T`, or with columns `m` and patches `a` exchanged."""
     v, n, _, o, i, t = part.shape
-    total: Tensor | None = None
+    size = i if of_patches else o
+    total = wide(part.columns[:, :0]).new_zeros(size, size)
     for some in pieces(0, n, v * t * (t + o + i)):
         m = wide(part.columns[:, some, 0]).flatten(0, 1)  # [V B, O, T]
         a = wide(part.patches(some)[:, 0]).repeat(v, 1, 1)  # [V B, I, T]
         left, right = (a, m) if of_patches else (m, a)
         weighted = left @ (right.mT @ right)
-        here = torch.einsum("bot,bpt->op", weighted, left)
-        total = here if total is None else total + here
-    assert total is not None
+        total = total + torch.einsum("bot,bpt->op", weighted, left)
     return total

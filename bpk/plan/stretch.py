@@ -60,7 +60,7 @@ class StretchCall(Call):
 
     def index(self, device: torch.device) -> Tensor:
         """The samples considered, as a tensor."""
-        return torch.as_tensor(self.samples, device=device)
+        return torch.as_tensor(self.samples, dtype=torch.long, device=device)
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns at the output over the whole batch, zero for samples that are left out."""

@@ -114,7 +114,7 @@ def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]
         if frame.terms is not None:
             product = product * frame.terms.reshape(-1, *[1] * (product.dim() - 2))
         return dict(joint.split(product).items())
-    index = torch.as_tensor(frame.samples, device=tangent.device)
+    index = torch.as_tensor(frame.samples, dtype=torch.long, device=tangent.device)
     full = tangent.new_zeros(tangent.shape[0], *joint.call.inputs[0].shape).index_copy(1, index, tangent)
     product = joint.rule.hessian_mat_prod(joint.call, full) * frame.grad
     return dict(joint.split(product.index_select(1, index)).items())

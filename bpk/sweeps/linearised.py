@@ -150,13 +150,13 @@ class LinearisedStretch:
         if self.samples is None:
             return mat
         full = mat.new_zeros(mat.shape[0], self.cotangent.shape[0], *mat.shape[2:])
-        return full.index_copy(1, torch.as_tensor(self.samples, device=mat.device), mat)
+        return full.index_copy(1, torch.as_tensor(self.samples, dtype=torch.long, device=mat.device), mat)
 
     def narrow(self, mat: Tensor) -> Tensor:
         """Columns over the considered samples."""
         if self.samples is None:
             return mat
-        return mat.index_select(1, torch.as_tensor(self.samples, device=mat.device))
+        return mat.index_select(1, torch.as_tensor(self.samples, dtype=torch.long, device=mat.device))
 
     def once(self, mat: Tensor) -> Tensor:
         """Columns over the considered samples, from columns in which each counts as often as it is named."""

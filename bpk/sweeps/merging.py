@@ -95,7 +95,7 @@ def pulled(uses: list[Use], n: int) -> Columns:
 
 def width(columns: Columns) -> int:
     """How many numbers a sample has where columns wait."""
-    return next(iter(columns.blocks.values()))[0, 0].numel()
+    return next(iter(columns.blocks.values())).shape[2:].numel()
 
 
 def flat(mat: Tensor) -> Tensor:

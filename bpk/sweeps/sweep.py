@@ -44,7 +44,7 @@ class Sweep(ABC):
         """Restrict a tensor over the batch to the samples of this sweep."""
         if self.samples is None:
             return full
-        return full.index_select(axis, torch.as_tensor(self.samples, device=full.device))
+        return full.index_select(axis, torch.as_tensor(self.samples, dtype=torch.long, device=full.device))
 
     def terms(self, step: Step) -> Tensor | None:
         """How often each row `[R]` of a loss counts, where samples mix (`None`: once)."""

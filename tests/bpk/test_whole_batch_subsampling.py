@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,11 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from tests.bpk.test_whole_batch import MODELS, PER_SAMPLE, SUMS, Reference, Sequences, agree, problem, run
+
+
+def options_of(thing: object) -> Iterable[str]:
+    """The arguments that an extension takes."""
+    return inspect.signature(thing).parameters if inspect.isclass(thing) else ()
 
 
 class Branches(nn.Module):
@@ -213,3 +221,19 @@ def test_two_losses() -> None:
             return 2 * F.cross_entropy(out, y) + 3 * F.mse_loss(out, target)
 
     agree(model, Reference(model, Both(), x, y))
+
+
+@pytest.mark.parametrize("extension", [c for c in E.__dict__.values() if "subsampling" in options_of(c)])
+def test_sums_over_no_samples_are_zero(extension: type[E.BackpropExtension]) -> None:
+    if extension.averages:
+        with pytest.raises(ValueError, match="names no sample"):
+            extension(subsampling=[])
+        return
+    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, 2))), nn.CrossEntropyLoss()
+    asked = extension(subsampling=[])
+    with bpk.backpack(asked):
+        bpk.extend(loss_fn)(model(torch.randn(4, 3)), torch.tensor([0, 1, 1, 0])).backward()
+    for p in model.parameters():
+        value = vars(p)[asked.savefield]
+        value = value(torch.randn_like(p)) if callable(value) else value
+        assert all(not x.any() for x in (value if isinstance(value, list) else [value]))

@@ -26,7 +26,7 @@ def test_sample_index_out_of_range(extension: type, bad: list[int]) -> None:
     works_afterwards(model, loss_fn)
 
 
-@pytest.mark.parametrize("bad", ["01", 1.5, [], [0.5], [True, "a"], [-1], [0, -1, 0]], ids=str)
+@pytest.mark.parametrize("bad", ["01", 1.5, [0.5], [True, "a"], [-1], [0, -1, 0]], ids=str)
 @pytest.mark.parametrize("extension", FIELDS, ids=ids)
 def test_subsampling_is_not_indices(extension: type, bad: Any) -> None:
     with pytest.raises(ValueError, match="subsampling"):

@@ -48,6 +48,7 @@ class BatchKFLR(SquareRootExtension):
     field = "kflr_batch"
     form = Form.GROUP_FACTORS
     adds_field = False
+    averages = True
     over_batches: OverBatches | str | None = FactorRows()
 
     def __init__(self, groups: Groups | None = None, subsampling: Sequence[int] | None = None) -> None:

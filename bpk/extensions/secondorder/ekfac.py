@@ -34,6 +34,7 @@ class EKFLR(SquareRootExtension):
 
     field = "ekflr"
     form = Form.EIGENBASIS
+    averages = True
     over_batches = (
         "its moments are those in the eigenbasis of the batch's own factors, and moments in different bases do not add "
         "up\n"

@@ -87,6 +87,7 @@ class HBP(SecondOrderBackpropExtension):
 
     form = Form.FACTORS
     adds_field = False
+    averages = True
     over_batches = Factors()
 
     def __init__(
