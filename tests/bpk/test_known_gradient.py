@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import bpk
 from bpk.extensions import BatchGrad, BatchL2Grad, ClippedGrad, DiagGGNMC, SumGradSquared, Variance
 from bpk.fields import awaited
+from bpk.jacobians.convolution.convolution import Conv
 from bpk.jacobians.core import cost
+from bpk.jacobians.core.call import Call, Wrt
 from bpk.recording.known_gradient import KnownGradient
 
 N = 4
@@ -246,6 +248,20 @@ def test_passes_over_a_data_set_are_relieved_as_well(monkeypatch: pytest.MonkeyP
     found = bpk.accumulate(model, nn.CrossEntropyLoss(), [(x, y), (x, y)], Variance())
     weights = [name for name in found if name.endswith("weight")]
     assert sevens.told and any(bool((found[name]["grad"] == 7).all()) for name in weights)
+
+
+def test_a_data_set_needs_no_gradients_beside_individual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    own = Conv.jac_t_mat_prod
+
+    def spy(rule: Conv, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        asked.append(wrt == "weight" and sum_batch)
+        return own(rule, call, mat, wrt, sum_batch)
+
+    monkeypatch.setattr(Conv, "jac_t_mat_prod", spy)
+    model, x, y = problem("convolution")
+    bpk.accumulate(model, nn.CrossEntropyLoss(), [(x, y)], Variance())
+    assert asked and not any(asked)
 
 
 def test_some_samples_do_not_add_up_to_the_gradient() -> None:

@@ -100,7 +100,8 @@ class Variance(GradientExtension):
         return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)
 
     def statistic(self, uses: Uses) -> Parts:
-        return {"sum": wide(uses.summed()), "squares": wide(self.value(uses))}
+        squares = wide(self.value(uses))  # first: of individual gradients, the sum is known then
+        return {"sum": wide(uses.summed()), "squares": squares}
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return (self.magnitude(plain) - (plain.gradients.sum(0) / plain.batch_size).square()).clamp(min=0)
