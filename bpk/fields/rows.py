@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import PIECE, Columns
-from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.call import Call, index_of
 from bpk.jacobians.rule import Rule
 from bpk.plan.samples import to_samples
 
@@ -123,7 +123,7 @@ class Rows:
     def of_samples(self: R, part: Sequence[int]) -> R:
         """The same for some samples, each named once, and for no others."""
         found = type(self)(self.param, len(part), False, False)
-        chosen = torch.as_tensor(part, dtype=torch.long, device=self.param.device)
+        chosen = index_of(part, self.param.device)
         for use in self.uses:
             rows, samples = chosen, None
             if use.samples is not None:

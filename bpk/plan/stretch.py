@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.call import Call, Wrt, index_of
 from bpk.jacobians.core.numeric import like_columns
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
@@ -60,7 +60,8 @@ class StretchCall(Call):
 
     def index(self, device: torch.device) -> Tensor:
         """The samples considered, as a tensor."""
-        return torch.as_tensor(self.samples, dtype=torch.long, device=device)
+        assert self.samples is not None
+        return index_of(self.samples, device)
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns at the output over the whole batch, zero for samples that are left out."""

@@ -22,7 +22,7 @@ from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.shares import are_several
 from bpk.recording.state import CTX
-from bpk.recording.surroundings import is_sharded
+from bpk.recording.surroundings import is_sharded, may_shard
 from bpk.utils.kroneckers import reordered
 
 Schedule = float | Callable[[int], float]
@@ -145,7 +145,7 @@ class Preconditioner(ABC):
     @torch.no_grad()
     def step(self) -> None:
         """Multiply all gradients with the inverse, in place."""
-        if any(is_sharded(p) for p in self.model.parameters()):
+        if may_shard() and any(is_sharded(p) for p in self.model.parameters()):
             raise ValueError(
                 explain(
                     f"{type(self).__name__} got a model whose parameters are sharded.",

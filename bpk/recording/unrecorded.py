@@ -30,10 +30,8 @@ def comes_late(module: nn.Module, recorder: Callable[..., Any]) -> bool:
     In the next call the recorder comes first.
     """
     hooks = module._forward_hooks
-    for hook in hooks.values():
-        if hook is recorder:
-            return False
-        break
+    if next(iter(hooks.values()), None) is recorder:
+        return False
     mine = next((key for key, hook in hooks.items() if hook is recorder), None)
     if mine is None:  # a loss of the user's, whose recorder calls this one
         return False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.call import Wrt
+from bpk.jacobians.core.call import Wrt, index_of
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.recording.state import CTX
@@ -114,7 +114,7 @@ def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]
         if frame.terms is not None:
             product = product * frame.terms.reshape(-1, *[1] * (product.dim() - 2))
         return dict(joint.split(product).items())
-    index = torch.as_tensor(frame.samples, dtype=torch.long, device=tangent.device)
+    index = index_of(frame.samples, tangent.device)
     full = tangent.new_zeros(tangent.shape[0], *joint.call.inputs[0].shape).index_copy(1, index, tangent)
     product = joint.rule.hessian_mat_prod(joint.call, full) * frame.grad
     return dict(joint.split(product.index_select(1, index)).items())

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.call import Wrt
+from bpk.jacobians.core.call import Wrt, index_of
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.graph import Source, pull_columns
 from bpk.recording.ports import Port
@@ -150,13 +150,13 @@ class LinearisedStretch:
         if self.samples is None:
             return mat
         full = mat.new_zeros(mat.shape[0], self.cotangent.shape[0], *mat.shape[2:])
-        return full.index_copy(1, torch.as_tensor(self.samples, dtype=torch.long, device=mat.device), mat)
+        return full.index_copy(1, index_of(self.samples, mat.device), mat)
 
     def narrow(self, mat: Tensor) -> Tensor:
         """Columns over the considered samples."""
         if self.samples is None:
             return mat
-        return mat.index_select(1, torch.as_tensor(self.samples, dtype=torch.long, device=mat.device))
+        return mat.index_select(1, index_of(self.samples, mat.device))
 
     def once(self, mat: Tensor) -> Tensor:
         """Columns over the considered samples, from columns in which each counts as often as it is named."""
@@ -170,9 +170,7 @@ def any_of(mats: Sequence[Tensor | None]) -> bool:
 
 def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:
     """`[N]`: how often each sample of a batch `[N, ...]` is named."""
-    return torch.bincount(torch.as_tensor(samples, dtype=torch.long, device=like.device), minlength=len(like)).to(
-        like.dtype
-    )
+    return torch.bincount(index_of(samples, like.device), minlength=len(like)).to(like.dtype)
 
 
 def spread(counts: Tensor, dims: int) -> Tensor:

@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
+from bpk.jacobians.core.call import index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
@@ -44,7 +44,7 @@ class Sweep(ABC):
         """Restrict a tensor over the batch to the samples of this sweep."""
         if self.samples is None:
             return full
-        return full.index_select(axis, torch.as_tensor(self.samples, dtype=torch.long, device=full.device))
+        return full.index_select(axis, index_of(self.samples, full.device))
 
     def terms(self, step: Step) -> Tensor | None:
         """How often each row `[R]` of a loss counts, where samples mix (`None`: once)."""

@@ -137,7 +137,7 @@ class Call:
 
     def subset(self, samples: Sequence[int]) -> Call:
         """The same call restricted to some samples of the batch."""
-        index = torch.as_tensor(list(samples), dtype=torch.long, device=self.output.device)
+        index = index_of(samples, self.output.device)
         kept = Call(
             self.options,
             [x[index] for x in self.inputs],
@@ -195,3 +195,8 @@ class Call:
         seen = binding.seen([x.detach() for x in binding.inputs])
         output, shapes = rule.join(binding, [x.detach() for x in results], used or (0,))
         return cls(binding.options, seen, own, output, pull, shapes)
+
+
+def index_of(samples: Sequence[int], device: torch.device) -> Tensor:
+    """Samples of a batch, maybe none, as an index."""
+    return torch.as_tensor(samples, dtype=torch.long, device=device)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.references.compare import Assembled, check, rand
 
 N = 3
@@ -239,125 +238,6 @@ def test_time_first_where_steps_mix(t: int, n: int) -> None:
         loss = loss_fn(logits(x[:, k : k + 1]), y[:, k]) / n
         expected = torch.autograd.grad(loss, first.weight)[0]
         torch.testing.assert_close(first.weight.grad_batch[k], expected)
-
-
-def step_by_step(m: Assembled, x: Tensor) -> Tensor:
-    return torch.stack([m.second(m.act(m.first(step))) for step in x.unbind(1)], 1)
-
-
-def steps_in_front(m: Assembled, x: Tensor) -> Tensor:
-    return m.second(m.act(m.first(x.transpose(0, 1)))).transpose(0, 1)
-
-
-def sample_by_sample(m: Assembled, x: Tensor) -> Tensor:
-    return torch.stack([m.second(m.act(m.first(sample))) for sample in x])
-
-
-def two_views(m: Assembled, x: Tensor) -> Tensor:
-    return torch.stack([m.second(m.act(m.first(view))) for view in (x[:, 0], x[:, 1].sin())], 1)
-
-
-ONE_BY_ONE = (step_by_step, steps_in_front, sample_by_sample, two_views)
-
-
-@pytest.mark.parametrize("steps_first", [False, True])
-@pytest.mark.parametrize("n", [3, 5])
-@pytest.mark.parametrize("forward", ONE_BY_ONE)
-def test_steps_that_never_meet_are_no_samples(
-    forward: Callable[[Assembled, Tensor], Tensor], n: int, steps_first: bool
-) -> None:
-    """The graph alone would agree with as many samples as steps, or rows: there are as many as the model was given."""
-    torch.manual_seed(0)
-    model = Assembled(forward, first=nn.Linear(2, 4), act=nn.Tanh(), second=nn.Linear(4, 3)).double()
-    x = rand(n, 4, 2)
-    y = torch.randint(3, model(x).shape[:2])
-    expected = []
-    for k in range(n):
-        loss = F.cross_entropy(model(x[k : k + 1]).flatten(0, 1), y[k]) / n
-        expected.append(torch.autograd.grad(loss, list(model.parameters())))
-    order = (lambda z: z.transpose(0, 1)) if steps_first else (lambda z: z)
-    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
-    for _ in range(2):
-        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), E.BatchDiagGGNExact()):
-            loss_fn(order(model(x)).flatten(0, 1), order(y).flatten()).backward()
-        for k, p in enumerate(model.parameters()):
-            torch.testing.assert_close(p.grad_batch, torch.stack([rows[k] for rows in expected]))
-            torch.testing.assert_close(p.diag_ggn_exact_batch.sum(0), p.diag_ggn_exact)
-
-
-def test_time_comes_first_where_its_steps_meet() -> None:
-    """What a model was given has time in front, and its steps meet: they are no samples."""
-    torch.manual_seed(0)
-    model = Assembled(lambda m, x: m.second(m.first(x).tanh().cumsum(0)), first=nn.Linear(2, 4), second=nn.Linear(4, 3))
-    x, y = rand(4, 3, 2), torch.randint(3, (4, 3))
-    model, loss_fn = bpk.extend(model.double()), bpk.extend(nn.CrossEntropyLoss())
-    with bpk.backpack(E.BatchGrad()):
-        loss_fn(model(x).flatten(0, 1), y.flatten()).backward()
-    found = model.first.weight.grad_batch
-    for k in range(3):
-        loss = F.cross_entropy(model(x[:, k : k + 1]).flatten(0, 1), y[:, k]) / 3
-        torch.testing.assert_close(found[k], torch.autograd.grad(loss, model.first.weight)[0])
-
-
-def last_step(outputs: list[Tensor]) -> Tensor:
-    return outputs[-1]
-
-
-def all_steps(outputs: list[Tensor]) -> Tensor:
-    return torch.stack(outputs)
-
-
-def mean_step(outputs: list[Tensor]) -> Tensor:
-    return torch.stack(outputs).mean(0)
-
-
-@pytest.mark.parametrize(("t", "n"), [(2, 6), (2, 4), (3, 5), (5, 3), (4, 8), (6, 2), (3, 3)])
-@pytest.mark.parametrize("embedded", [False, True], ids=["steps", "embedded first"])
-@pytest.mark.parametrize("read", [last_step, all_steps, mean_step])
-def test_steps_in_front_that_meet_are_no_samples(
-    read: Callable[[list[Tensor]], Tensor], embedded: bool, t: int, n: int
-) -> None:
-    """What a recurrent loop is given has time in front, also where its length divides the number of samples."""
-    torch.manual_seed(0)
-
-    def forward(m: Assembled, x: Tensor) -> Tensor:
-        outputs, h = [], x.new_zeros(x.shape[1], 4)
-        for step in m.first(x) if embedded else x:
-            h = torch.tanh(m.step(step) + m.state(h))
-            outputs.append(h)
-        return m.head(read(outputs))
-
-    size = 4 if embedded else 2
-    layers = {"step": nn.Linear(size, 4), "state": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
-    model = Assembled(forward, **({"first": nn.Linear(2, 4)} if embedded else {}), **layers).double()
-    x = rand(t, n, 2)
-    y = torch.randint(3, model(x).shape[:-1])
-    expected = []
-    for k in range(n):
-        loss = F.cross_entropy(model(x[:, k : k + 1]).flatten(0, -2), y[..., k].flatten()) / n
-        expected.append(torch.autograd.grad(loss, list(model.parameters())))
-    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
-    with bpk.backpack(E.BatchGrad()):
-        loss_fn(model(x).flatten(0, -2), y.flatten()).backward()
-    for p, rows in zip(model.parameters(), zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
-
-
-def test_steps_of_one_sequence_are_no_samples() -> None:
-    """Time in front, and one sequence: nobody can tell that its steps are no samples, but that they meet."""
-    torch.manual_seed(0)
-
-    def forward(m: Assembled, x: Tensor) -> Tensor:
-        outputs, h = [], x.new_zeros(1, 4)
-        for step in x:
-            h = torch.tanh(m.step(step) + m.state(h))
-            outputs.append(m.head(h))
-        return torch.cat(outputs)
-
-    model = Assembled(forward, step=nn.Linear(2, 4), state=nn.Linear(4, 4), head=nn.Linear(4, 3)).double()
-    model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
-    with bpk.backpack(E.BatchGrad()), pytest.raises(UnsupportedLayer, match="feeds several"):
-        loss_fn(model(rand(5, 1, 2)), torch.randint(3, (5,))).backward()
 
 
 class TwoInputs(nn.Module):

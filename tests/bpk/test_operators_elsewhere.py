@@ -11,23 +11,11 @@ from torch import Tensor, nn
 
 from bpk import operators
 from tests.bpk.test_operators import DOUBLE, LOSSES, batches, classes, conv, matrices, mlp
-
-
-class Cube(torch.autograd.Function):
-    """A function of a user's own, without forward mode."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * grads[0]
+from tests.random_networks.modules import Cube
 
 
 class Cubed(nn.Module):
-    """Beside it, a parameter that is not used."""
+    """A function of a user's own, without forward mode, and a parameter that is not used."""
 
     def __init__(self) -> None:
         super().__init__()

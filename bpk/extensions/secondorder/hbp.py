@@ -89,6 +89,8 @@ class HBP(SecondOrderBackpropExtension):
     adds_field = False
     averages = True
     over_batches = Factors()
+    orders: Orders | None = None
+    """By parameter what `note_order` says, for those who multiply with the product of the factors."""
 
     def __init__(
         self,
@@ -126,9 +128,6 @@ class HBP(SecondOrderBackpropExtension):
         if backprop_strategy is BackpropStrategy.BATCH_AVERAGE:
             self.over_batches = Factors(approximates=NOT_A_SUM)
 
-    orders: Orders | None = None
-    """By parameter what `note_order` says, for those who multiply with the product of the factors."""
-
     def get_num_mc_samples(self) -> int | None:
         return self.mc_samples if self.loss_hessian_strategy is LossHessianStrategy.SAMPLING else None
 
@@ -142,17 +141,20 @@ class HBP(SecondOrderBackpropExtension):
 
     def value(self, uses: Uses) -> list[Tensor]:
         if self.backprop_strategy is BackpropStrategy.SQRT:
-            if self.orders is not None:
-                note_order(self.orders, uses, uses.factors(self.approximation))
+            self.note(uses)
             return uses.factors(self.approximation)
         return uses.averaged_factors()
 
     def statistic(self, uses: Uses) -> Parts:
-        root = self.backprop_strategy is BackpropStrategy.SQRT
+        if self.backprop_strategy is not BackpropStrategy.SQRT:
+            return named(uses.averaged_terms(), uses.input_first)
+        self.note(uses)
+        return named(uses.terms(self.approximation), uses.input_first)
+
+    def note(self, uses: Uses) -> None:
+        """Note the order of a parameter's entries, where somebody wants it."""
         if self.orders is not None:
             note_order(self.orders, uses, uses.factors(self.approximation))
-        terms = uses.terms(self.approximation) if root else uses.averaged_terms()
-        return named(terms, uses.input_first)
 
 
 class KFAC(HBP):
