@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.fields.parameters import Parameters
-from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.losses.loss import Loss
 from bpk.plan.inspection import Inspection
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step, matched
@@ -19,6 +18,7 @@ from bpk.plan.support import announce
 from bpk.recording import engine
 from bpk.recording.opened import Settings
 from bpk.recording.record import Record
+from bpk.sweeps.hand import Hand
 from bpk.sweeps.limits import columns_at_a_time
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import play
@@ -32,6 +32,7 @@ class AtLosses:
         sweeps: Those of this pass.
         inspection: What is known of the graph.
         parameters: Take what arrives.
+        hands: What users wrote by hand for layers, by the key of the sweep.
         passed: Called when all sweeps have passed a call, and nothing else will come (`None`: nobody wants to know).
     """
 
@@ -41,6 +42,7 @@ class AtLosses:
         sweeps: SharedSweeps,
         inspection: Inspection,
         parameters: Parameters,
+        hands: Mapping[Hashable, Hand],
         passed: Callable[[Step], None] | None,
     ) -> None:
         self.settings = settings
@@ -48,7 +50,7 @@ class AtLosses:
         self.inspection = inspection
         self.parameters = parameters
         self.passed = passed
-        self.hands = dict(sweeps.hands(parameters.save))
+        self.hands = hands
         self.plan: Plan | None = None
         self.to_come: set[Record] = set()  # losses that were not reached yet
         self.touched: set[Record] = set()  # calls that sweeps have passed
@@ -56,12 +58,12 @@ class AtLosses:
     def reach(self, record: Record, grad: Tensor) -> Step:
         """Autograd is at a call: at a loss, play all sweeps that start there; refuse calls with no loss behind them."""
         if self.plan is None or record not in self.plan.of:
-            if not isinstance(record.rule, Loss):
+            if not record.is_loss:
                 raise RuntimeError(nothing_arrived(record))
             self.make_plan(record)
         assert self.plan is not None
         step = self.plan.of[record]
-        step.gradient = matched(grad, step.call)[0]
+        step.gradient = grad if grad.dtype is step.call.output.dtype else matched(grad, step.call)[0]
         if record in self.plan.losses:
             self.start_at(record, step.gradient)
         elif self.sweeps.players and record not in self.touched:
@@ -96,8 +98,8 @@ class AtLosses:
         if self.sweeps.combining.intersection(self.sweeps.players) and not torch.is_grad_enabled():
             at_most = columns_at_a_time(plan, self.settings.chunk_size, self.settings.memory)
         for key, player in self.sweeps.players.items():
-            settling = Settling(self.parameters, key)
-            player.begin(plan, settling, at_most if key in self.sweeps.combining else None, self.hands.get(key))
+            settle = partial(self.parameters.settle, key)
+            player.begin(plan, settle, at_most if key in self.sweeps.combining else None, self.hands.get(key))
         play(plan, self.sweeps.players.values(), self.when_passed)
         self.touched.update(step.record for step in plan.steps if step.reached)
         if not self.to_come:
@@ -124,18 +126,6 @@ class AtLosses:
         if self.plan is not None:
             self.plan.clear()
         self.plan, self.touched = None, set()
-
-
-class Settling:
-    """Takes what one sweep has brought to parameters."""
-
-    def __init__(self, parameters: Parameters, key: Hashable) -> None:
-        self.parameters = parameters
-        self.key = key
-
-    def settle(self, param: Tensor, uses: list[Use], batch_size: int) -> None:
-        """All calls that use a parameter have got their share of some columns."""
-        self.parameters.settle(param, self.key, uses, batch_size)
 
 
 def nothing_arrived(record: Record) -> str:

@@ -37,8 +37,9 @@ from bpk.recording.known_gradient import KnownGradient
 from bpk.recording.membership import around
 from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
+from bpk.recording.state import CTX, Quietly
 from bpk.recording.surroundings import require_whole
+from bpk.sweeps.hand import Hand
 from bpk.sweeps.shared import SharedSweeps
 
 
@@ -60,8 +61,9 @@ class Backward:
             self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
         )
         passed = None if self.hooks.hook is None else self.run_hook_early
-        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, passed)
-        self.observing = Observing(self.sweeps, self.inspection, self.parameters)
+        hands = [(key, Hand(extension, self.parameters.save)) for key, extension in self.sweeps.by_hand]
+        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, dict(hands), passed)
+        self.observing = Observing(self.sweeps, self.inspection, self.parameters, hands)
         self.kept: list[Record] = []
         self.closed = False
         self.sharded: Sharded | None = None
@@ -76,7 +78,7 @@ class Backward:
         try:
             grad = record.gradient(grads)
             assert grad is not None
-            with CTX.quietly(device=grad.device):
+            with Quietly(CTX, None, grad.device):
                 known = self.work_on(record, grad)
         except BaseException:
             self.abort()
@@ -94,7 +96,8 @@ class Backward:
             self.parameters.finish_all()
             CTX.check_transforms(bool(self.parameters.states))
             containers, wholes = around(self.reached)
-            require_whole("", *containers)
+            if self.parameters.may_shard:
+                require_whole("", *containers)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(wholes)
             self.hooks.run_last()
@@ -156,7 +159,7 @@ class Backward:
         for record in roots:
             if record.released:
                 raise RuntimeError(already_released(record))
-        if self.sharded is None:
+        if self.sharded is None and self.parameters.may_shard:
             self.sharded = unshard(self.extensions)
         self.inspection.inspect(roots)
         if self.noted is not None:

@@ -51,7 +51,7 @@ class FirstOrder:
         self.record = record
         self.trained = trained
         self.sweeps = sweeps
-        self.rows, self.batch_size = attribution.rows(record), attribution.batch_size(record)
+        self.rows, self.batch_size = attribution.of(record)
         self.here = engine.current_node()
 
     def reach(self, brought: Tensor, states: States) -> Call | None:

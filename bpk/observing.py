@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from bpk.recording import engine
 from bpk.recording.known_gradient import KnownGradient
 from bpk.recording.record import Record
 from bpk.sweeps.functions import SideBySide, reach_functions
+from bpk.sweeps.hand import Hand
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import Gradient, Observer, not_by_hand
 
@@ -26,17 +27,23 @@ from bpk.sweeps.sweep import Gradient, Observer, not_by_hand
 class Observing:
     """Shows each call that autograd reaches to the observers, and hands what they find to the call's parameters."""
 
-    def __init__(self, sweeps: SharedSweeps, inspection: Inspection, parameters: Parameters) -> None:
+    def __init__(
+        self,
+        sweeps: SharedSweeps,
+        inspection: Inspection,
+        parameters: Parameters,
+        hands: Sequence[tuple[Hashable, Hand]],
+    ) -> None:
         self.sweeps = sweeps
         self.inspection = inspection
         self.parameters = parameters
-        self.hands = sweeps.hands(parameters.save)
+        self.hands = hands
         self.first = {key: sweep for key, sweep in sweeps.observers.items() if isinstance(sweep, Gradient)}
         self.spread = SideBySide(inspection, parameters)
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
         """Autograd is at a call; in second order, it is `planned`. Returns what the node is given in place of it."""
-        trained = record.trained() if planned is None else planned.params
+        trained = planned.params if planned is not None else record.trained() if record.params else {}
         function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
         if trained and not function:
             require_own(record, trained)

@@ -39,7 +39,8 @@ class Columns:
 
     def drain(self) -> Iterator[tuple[Hashable, Tensor]]:
         """Blocks with their places; they are here no longer."""
-        for key in list(self.blocks):
+        while self.blocks:
+            key = next(iter(self.blocks))
             yield key, self.blocks.pop(key)
 
     def merged(self, other: Columns) -> Columns:

@@ -81,7 +81,7 @@ class Parameters:
         return found
 
     # ---- from sweeps that are played ---------------------------------------------------------------------
-    def settle(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> None:
+    def settle(self, key: Hashable, param: Tensor, uses: list[Use], batch_size: int) -> None:
         """Some columns have reached all uses of a parameter: keep what extensions make of them."""
         state = self.state_of(param)
         if self.more_losses or key in state.pending:  # what is no sum over losses needs all of them
@@ -177,23 +177,27 @@ class Parameters:
             self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
         if state.uses and len(state.done) == heard:
             state.uses, state.gradients = {}, []
-            self.announce(state)
+            if self.when_done is not None:
+                self.announce(state, self.when_done)
 
-    def announce(self, state: ParameterState) -> None:
+    def announce(self, state: ParameterState, when_done: Callable[[nn.Module], None]) -> None:
         """Tell of modules that wait for nothing any more."""
-        for module in state.modules if self.when_done is not None else ():
-            if self.when_done is not None and not self.is_waiting(module):
-                self.when_done(module)
+        for module in state.modules:
+            if not self.is_waiting(module):
+                when_done(module)
 
     def finish_all(self) -> None:
         """The backward pass is over: nothing more will come, and totals are known."""
         for state in [state for state in self.states.values() if state.uses]:
             self.finish_later(state)
+        if not self.totals.kept:
+            return
         last = [self.states[id(param)] for param in self.totals.params]
         for param, name, value in self.totals.values():
             self.save(param, name, value)
-        for state in last:
-            self.announce(state)
+        if self.when_done is not None:
+            for state in last:
+                self.announce(state, self.when_done)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""

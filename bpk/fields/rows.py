@@ -63,10 +63,10 @@ class Rows:
         self.spare: Tensor | None = None
         self._memo: dict[Hashable, Any] = {}
 
-    def memo(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return `compute()`, evaluated once."""
+    def memo(self, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
+        """Return `compute(*args)`, evaluated once."""
         if key not in self._memo:
-            self._memo[key] = compute()
+            self._memo[key] = compute(*args)
         return self._memo[key]
 
     @property
@@ -84,12 +84,18 @@ class Rows:
 
     def _signs(self) -> dict[Hashable, Tensor | None]:
         """The signs of each block, which are those of the place where it began."""
-        return {key: signs for use in self.uses for key, signs in use.arrived.signs.items()}
+        found: dict[Hashable, Tensor | None] = {}
+        for use in self.uses:
+            found.update(use.arrived.signs)
+        return found
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
         known = self.memo("signs", self._signs)
-        if set(known.values()) == {None}:
+        for signs in known.values():
+            if signs is not None:
+                break
+        else:
             return None
         return join([self.ones(key) if (signs := known[key]) is None else signs for key in keys])
 
@@ -105,7 +111,7 @@ class Rows:
     def simple(self) -> bool:
         """Whether one call alone contributes, a row per sample, so that its rule's shortcuts apply."""
         use = self.uses[0]
-        return len(self.uses) == 1 and use.samples is None and not use.own
+        return len(self.uses) == 1 and use.samples is None and not (use.arrived.of_params and use.own)
 
     @property
     def shortcut(self) -> bool:
@@ -173,7 +179,7 @@ class Rows:
 
     def rows(self, key: Hashable) -> Tensor:
         """`[V, N, *p]`: the columns of one block, pulled back to the parameter and summed over its uses."""
-        return self.memo(("rows", key), lambda: self._rows(key))
+        return self.memo(("rows", key), self._rows, key)
 
     def _rows(self, key: Hashable) -> Tensor:
         total: Tensor | None = None
@@ -216,7 +222,8 @@ class Rows:
             return join([self.rows(key) for key in self.keys])
         use, blocks = self.uses[0], self.blocks()
         if len(blocks) == 1:
-            return added_up(use, self.rows_of(use, blocks[0][0], self.spare))
+            rows = self.rows_of(use, blocks[0][0], self.spare)
+            return rows if use.call.sums is None else added_up(use, rows)
         mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, self.spare) for mat in mats])

@@ -29,7 +29,7 @@ class Uses(Products):
 
     def squared_sum(self, per_sample: bool = False) -> Tensor:
         """`sum_v s_v (rows_v)^2`, elementwise: `[*p]`, or `[N, *p]` where `per_sample`."""
-        return self.memo(("squares", per_sample), lambda: self._squared_sum(per_sample))
+        return self.memo(("squares", per_sample), self._squared_sum, per_sample)
 
     def _squared_sum(self, per_sample: bool) -> Tensor:
         if isinstance(known := self.uses[0].arrived, Squares):
@@ -108,7 +108,7 @@ class Uses(Products):
 
     def terms(self, approximation: str = "default") -> list[list[Tensor]]:
         """`[G, A]` (or `[G]`), and in a second list `[A, G]` of uses that see the parameter transposed."""
-        return self.memo(("terms", approximation), lambda: self._terms(approximation))
+        return self.memo(("terms", approximation), self._terms, approximation)
 
     def _terms(self, approximation: str) -> list[list[Tensor]]:
         parts = self.orientations

@@ -88,15 +88,17 @@ class Inspection:
         self.placed.update(map(id, (*above, root)))
         self.above[root] = above
         for record in above:
-            record.reopen()  # an earlier pass may have failed before it came here
+            if not record.open:  # an earlier pass may have failed before it came here
+                record.reopen()
         if self.checks_objective:
             self.check_objective(root, above, node)
         if placement.rows:
             require_whole_batch(self.extensions, root)
-        for record in (*above, root):
-            self.attribution.add(record, placement.rows.get(id(record)), placement.n)
-            if self.merged is not None:
-                self.merged.add(record, one_sample(record), 1)
+        records = (*above, root)
+        self.attribution.add(records, placement.rows, placement.n)
+        if self.merged is not None:
+            self.merged.add(records, {id(record): one_sample(record) for record in records}, 1)
+        for record in records:
             for source in self.sources[record].values():
                 if source.trained:
                     self.by_functions.update(map(id, source.trained))
@@ -107,9 +109,9 @@ class Inspection:
 
     def prepare(self, root: Record) -> None:
         """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
-        self.onlookers.find(root.handed)
-        for record in upstream(root, self.sources):
-            self.onlookers.find(record.handed)
+        above = upstream(root, self.sources)
+        self.onlookers.find([record.handed for record in (root, *above)])
+        for record in above:
             if record.problem or record.rule is None:
                 self.require(record)
 
@@ -119,7 +121,8 @@ class Inspection:
         holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
         by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
         self.found_products |= bool(by_function)
-        tell(left, holders, self.second_order, by_function)
+        if left or holders:
+            tell(left, holders, self.second_order, by_function)
 
     @property
     def outside(self) -> Outside:
@@ -167,7 +170,7 @@ class Inspection:
     def is_served(self, record: Record) -> bool:
         """Whether the rule of a layer can do all that extensions may ask of it at this call."""
         rule = record.rule
-        if rule is None or record.problem or mixes(record):
+        if rule is None or record.problem or (rule.may_mix and mixes(record)):
             return False
         if not self.second_order or not rule.may_refuse:
             return True

@@ -47,18 +47,15 @@ def place(
     that need samples `apart`; for other first-order ones the user is told once.
     """
     above = upstream(root, sources)
-    single = root.batch_size == 1  # to which all belongs in any case
-    unknown = []
-    for record in above:
-        nothing = record.rule is None or ((single or reads_parameters(record, sources)) and has_no_axis(record))
-        if nothing and not by_hand(record):
-            unknown.append(record)
+    given = set(above) if root.batch_size == 1 else read_parameters(above, sources)  # to one sample, all belongs
+    unknown = [r for r in above if r.rule is None or (r in given and has_no_axis(r))]
+    unknown = [r for r in unknown if not by_hand(r)]
     modules = [record.module for record in unknown]
     if unknown:
         leave(unknown, (*above, root), sources)
         above = upstream(root, sources)
     moved = is_moved(root, above, sources, second_order)
-    stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
+    stuck = tuple([k for k, r in enumerate(above) if not r.params and is_stuck(r)]) if second_order or moved else ()
     if not stuck and not moved:
         return Placement(above, root.batch_size, left=modules)
     every, form = list(above), form_of((*above, root), sources, second_order, stuck)
@@ -135,12 +132,17 @@ def is_stuck(record: Record) -> bool:
     return record.rule.obstacle(call) is not None and record.rule.mixing(call) is None
 
 
-def reads_parameters(record: Record, sources: Sources) -> bool:
-    """Whether a call is given parameters alone, and nothing that other calls have computed."""
-    for source in sources[record].values():
-        if source.targets:
-            return False
-    return is_given_parameters(record)
+def read_parameters(above: Iterable[Record], sources: Sources) -> set[Record]:
+    """The calls that are given parameters alone, and nothing that other calls have computed."""
+    found = set[Record]()
+    for record in above:
+        for source in sources[record].values():
+            if source.targets:
+                break
+        else:
+            if is_given_parameters(record):
+                found.add(record)
+    return found
 
 
 def is_moved(root: Record, above: list[Record], sources: Sources, second_order: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,17 +21,28 @@ class Attribution:
     mixed: bool = False
     """Whether samples mix, so that they count as one."""
 
-    def rows(self, record: Record) -> Tensor | None:
-        """The sample `[R]` of each row (`None`: rows are the samples); rows that feed no loss count as the first's."""
-        samples = self.samples.get(id(record))
-        return None if samples is None else samples.clamp(min=0)
+    def of(self, record: Record) -> tuple[Tensor | None, int]:
+        """The sample `[R]` of each row (`None`: rows are the samples), and `N`.
 
-    def add(self, record: Record, samples: Tensor | None, n: int) -> None:
-        """What one loss says about the rows of a call (`None`: they are the `n` samples in order); all must agree.
+        Rows that feed no loss count as the first sample's.
+        """
+        samples, n = self.samples.get(id(record)), self.sizes.get(id(record))
+        return None if samples is None else samples.clamp(min=0), record.batch_size if n is None else n
+
+    def add(self, records: Iterable[Record], rows: Mapping[int, Tensor], n: int) -> None:
+        """What one loss says about the rows of calls, by `id`: whose they are of `n` samples (not named: in order).
 
         Raises:
             UnsupportedLayer: If another loss says something else.
         """
+        if not (rows or self.samples or self.sizes):
+            self.sizes = dict.fromkeys(map(id, records), n)
+            return
+        for record in records:
+            self.add_one(record, rows.get(id(record)), n)
+
+    def add_one(self, record: Record, samples: Tensor | None, n: int) -> None:
+        """The same about one call."""
         known = self.samples.get(id(record))
         if samples is not None and known is not None and len(samples) == len(known):
             if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):

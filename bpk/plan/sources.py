@@ -32,8 +32,8 @@ class Sources(dict[Record, dict[int, Source]]):
 
     def __missing__(self, record: Record) -> dict[int, Source]:
         found = dict[int, Source]()
-        for index in range(len(record.edges)):
-            source = trace(record, index, self.held)
+        for index, (node, _) in enumerate(record.edges):
+            source = None if node is None else trace(record, index, self.held)
             if source is not None:
                 found[index] = source
         self[record] = found
@@ -72,8 +72,11 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     node = edge[0]
     if node is None:
         return None
-    given = engine.belongings(node).get(GIVEN) or (() if consumer.is_loss else consumer.given)
-    direct = owner(edge) or recovered(edge, held, None, given)
+    direct = owner(edge)
+    given: Shapes = ()
+    if direct is None:
+        given = engine.belongings(node).get(GIVEN) or (() if consumer.is_loss else consumer.given)
+        direct = recovered(edge, held, None, given)
     if direct is not None:
         number = direct.places[edge[1]]
         if number not in direct.used:

@@ -85,9 +85,6 @@ class Step:
     mixed: bool = False
     find_gradients: Callable[[], None] | None = None
 
-    def __post_init__(self) -> None:
-        self.is_loss = self.rule is not None and self.rule.is_loss
-
     @property
     def source(self) -> Source | None:
         """The stretch, if this is one."""
@@ -155,6 +152,6 @@ def matched(grad: Tensor, call: Call) -> tuple[Tensor, Call]:
     """Bring a call and its gradient to one dtype (autocast mixes them)."""
     dtype, differ = grad.dtype, False
     for x in (*call.inputs, *call.params.values()):
-        if x.dtype is not grad.dtype and x.dtype.is_floating_point:
+        if x.dtype is not dtype and x.dtype.is_floating_point:
             dtype, differ = torch.promote_types(dtype, x.dtype), True
     return (grad.to(dtype), call.cast(dtype)) if differ else (grad, call)

@@ -107,7 +107,7 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     `feeds` says whether anything upstream waits for what travels through a call.
     """
     rule = record.rule
-    if isinstance(rule, Loss) and extension.second_order and record.output.dim() > 0:
+    if record.is_loss and extension.second_order and record.output.dim() > 0:
         raise ValueError(
             explain(
                 f"{extension} needs a scalar loss, but '{record.path}' ({type(record.module).__name__}) returned shape "
@@ -205,8 +205,7 @@ def announce(warning: str | None, extensions: Iterable[Quantity]) -> None:
 
 def require_batch(record: Record) -> None:
     """Refuse an empty batch, and a single sample without a batch axis."""
-    loss = record.rule if isinstance(record.rule, Loss) and not record.problem else None
-    least = 0 if loss is None else loss.least_axes
+    least = record.rule.least_axes if record.is_loss and isinstance(record.rule, Loss) and not record.problem else 0
     for x in record.inputs if least else ():
         if x.requires_grad and x.dim() < least:
             raise UnsupportedLayer(

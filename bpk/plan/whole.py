@@ -37,17 +37,17 @@ def place_or_merge(
 
     Returns what was found (for first-order extensions, where samples are merged), and whether they are merged.
     """
-    second_order = any(e.second_order for e in extensions)
-    sampled = [e for e in extensions if e.second_order and e.subsampling is not None]
+    second = [e for e in extensions if e.second_order]
     apart = any(e.needs_apart for e in extensions)
-    if not may_merge(extensions) or not all(root.is_loss for root in roots):
-        return {root: place(root, sources, second_order, by_hand, apart) for root in roots}, False
+    if not may_merge(second) or not all(root.is_loss for root in roots):
+        return {root: place(root, sources, bool(second), by_hand, apart) for root in roots}, False
     mixed = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
     if not mixed:
         try:
-            return {root: place(root, sources, second_order, by_hand, apart) for root in roots}, False
+            return {root: place(root, sources, True, by_hand, apart) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
+    sampled = [e for e in second if e.subsampling is not None]
     for root in roots if sampled else ():
         require_rows(root, upstream(root, sources), sampled[0])
     return {root: merge(root, sources, extensions, by_hand, mixed) for root in roots}, True
@@ -74,9 +74,8 @@ def merge(
     return Placement(upstream(root, sources), found.n, found.rows, modules)
 
 
-def may_merge(extensions: Sequence[Quantity]) -> bool:
+def may_merge(second_order: Sequence[Quantity]) -> bool:
     """Whether every second-order extension is a sum over the whole batch (and there are some)."""
-    second_order = [e for e in extensions if e.second_order]
     return bool(second_order) and all(is_of_batch(e) for e in second_order)
 
 

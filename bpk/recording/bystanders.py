@@ -74,17 +74,18 @@ class Onlookers:
         self.retaining: list[weakref.ref[Tensor]] = []
         self.before: list[tuple[Tensor, Tensor | None]] = []
 
-    def find(self, tensors: Iterable[weakref.ref[Tensor]]) -> None:
-        """Look for them before anything is differentiated."""
-        for reference in tensors:
-            x = reference()
-            if x is None:
-                continue
-            if x._backward_hooks:
-                make_quiet(x._backward_hooks)
-            if x.retains_grad:
-                self.retaining.append(reference)
-                self.before.append((x, x.grad))
+    def find(self, tensors: Iterable[Iterable[weakref.ref[Tensor]]]) -> None:
+        """Look for them before anything is differentiated, among those that each call was given and has returned."""
+        for references in tensors:
+            for reference in references:
+                x = reference()
+                if x is None:
+                    continue
+                if x._backward_hooks:
+                    make_quiet(x._backward_hooks)
+                if x.retains_grad:
+                    self.retaining.append(reference)
+                    self.before.append((x, x.grad))
 
     def look(self) -> None:
         """Note what they have before something is differentiated."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -62,16 +62,15 @@ def unmark(module: nn.Module) -> None:
     CTX.remove_module(module)
 
 
-def extended_modules() -> Iterator[nn.Module]:
+def extended_modules() -> list[nn.Module]:
     """All extended modules, and those inside that were put there later."""
-    waiting, seen = CTX.all_modules(), set[int]()
-    while waiting:
-        module = waiting.pop()
-        yield module
+    found, seen = CTX.all_modules(), set[int]()
+    for module in found:  # it grows meanwhile
         for child in module._modules.values():
             if child is not None and MARK not in child.__dict__ and id(child) not in seen:
                 seen.add(id(child))
-                waiting.append(child)
+                found.append(child)
+    return found
 
 
 def parameters_in(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -75,10 +75,11 @@ class Opened:
         """A backward pass has reached a recorded call."""
         self.reached = True
         task = engine.current_task()
-        if task not in self.backwards:
+        backward = self.backwards.get(task)
+        if backward is None:
             require_plain_pass(record.path, grads)
-            self.backwards[task] = self.begin(task, self.backwards)
-        return self.backwards[task].visit(record, grads)
+            backward = self.backwards[task] = self.begin(task, self.backwards)
+        return backward.visit(record, grads)
 
     def abort(self) -> None:
         """Passes that are still under way did not finish: what ends well takes itself off the list."""

@@ -150,18 +150,14 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        form, inputs = (self.shifted, *self.used), list(self.inputs)
+        form, inputs = (self.shifted, *self.used), list(self._inputs or self.inputs)
         known = self.seen is not None and self.seen[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
             if x._version != version and self.rule is not None and self.rule.reads_values:
                 inputs[index] = self.unchanged(index, self.rule)
             known = known and self.seen is not None and inputs[index] is self.seen[1][index]
         if self.seen is None or not known:
-            if self.plain:
-                call = self.call_on(inputs)
-            else:
-                with torch.enable_grad():  # whoever asks first: what is moved has a graph
-                    call = self.call_on(inputs)
+            call = self.call_on(inputs)
             call.drawn = self.drawn
             self.seen = form, inputs, call
         return self.seen[2]
@@ -169,14 +165,16 @@ class Record(Connected):
     def call_on(self, inputs: list[Tensor]) -> Call:
         """The call with these tensors as inputs, as the rule sees them."""
         if self.plain:
-            number, out = self.used[0], self.results[self.used[0]]
+            number = self.used[0]
+            out = self.results[number]
             return Call(self.in_mode(self.module), inputs, self.params, out, used={number: out.shape[1:]})
         assert self.rule is not None
         binding, axes = self.binding, (self.shifted,)
         if self.shifted:
             binding = Binding(self.module, (), axes * len(inputs), axes * (1 + max(self.results)))
-        output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])
-        return Call(self.in_mode(binding.options), binding.seen(inputs), self.params, output, used=shapes)
+        with torch.enable_grad():  # whoever asks first: what is moved has a graph
+            output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])
+            return Call(self.in_mode(binding.options), binding.seen(inputs), self.params, output, used=shapes)
 
     def in_mode(self, options: Options) -> Options:
         """The options of the call as they were: training or evaluation may have been switched since."""

@@ -32,7 +32,7 @@ from bpk.plan.stretch import STRETCH
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import known, split_rows
 from bpk.sweeps.means import blocks_between, mean_between, pull_mean, pull_means, require_samples, uses_of_two_kinds
-from bpk.sweeps.sweep import Collector, Player, not_by_hand, positive_factor, times_root_of_factor
+from bpk.sweeps.sweep import Player, Settle, not_by_hand, positive_factor, times_root_of_factor
 
 Tensors = Step | tuple[int, bool]
 """What blocks belong to: the output of a call, or a parameter (by `id`, and whether its uses see it transposed)."""
@@ -54,8 +54,8 @@ class Averaged(Player):
     def key(self) -> Hashable:
         return ("averaged", self.mc_samples, self.samples)
 
-    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, collector, at_most, hand)
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
         self.waiting: dict[Tensors, dict[Tensors, Tensor]] = {}
         self.uses_of: dict[int, list[Use]] = {}
         self.whole: dict[Tensors, bool] = {}
@@ -144,7 +144,7 @@ class Averaged(Player):
             self.uses_of.setdefault(id(step.params[name]), []).append(use)
         for name in step.last:
             found = self.uses_of.pop(id(step.params[name]))
-            self.collector.settle(step.params[name], found, step.batch_size)
+            self.settle(step.params[name], found, step.batch_size)
 
     # ---- blocks ----------------------------------------------------------------------------------
     def add_between(self, first: Link, second: Link, block: Tensor) -> None:

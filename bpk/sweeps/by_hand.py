@@ -12,7 +12,7 @@ from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
 from bpk.sweeps.hand import Hand
-from bpk.sweeps.sweep import Collector, Player, not_by_hand
+from bpk.sweeps.sweep import Player, Settle, not_by_hand
 
 
 class ByHand(Player):
@@ -25,8 +25,8 @@ class ByHand(Player):
     def key(self) -> Hashable:
         return ("by hand", self.samples)
 
-    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, collector, at_most, hand)
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
         self.waiting: dict[Step, Any] = {}
 
     def visit(self, step: Step) -> None:

@@ -17,7 +17,7 @@ from bpk.plan.stretch import STRETCH, PlainAutograd
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known
 from bpk.sweeps.merging import Merging
-from bpk.sweeps.sweep import Collector, Player
+from bpk.sweeps.sweep import Player, Settle
 
 
 class ColumnSweep(Player):
@@ -35,8 +35,8 @@ class ColumnSweep(Player):
     def starting(self, step: Step) -> list[Starting]:
         """The columns that begin at a call: at its inputs, and at parameters that it uses."""
 
-    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, collector, at_most, hand)
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
         self.run = Run(self)
         plain = hand is None and not torch.is_grad_enabled()
         self.merging = Merging(plan, at_most) if self.merges and plain else None
@@ -49,18 +49,20 @@ class ColumnSweep(Player):
         starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
         if step.is_loss:
             step.reached = True
-        self.run.merge(step)
+        if self.merging is not None:
+            self.run.merge(step, self.merging)
         if starting:
-            self.make_room(step.number, sum(lazy.count for lazy in starting))
+            self.make_room(step.number, sum([lazy.count for lazy in starting]))
         self.run.visit(step, last=not starting)
         for lazy in starting:
             for number, chunk in enumerate(lazy.chunks(self.chunk)):
-                count = len(next(iter(chunk[0].values())))
+                count = next(iter(chunk[0].values())).shape[0]
                 if self.run.count and self.is_too_much(self.run.count + count):
                     self.run.settle(step)
                     self.make_room(step.number + 1, count)
                 self.run.start(step, (lazy.name, self.plan.name, step.number, number), chunk)
-        self.run.settle(step)
+        if step.last:
+            self.run.settle(step)
 
     def by_hand(self, step: Step) -> LazyColumns:
         """What a user's module extension for a loss returns."""
@@ -74,7 +76,8 @@ class ColumnSweep(Player):
         if self.run.count and self.is_too_much(self.run.count + count):
             for step in self.plan.steps[number:]:
                 if step.runs:
-                    self.run.merge(step)
+                    if self.merging is not None:
+                        self.run.merge(step, self.merging)
                     self.run.visit(step)
                     self.run.settle(step)
             self.run = Run(self)
@@ -114,12 +117,13 @@ class Run:
         if of_params.of_params:
             self.collect(step, of_params, of_params.of_params)
         self.sweep.rounds += not self.count
-        self.sweep.started += len(next(iter(mats.values())))
-        self.count += len(next(iter(mats.values())))
+        count = next(iter(mats.values())).shape[0]
+        self.sweep.started += count
+        self.count += count
 
-    def merge(self, step: Step) -> None:
+    def merge(self, step: Step, merging: Merging) -> None:
         """Make fewer columns of those under way, before `step`, where that pays."""
-        found = self.sweep.merging.merge(self.waiting, self.uses, step) if self.sweep.merging is not None else None
+        found = merging.merge(self.waiting, self.uses, step)
         if found is None:
             return
         mats, signs = found
@@ -158,10 +162,12 @@ class Run:
             self.pass_call(step, columns.copy())
             self.collect(step, columns, step.params)
             return
-        self.collect(step, columns, step.params)
-        if last:
+        if step.params:
+            self.collect(step, columns, step.params)
+        if last and step.last:
             self.settle(step)
-        columns = columns.copy()  # parameters that are not settled yet keep the others
+        if step.params:
+            columns = columns.copy()  # parameters that are not settled yet keep the others
         if step.rule is STRETCH:
             self.pass_stretch(step, columns)
         else:
@@ -212,8 +218,6 @@ class Run:
 
     def collect(self, step: Step, columns: Columns, names: Iterable[str]) -> None:
         """Note what has come to parameters of a call."""
-        if not step.params:
-            return
         found = self.sweep.uses(step, columns)
         for name in names:
             if name in found:
@@ -224,4 +228,4 @@ class Run:
         for name in step.last:
             uses = self.uses.pop(id(step.params[name]), None)
             if uses is not None:
-                self.sweep.collector.settle(step.params[name], uses, step.batch_size)
+                self.sweep.settle(step.params[name], uses, step.batch_size)

@@ -47,8 +47,9 @@ class SideBySide:
             return
         self.known, refused = len(sources), set[int]()
         for record, source in [(reader, source) for reader in sources for source in sources[reader].values()]:
-            usual = not (attribution.mixed or self.inspection.hands) and attribution.rows(record) is None
-            found = side_by_side(source, attribution.batch_size(record)) if usual and source.trained else {}
+            rows, n = attribution.of(record)
+            usual = rows is None and not (attribution.mixed or self.inspection.hands)
+            found = side_by_side(source, n) if usual and source.trained else {}
             for k, p in enumerate(source.trained):
                 if k not in found or not all(engine.will_run(node) for node, _ in found[k]):
                     refused.add(id(p))
@@ -99,7 +100,7 @@ def reach_functions(record: Record, grad: Tensor, sweeps: Mapping[Hashable, Grad
     What autograd does not bring itself is computed now: it frees the stretch when it has passed.
     """
     inspection, parameters = spread.inspection, spread.parameters
-    n = inspection.attribution.batch_size(record)
+    rows, n = inspection.attribution.of(record)
     trained = {k: source for k, source in inspection.sources[record].items() if source.trained}
     sources = {k: source for k, source in trained.items() if not spread.expect(source, sweeps, n)}
     if not sources:
@@ -107,7 +108,6 @@ def reach_functions(record: Record, grad: Tensor, sweeps: Mapping[Hashable, Grad
     several = sum(edge[0] is not None for edge in record.edges) > 1
     by_rule = several and record.rule is not None and not isinstance(record.rule, Loss)
     found = at_inputs_by_rule(record, grad, sources) if by_rule else at_inputs(record, grad, sources)
-    rows = inspection.attribution.rows(record)
     for source, at_end in found:
         whole = StretchCall(source, at_end, (), rows, n)
         side = {} if whole.merged else spread_rows(source, at_end)

@@ -58,17 +58,22 @@ class Merging:
 
     def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Merged | None:
         """Fewer columns before `step`, where that pays: first asked with the least that may be left of the entries."""
-        blocks = {key: mat for columns in waiting.values() for key, mat in columns.blocks.items()}
-        count, like = sum(map(len, blocks.values())), next(iter(blocks.values()), None)
-        if like is None or like.dtype not in EXACT or any(not c.blocks for c in waiting.values()):
+        columns, largest = dict[Hashable, int](), 0
+        like: Tensor | None = None
+        for at, waits in waiting.items():
+            if at.samples_of_rows is not None or not waits.blocks:
+                return None
+            for key, mat in waits.blocks.items():
+                like, columns[key] = mat, mat.shape[0]
+            largest = max(largest, width(waits))
+        if like is None or like.dtype not in EXACT:
             return None
-        n, largest = like.shape[1], max(width(columns) for columns in waiting.values())
-        shared = sum(mine[0].call.params[mine[0].name].numel() for mine in uses.values())
-        alike = all(at.samples_of_rows is None for at in waiting)
-        if not alike or shared > count or not self.pays(count, largest, n, step):
+        n, count = like.shape[1], sum(columns.values())
+        shared = sum([mine[0].call.params[mine[0].name].numel() for mine in uses.values()])
+        if shared > count or not self.pays(count, largest, n, step):
             return None
         places = [*waiting.values(), *(pulled(mine, n) for mine in uses.values())]
-        mats = [mat for columns in places for mat in columns.blocks.values()]
+        mats = [mat for waits in places for mat in waits.blocks.values()]
         if any(mat.shape[1] != n or mat.dtype is not like.dtype for mat in mats):
             return None
         first, same_as = distinct(places)

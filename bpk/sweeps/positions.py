@@ -25,7 +25,7 @@ from bpk.plan.stretch import STRETCH
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting
 from bpk.sweeps.square_root import SquareRoot
-from bpk.sweeps.sweep import Collector, times_root_of_factor
+from bpk.sweeps.sweep import Settle, times_root_of_factor
 
 
 class ByPosition(SquareRoot):
@@ -35,13 +35,13 @@ class ByPosition(SquareRoot):
     the batch axis that tell positions apart.
     """
 
-    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, collector, at_most, hand)
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
         self.waiting: dict[Step, dict[Hashable, tuple[int, Tensor]]] = {}
 
     def starting(self, step: Step) -> list[Starting]:
         if not step.is_loss:
-            return self.pass_positions(step)
+            return self.pass_positions(step) if self.waiting else []
         joint, rows = step.joint, step.samples_of_rows
         several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
         possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()
@@ -77,7 +77,7 @@ class ByPosition(SquareRoot):
         columns.add(key, mat.flatten(1, 1 + axes))
         for name, param in step.params.items():
             assert step.rule is not None
-            self.collector.settle(param, [Use(step.call.by_position(axes), step.rule, name, columns)], 0)
+            self.settle(param, [Use(step.call.by_position(axes), step.rule, name, columns)], 0)
 
     def send_positions(self, step: Step, index: int, key: Hashable, mat: Tensor, where: Tensor) -> list[Starting]:
         """Hand columns of all positions to what feeds an input, or return them, if they have to be written out."""

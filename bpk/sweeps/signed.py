@@ -21,7 +21,7 @@ from bpk.sweeps.enumerated import Enumerated
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, diagonal, known, split_rows
 from bpk.sweeps.stretch_residual import StretchResidual
-from bpk.sweeps.sweep import Collector
+from bpk.sweeps.sweep import Settle
 
 
 class SignedHessian(ColumnSweep):
@@ -37,8 +37,8 @@ class SignedHessian(ColumnSweep):
     def key(self) -> Hashable:
         return ("hessian", self.samples)
 
-    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, collector, at_most, hand)
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
         self.diagonals: dict[Step, Tensor] = {}
 
     def starting(self, step: Step) -> list[Starting]:
@@ -62,7 +62,7 @@ class SignedHessian(ColumnSweep):
         """Note what some columns add to the squares of a parameter."""
         assert step.rule is not None
         use = Use(step.view(self.samples), step.rule, name, Squares(squares), of=(step.record, "squares"))
-        self.collector.settle(step.params[name], [use], step.batch_size)
+        self.settle(step.params[name], [use], step.batch_size)
 
     def starts_later(self, step: Step, diag: Tensor) -> bool:
         """Leave the diagonal residual of a call to the call before, where that has a shorter way."""

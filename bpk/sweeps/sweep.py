@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -75,27 +75,24 @@ class Gradient(Observer):
         return Columns({"gradient": grad[None]}, signs={"gradient": None})
 
 
-class Collector(Protocol):
-    """Takes what a sweep has brought to a parameter to the extensions that listen to it."""
-
-    def settle(self, param: Tensor, uses: list[Use], batch_size: int) -> None:
-        """All calls that use a parameter have got their share of some columns."""
+Settle = Callable[[Tensor, list[Use], int], None]
+"""Told that all calls that use a parameter have got their share of some columns: the parameter, its uses, and `N`."""
 
 
 class Player(Sweep):
     """A sweep that is played at the loss.
 
-    `begin` is told what it may use: the plan, the collector of what it brings to parameters, how many columns may exist
-    at a time (`None`: all of them), and what a user wrote by hand for some layers.
+    `begin` is told what it may use: the plan, who takes what it brings to parameters (`settle`), how many columns may
+    exist at a time (`None`: all of them), and what a user wrote by hand for some layers.
     """
 
     fields_are_rows = False
     """Whether somebody who listens writes something of the size of a parameter for each sample."""
 
-    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
         """Get ready."""
         self.plan = plan
-        self.collector = collector
+        self.settle = settle
         self.at_most = at_most
         self.hand = hand
 

@@ -20,7 +20,7 @@ from bpk.sweeps.columns import ColumnSweep
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting
 from bpk.sweeps.square_root import SquareRoot
-from bpk.sweeps.sweep import Collector
+from bpk.sweeps.sweep import Settle
 
 AT_ONCE = 1 << 19
 """How many numbers columns of tokens have at the largest layer, on a processor: there are many, each is for itself, and
@@ -53,10 +53,10 @@ class TokenColumns(ColumnSweep):
 
     before = 0
 
-    def begin(self, plan: Plan, collector: Collector, at_most: int | None, hand: Hand | None) -> None:
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
         if at_most is not None and not self.fields_are_rows and plan.steps[0].call.output.device.type == "cpu":
             at_most = min(at_most, max(1, AT_ONCE // plan.largest))
-        super().begin(plan, collector, at_most, hand)
+        super().begin(plan, settle, at_most, hand)
 
     @abstractmethod
     def columns(self, step: Step) -> Tensor:
