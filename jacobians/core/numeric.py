@@ -101,6 +101,18 @@ def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
     return total
 
 
+def times_squares(left: Tensor, x: Tensor) -> Tensor:
+    """`left^T x^2` `[O, I]`: a few samples at a time, so that squares stay in cache and no new memory is touched."""
+    step = max(1, at_once(x.shape[1], x.device) // 2)
+    if len(x) <= step:
+        return linear(left.T, x.square().T)
+    total, buffer = left.new_zeros(left.shape[1], x.shape[1]), x.new_empty(step, x.shape[1])
+    for some, factors in zip(x.split(step), left.split(step), strict=True):
+        squares = torch.mul(some, some, out=buffer[: len(some)])
+        total.addmm_(factors.T, squares)
+    return total
+
+
 def like_columns(weights: Tensor, m: Tensor) -> Tensor:
     """Weights `[V, N]` for columns `[V, N, ...]`."""
     return weights.reshape(*weights.shape, *[1] * (m.dim() - weights.dim()))

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from bpk.jacobians.core import cost
 from bpk.jacobians.core.gemm import Empty, Patches, per_sample
-from bpk.jacobians.core.numeric import CACHE, LARGE, ONE_BY_ONE, at_once, chunks, linear, products, sum_of_squares, wide
+from bpk.jacobians.core.numeric import (
+    CACHE,
+    LARGE,
+    ONE_BY_ONE,
+    at_once,
+    chunks,
+    linear,
+    products,
+    sum_of_squares,
+    times_squares,
+    wide,
+)
 
 SQUARED_ALONE = LARGE // 2
 """From how many numbers on a row is squared and added on its own, without a buffer for its square."""
@@ -194,14 +205,14 @@ def _pairs_of_columns(blocks: Sequence[Tensor], part: slice, weights: Tensor | N
 
 def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool, empty: Empty) -> Tensor:
     """One position: the square of an outer product is the outer product of the squares."""
-    left, right = sum_of_squares(m[..., 0], weights), wide(a)[..., 0].square()  # [N, G, O], [N, G, I]
+    left, right = sum_of_squares(m[..., 0], weights), wide(a)[..., 0]  # [N, G, O], [N, G, I]
     if keep:
-        left, right = left[..., None], right[..., None, :]
+        left, right = left[..., None], right.square()[..., None, :]
         out = empty((*left.shape[:3], right.shape[-1]), left)
         return torch.mul(left, right, out=out).to(m.dtype)
     if left.shape[1] == 1:
-        return linear(left[:, 0].T, right[:, 0].T)[None].to(m.dtype)
-    return torch.einsum("ngo,ngi->goi", left, right).to(m.dtype)
+        return times_squares(left[:, 0], right[:, 0])[None].to(m.dtype)
+    return torch.einsum("ngo,ngi->goi", left, right.square()).to(m.dtype)
 
 
 def squared_length(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from bpk.jacobians.core.conversion import name_of
 from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.symbolic import Derivation, derivatives, derive, hyperparameters
@@ -153,6 +154,24 @@ class Elementwise(Pointwise):
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         return self._evaluate(options, inputs[0], 0)
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        passed = self.let_through(call, mat)
+        return super().jac_mat_prod(call, mat, wrt) if passed is None else passed
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        passed = self.let_through(call, mat)
+        return super().jac_t_mat_prod(call, mat, wrt, sum_batch) if passed is None else passed
+
+    def let_through(self, call: Call, mat: Tensor) -> Tensor | None:
+        """Columns times a slope of zeros and ones, in one step: no slope takes memory (`None`: it is not like that)."""
+        x, opens_at = call.inputs[0], self.derivation(call.options).opens_at
+        if opens_at is None or is_differentiated() or mat.dtype is not x.dtype:
+            return None
+        if call.spare is None:
+            return torch.ops.aten.threshold_backward.default(mat, x, opens_at)
+        out = call.empty(mat.shape, mat)
+        return torch.ops.aten.threshold_backward.grad_input(mat, x, opens_at, grad_input=out)
 
     def slope(self, call: Call) -> Tensor:
         return self._derivative(call, 1)

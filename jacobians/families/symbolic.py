@@ -32,7 +32,8 @@ class Derivation:
 
     `compiled[k](x, *hyper)` is the `k`-th derivative, elementwise; `hyper` are the names of the
     hyperparameters in the order in which they are passed. `linear` says that the second derivative is
-    zero everywhere (between the kinks). `source` is the generated code.
+    zero everywhere (between the kinks). A slope that is 0 for `x <= c` and else 1 `opens_at` `c`. `source` is the
+    generated code.
     """
 
     hyper: tuple[str, ...]
@@ -40,6 +41,7 @@ class Derivation:
     source: tuple[str, str, str]
     linear: bool
     symbolic: tuple[Any, Any, Any]
+    opens_at: float | None = None
 
     def latex(self, order: int = 0) -> str:
         """The `order`-th derivative as LaTeX, for the documentation."""
@@ -98,7 +100,17 @@ def derive(expression: str) -> Derivation:
     orders = (value, first, second)
     made = [compile_expression(algebra, order, hyper) for order in orders]
     functions, sources = tuple(f for f, _ in made), tuple(s for _, s in made)
-    return Derivation(hyper, functions, sources, second == 0, orders)  # type: ignore[arg-type]
+    return Derivation(hyper, functions, sources, second == 0, orders, _opens_at(first))  # type: ignore[arg-type]
+
+
+def _opens_at(slope: Any) -> float | None:
+    """`c` of a slope that is 0 for `x <= c` and else 1 (`None`: it is another one)."""
+    algebra = _algebra()
+    if not isinstance(slope, algebra.where) or slope.args[1:] != (0, 1):
+        return None
+    condition = slope.args[0]
+    below = isinstance(condition, algebra.sympy.Le) and condition.lhs == algebra.x and condition.rhs.is_number
+    return float(condition.rhs) if below else None
 
 
 @cache
