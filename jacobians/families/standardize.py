@@ -85,7 +85,8 @@ class GroupStatistics(Standardized):
         self.source = wide(self.fold(x[None])[0])  # [B, D]
         self.size = self.source.shape[1]
         if centred and not is_differentiated():
-            self.unit, self.mean, self.rstd = torch.native_layer_norm(self.source, [self.size], None, None, eps)
+            one, zero = self.source.new_ones(self.size), self.source.new_zeros(self.size)  # twice as fast as without
+            self.unit, self.mean, self.rstd = torch.native_layer_norm(self.source, [self.size], one, zero, eps)
         else:
             moved = self.project(self.source)
             self.rstd = (moved.square().mean(1, keepdim=True) + eps).rsqrt()
