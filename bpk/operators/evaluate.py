@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bpk.jacobians.core.numeric import placeholder
 from bpk.jacobians.second_order.graph import products
 
 Parameters = Mapping[str, Tensor]
@@ -80,7 +81,7 @@ def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Te
 
 def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
     """The derivative of `u -> J^T u`, by two backward passes."""
-    leaf = torch.zeros_like(z, requires_grad=True)
+    leaf = placeholder(z)
     with torch.enable_grad():
         pulled = torch.autograd.grad(z, list(params.values()), leaf, create_graph=True, allow_unused=True)
     pairs = [(p, m) for p, m in zip(pulled, mats, strict=True) if p is not None]

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.func import jvp, vjp, vmap
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.numeric import is_differentiated
+from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
@@ -126,7 +126,7 @@ class Graph:
         """`J M`: columns `[V, N, *in]` or `[V, *p]` forth to the output. `J` is the derivative of `J^T u` in `u`."""
         if wrt not in self._pushed:
             with torch.enable_grad():
-                at = torch.zeros_like(self.output, requires_grad=True)
+                at = placeholder(self.output)
                 self._pushed[wrt] = at, products([self.output], [self.leaves[wrt]], [at[None]], further=True)[0]
         at, pulled = self._pushed[wrt]
         found = None if pulled is None or not len(mat) else products([pulled], [at], [mat[:, None]])[0]
