@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from bpk.context import disable
 from bpk.jacobians.core.errors import explain
-from bpk.operators.evaluate import exact_kernels
+from bpk.operators.kernels import exact_kernels
 from bpk.operators.loss_at import LossAt
 
 Loader = Iterable[tuple[Any, Any]] | tuple[Any, Any]
@@ -85,7 +85,7 @@ class Problem:
                 why = "its outputs depend on how the data is cut into batches, and it changes its buffers"
                 raise self.refused(what, why, "call model.eval()")
         before = {key: b.clone() for key, b in self.model.named_buffers()}
-        with disable(), torch.no_grad(), exact_kernels():
+        with disable(), torch.no_grad(), exact_kernels(self.model):
             first, second = self.seen(twice=True), self.seen(twice=False)
         for key, b in self.model.named_buffers():
             if not torch.equal(b, before[key]):

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.jacobians.core.numeric import placeholder
 from bpk.jacobians.second_order.graph import products
+from bpk.operators.kernels import exact_kernels
 
 Parameters = Mapping[str, Tensor]
 
 
-@contextmanager
-def exact_kernels() -> Iterator[None]:
-    """Attention by kernels that can be differentiated twice, and forward: fused ones cannot."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 def evaluate(model: nn.Module, x: Any) -> Tensor:
     """The output, with its graph."""
-    with torch.enable_grad(), exact_kernels():
+    with torch.enable_grad(), exact_kernels(model):
         z: Tensor = model(x)
     return z
 
@@ -62,7 +50,7 @@ def push_one(
     model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], graph: bool
 ) -> tuple[Tensor, Tensor]:
     """One vector: output and tangent in the same forward pass."""
-    with forward_mode.dual_level(), torch.set_grad_enabled(graph), exact_kernels():
+    with forward_mode.dual_level(), torch.set_grad_enabled(graph), exact_kernels(model):
         duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(params.items(), mats, strict=True)}
         z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
     return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
@@ -75,7 +63,7 @@ def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Te
     def tangent(*columns: Tensor) -> Tensor:
         return jvp(lambda *values: functional_call(model, dict(zip(params, values, strict=True)), (x,)), at, columns)[1]
 
-    with torch.no_grad(), exact_kernels():
+    with torch.no_grad(), exact_kernels(model):
         return vmap(tangent, randomness="error")(*mats)
 
 

@@ -38,6 +38,49 @@ def test_without_forward_mode() -> None:
     torch.testing.assert_close(ggn @ v[:, 0], 2 * jacobian.T @ jacobian @ v[:, 0])
 
 
+class Bagged(nn.Module):
+    """Weighted bags of tokens, given by offsets; one is empty. Torch differentiates its kernel once, and backwards."""
+
+    def __init__(self, mode: str, written_out: bool) -> None:
+        super().__init__()
+        self.bag, self.last = nn.EmbeddingBag(5, 4, mode=mode, padding_idx=1), nn.Linear(4, 3)
+        self.scale, self.written_out = nn.Parameter(torch.linspace(0.5, 1, 6)), written_out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weights, offsets = self.scale if self.bag.mode == "sum" else None, torch.tensor([0, 2, 2, 5])
+        if not self.written_out:
+            return self.last(self.bag(tokens, offsets, weights).tanh())
+        table = nn.functional.embedding(tokens, self.bag.weight)
+        rows = table if weights is None else weights[:, None] * table
+        parts = [[k for k in bag if tokens[k] != 1] for bag in ([0, 1], [], [2, 3, 4], [5])]
+        reduce = {"sum": lambda x: x.sum(0), "mean": lambda x: x.mean(0), "max": lambda x: x.amax(0)}[self.bag.mode]
+        each = [reduce(rows[part]) if part else rows.new_zeros(4) for part in parts]
+        return self.last(torch.stack(each).tanh())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings(mode: str) -> None:
+    tokens, y = torch.tensor([0, 3, 1, 2, 4, 0]), torch.tensor([0, 2, 1, 1])
+    models = Bagged(mode, False).to(DOUBLE), Bagged(mode, True).to(DOUBLE)
+    models[1].load_state_dict(models[0].state_dict())
+    for kind in (operators.Hessian, operators.GGN, operators.EmpiricalFisher, operators.Jacobian):
+        found, expected = (kind(m, nn.CrossEntropyLoss(), (tokens, y)) for m in models)
+        v = torch.randn(found.shape[1], 2, dtype=DOUBLE)
+        torch.testing.assert_close(found @ v, expected @ v)
+        torch.testing.assert_close(found @ v[:, 0], expected @ v[:, 0])
+
+
+def test_functions_without_a_second_derivative_are_named() -> None:
+    class Segments(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.full((2 * len(x),), 2)
+            return torch.segment_reduce(super().forward(x).flatten(), "mean", lengths=rows).view(-1, 2)
+
+    ggn = operators.GGN(Segments(4, 4), nn.MSELoss(), (torch.randn(5, 4), torch.zeros(5, 2)))
+    with pytest.raises(NotImplementedError, match=r"(?s)a function of Segments.*segment_reduce.*operators.KFAC"):
+        ggn @ torch.ones(20)
+
+
 # ---- other libraries ----------------------------------------------------------------------------
 
 
