@@ -48,8 +48,8 @@ class Preconditioner(ABC):
     counts.
 
     Args:
-        model: Its trainable parameters are preconditioned, those that get a gradient and curvature. Those that are unfrozen
-            later are taken up, with a look at curvature. What is kept follows parameters to another precision or device.
+        model: Its trainable parameters are preconditioned, those that get a gradient and curvature. Those that are
+            unfrozen later are taken up, with a look at curvature.
         extension: Gives the curvature.
         damping: What is added to the GGN's eigenvalues.
         decay: The weight of the past in running means: `min(decay, 1 - 1/k)` at the `k`-th look, a plain mean at first.

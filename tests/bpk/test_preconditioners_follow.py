@@ -1,4 +1,4 @@
-"""Preconditioners whose model changes in the middle of training: precision, parameters that are unfrozen or replaced."""
+"""Preconditioners whose model changes in the middle of training: its precision, and which parameters are trained."""
 
 from __future__ import annotations
 
