@@ -62,8 +62,8 @@ def joined(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tenso
             explain(
                 f"The samples of x1 and x2 have the shapes {shapes[0]} and {shapes[1]}.",
                 "both batches go through the model as one (and padding would change its outputs).",
-                "cut samples to one shape, or multiply both J = bpk.operators.Jacobian(model, None, (x, None)).to_dense(): "
-                "J1 @ J2.T.",
+                "cut samples to one shape, or multiply Jacobians: J1 @ J2.T, with "
+                "J = bpk.operators.Jacobian(model, None, (x, None)).to_dense() of each.",
             )
         )
     return tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
