@@ -23,8 +23,8 @@ def nearest_kronecker(terms: list[list[Tensor]]) -> list[Tensor]:
 
     Both of its factors are combinations of those given, `sum_i x_i G_i` and `sum_i y_i A_i`, and positive semi-definite
     if these are. With Gram matrices `K_G`, `K_A`, the best `y` for an `x` is `K_G x / (x^T K_G x)`, and the best `x`
-    for a `y` a multiple of `K_A y`. So `x` is an eigenvector of `K_A K_G`, which takes no inverse: the rank may be any.
-    The first factor is scaled so that `G_1` has the coefficient one (or the largest has, where `G_1` hardly takes part).
+    for a `y` a multiple of `K_A y`. So `x` is an eigenvector of `K_A K_G`, which takes no inverse: ranks may be any.
+    The first factor is scaled so that `G_1` has the coefficient one (or the largest, where `G_1` hardly takes part).
     """
     left, right = [g for g, _ in terms], [a for _, a in terms]
     of_left, of_right = gram(left), gram(right)
