@@ -77,6 +77,8 @@ class CurvatureOperator(SymmetricOperator):
                 if self.problem.single:
                     return [found[name] for name in self.in_shapes]
                 whole = loss.size if whole is None else whole + loss.size
+                if loss.size.divisor == 0:  # all targets are ignored: a mean of none, which does not count
+                    found = {name: torch.zeros_like(part) for name, part in found.items()}
                 total = {name: part + total[name] if name in total else part for name, part in found.items()}
         assert whole is not None
         return [total[name] / whole.weight(1) for name in self.in_shapes]

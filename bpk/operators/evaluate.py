@@ -20,7 +20,7 @@ Parameters = Mapping[str, Tensor]
 
 def evaluate(model: nn.Module, x: Any) -> Tensor:
     """The output, with its graph."""
-    with torch.enable_grad(), exact_kernels(model):
+    with torch.enable_grad(), exact_kernels():
         z: Tensor = model(x)
     return z
 
@@ -50,7 +50,7 @@ def push_one(
     model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], graph: bool
 ) -> tuple[Tensor, Tensor]:
     """One vector: output and tangent in the same forward pass."""
-    with forward_mode.dual_level(), torch.set_grad_enabled(graph), exact_kernels(model):
+    with forward_mode.dual_level(), torch.set_grad_enabled(graph), exact_kernels():
         duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(params.items(), mats, strict=True)}
         z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
     return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
@@ -63,7 +63,7 @@ def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Te
     def tangent(*columns: Tensor) -> Tensor:
         return jvp(lambda *values: functional_call(model, dict(zip(params, values, strict=True)), (x,)), at, columns)[1]
 
-    with torch.no_grad(), exact_kernels(model):
+    with torch.no_grad(), exact_kernels():
         return vmap(tangent, randomness="error")(*mats)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,27 +18,43 @@ from bpk.sweeps.twice import ONCE
 
 
 @contextmanager
-def exact_kernels(model: nn.Module) -> Iterator[None]:
-    """Attention and bags of embeddings by functions that can be differentiated twice, and forward."""
+def exact_kernels() -> Iterator[None]:
+    """Attention and embeddings by functions that can be differentiated twice, and forward."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with ExitStack() as inside:
-            inside.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if any(isinstance(module, nn.EmbeddingBag) for module in model.modules()):
-                inside.enter_context(Bags())
+        with sdpa_kernel(SDPBackend.MATH), LookedUp():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class Bags(TorchFunctionMode):
-    """Inside, `F.embedding_bag` is what its rule says: rows that are looked up, scaled and added."""
+class LookedUp(TorchFunctionMode):
+    """Inside, derivatives of embeddings are the same forward and back.
+
+    Torch (seen in 2.13) keeps the row of `padding_idx` constant in reverse mode only, and bags have no forward mode.
+    """
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (bags if func is F.embedding_bag else func)(*args, **(kwargs or {}))
+        return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`F.embedding`, with its true derivative: dense, and not scaled by how often a token occurs."""
+    found = F.embedding(input, weight, None, max_norm, norm_type)
+    if padding_idx is None:
+        return found
+    return torch.where((input == padding_idx % len(weight))[..., None], found.detach(), found)
 
 
 def bags(
@@ -61,6 +77,10 @@ def bags(
     assert rule is not None
     binding = rule.bind(layer, (input, offsets, per_sample_weights), {})
     return rule.forward(binding.options, binding.inputs, {"weight": weight})
+
+
+STAND_INS: dict[Any, Callable[..., Tensor]] = {F.embedding: embedding, F.embedding_bag: bags}
+"""By the function that they stand for."""
 
 
 @contextmanager
