@@ -24,7 +24,7 @@ from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.kronecker import Kronecker
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import Residual, add_up
-from bpk.jacobians.core.side_by_side import beside
+from bpk.jacobians.core.side_by_side import as_rows, beside
 from bpk.jacobians.second_order import factoring
 from bpk.jacobians.second_order.bordered import Bordered, corner, rows_by_sample
 from bpk.jacobians.second_order.graph import residual_product
@@ -227,7 +227,7 @@ class Rule(Kronecker, TaylorProduct):
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""
         rows = self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0]
-        return rows.reshape(len(grad_out), -1).square().sum(1)
+        return as_rows(rows).square().sum(1)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).
@@ -240,8 +240,8 @@ class Rule(Kronecker, TaylorProduct):
     def _congruence_of_sample(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
         """`J^T M J` for a call with one sample, by multiplying from both sides."""
         out = call.output.shape[1:]
-        half = self._pull_flat(call, matrix.reshape(-1, 1, *out), wrt)  # M J: [D, D_wrt]
-        return self._pull_flat(call, half.T.reshape(-1, 1, *out), wrt)
+        half = self._pull_flat(call, matrix.reshape(len(matrix), 1, *out), wrt)  # M J: [D, D_wrt]
+        return self._pull_flat(call, half.T.reshape(half.shape[1], 1, *out), wrt)
 
     def _pull_flat(self, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
-        return self.jac_t_mat_prod(call, mat, wrt, sum_batch=True).reshape(len(mat), -1)
+        return as_rows(self.jac_t_mat_prod(call, mat, wrt, sum_batch=True))

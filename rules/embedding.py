@@ -37,7 +37,7 @@ class EmbeddingRule(TableLookup):
         return call.inputs[0].reshape(call.batch_size, -1)
 
     def to_rows(self, call: Call, mat: Tensor) -> Tensor:
-        return self._without_padding(call, mat.reshape(*mat.shape[:2], -1, mat.shape[-1]))
+        return self._without_padding(call, mat.reshape(*mat.shape[:2], mat.shape[2:-1].numel(), mat.shape[-1]))
 
     def from_rows(self, call: Call, rows: Tensor) -> Tensor:
         return self._without_padding(call, rows).reshape(len(rows), *call.output.shape)
@@ -59,8 +59,8 @@ class EmbeddingRule(TableLookup):
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`G`: `M` summed over the positions that count, averaged over samples."""
-        n, positions = self.tokens(call).shape
-        blocks, kept = matrix.reshape(positions, -1, positions, len(matrix) // positions), self._kept(call)
+        (n, positions), size = self.tokens(call).shape, call.output.shape[-1]
+        blocks, kept = matrix.reshape(positions, size, positions, size), self._kept(call)
         if kept is None:
             return blocks.sum((0, 2))
         counts = kept[..., 0].to(matrix.dtype)

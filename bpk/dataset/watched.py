@@ -70,9 +70,22 @@ class WatchedBackward(Backward):
     context: Watched
 
     def inspect(self, root: Record, node: Node) -> None:
-        super().inspect(root, node)
         seen, inspection = self.context.seen, self.inspection
+        before = set(inspection.above)
+        super().inspect(root, node)
+        touched = next(iter(inspection.outside.calls), None)
+        if self.context.asks and touched is not None and inspection.outside.losses:
+            raise UnsupportedLayer(
+                explain(
+                    f"A part of the objective reaches '{touched.path}' ({type(touched.module).__name__}) without "
+                    "passing an extended loss.",
+                    "it does not tell by what it divides, and so not how batches are weighted.",
+                    "extend every loss (bpk.extend), call accumulate(...) for each, or say divisor=.",
+                )
+            )
         for loss, above in inspection.above.items():
+            if loss in before:  # it may be let go by now
+                continue
             mixing = [record.module for record in above if mixes(record)]
             if inspection.merged is not None or mixing:
                 raise mixed([*inspection.left, *mixing][-1:])

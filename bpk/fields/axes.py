@@ -20,7 +20,10 @@ def axis_moments(uses: Uses, most: int) -> list[Tensor]:
         return found[::-1] if turned else found
     total = [uses.param.new_zeros([size] if size > most else [size, size]) for size in shape]
     for rows in uses.pieces():
-        each = [moment(rows.reshape(-1, *shape), axis, size > most) for axis, size in enumerate(shape)]
+        each = [
+            moment(rows.reshape(-1 if rows.numel() else 0, *shape), axis, size > most)
+            for axis, size in enumerate(shape)
+        ]
         total = [a + b for a, b in zip(total, each, strict=True)]
     return total
 

@@ -18,6 +18,7 @@ from bpk.fields.rows import Use as Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.utils.kroneckers import sparse_diagonal
 
 CHUNK = 1 << 18
@@ -63,7 +64,7 @@ class Uses(Products):
         if n > step and not (self.keeps_rows or self.simple or torch.is_grad_enabled()) and self.batch_size > 1:
             starts = range(0, n, step)
             return torch.cat([self.of_samples(range(k, min(k + step, n))).norm_squared() for k in starts])
-        rows = self.all_rows()[0].reshape(-1, self.param.numel())
+        rows = as_rows(self.all_rows()[0])
         if torch.is_grad_enabled():
             return rows.square().sum(1)
         return torch.linalg.vector_norm(rows, dim=1).square()
@@ -121,9 +122,9 @@ class Uses(Products):
         inputs = self.input_factor(approximation) if len(parts) == 1 else None
         if inputs is None and is_too_large_for_a_block(self.param):
             return [sparse_diagonal(self.squared_sum().flatten())]
-        require_room(self.param.numel() // (1 if inputs is None else len(inputs)), self.param)
+        require_room(self.param.numel() // (len(inputs) if inputs is not None and len(inputs) else 1), self.param)
         if inputs is None and not self.simple:
-            rows = self.all_rows().reshape(-1, self.param.numel())
+            rows = as_rows(self.all_rows(), 2).flatten(0, 1)
             return [rows.T @ rows]
         outputs = add_up([self._output_factor(key, approximation) for key in self.keys])
         return [outputs] if inputs is None else [outputs, inputs]
@@ -190,7 +191,7 @@ class Uses(Products):
 
     def _averaged_factors(self) -> list[Tensor]:
         inputs = self.input_factor()
-        require_room(self.param.numel() // (1 if inputs is None else len(inputs)), self.param)
+        require_room(self.param.numel() // (len(inputs) if inputs is not None and len(inputs) else 1), self.param)
         by_calls = [use for use in self.uses if use.arrived.matrix is not None]
         parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_calls]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
@@ -212,7 +213,7 @@ def add_into(total: Tensor, part: Tensor) -> Tensor:
 def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:
     """`sum_v s_v rows_v^2` for materialised rows `[V, N, *p]`, without a second tensor of their size."""
     v, n = rows.shape[:2]
-    flat = rows.reshape(v, n, -1)
+    flat = as_rows(rows, 2)
     if torch.is_grad_enabled():
         weighted = flat.square() if signs is None else flat.square() * signs[..., None]
         return (weighted.sum(0) if per_sample else weighted.sum((0, 1))).reshape(rows.shape[1 if per_sample else 2 :])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives, finished
+from bpk.jacobians.core.numeric import placeholder
 
 
 def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
@@ -33,7 +33,7 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     """
     ys, xs = as_list(ys), as_list(xs)
     vs = as_vectors(vs, xs, "variables", "jacobian_vector_product")
-    ws = [torch.zeros_like(y, requires_grad=True) for y in ys]
+    ws = [placeholder(y) for y in ys]
     pulled = derivatives(ys, xs, ws, create_graph=True)
     return finished(derivatives(pulled, ws, vs, create_graph=not detach, retain_graph=retain_graph), detach)
 

@@ -76,6 +76,9 @@ def eigenpairs(model: nn.Module, loss: Tensor, k: int = 10, of: str = "ggn", mc_
     del gram
     weights = vectors / values.sqrt()[:, None, None]
     found = {id(p): p.new_zeros(len(values), *p.shape) for p in params.values()}
+    if not len(values):  # the matrix is zero, as the GGN of a loss that is linear in its prediction
+        nothing = values.new_zeros(vectors.shape[2], 0)
+        return Eigenpairs(values, {name: found[id(p)] for name, p in params.items()}, nothing, nothing)
 
     def of_gradients(uses: Uses) -> Tensor:
         for vector, sums in zip(weights[:, 0], found[id(uses.param)], strict=True):
@@ -126,4 +129,4 @@ class Gram:
         values, vectors = eigh(self.total.view(v * n, v * n), "the Gram matrix")
         values, vectors = values[-k:].flip(0), vectors[:, -k:].flip(1)
         some = values > v * n * torch.finfo(values.dtype).eps * values[0].abs()
-        return values[some], vectors[:, some].T.reshape(-1, v, n)
+        return values[some], vectors[:, some].T.reshape(int(some.sum()), v, n)

@@ -56,13 +56,14 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
 
 def joined(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Two batches as one."""
-    shapes = [[x.shape[1:] for x in batch] for batch in (first, second)]
+    shapes = [[list(x.shape[1:]) for x in batch] for batch in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             explain(
                 f"The samples of x1 and x2 have the shapes {shapes[0]} and {shapes[1]}.",
-                "both batches go through the model as one.",
-                "pad them to one shape.",
+                "both batches go through the model as one (and padding would change its outputs).",
+                "cut samples to one shape, or multiply Jacobians: J1 @ J2.T, with "
+                "J = bpk.operators.Jacobian(model, None, (x, None)).to_dense() of each.",
             )
         )
     return tuple(torch.cat(pair) for pair in zip(first, second, strict=True))

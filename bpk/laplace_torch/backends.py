@@ -15,6 +15,7 @@ from bpk.extending import extend
 from bpk.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, SqrtGGNExact, SumGradSquared
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.kernels.passes import HalfSquaredError
 from bpk.kernels.predictive import only
 from bpk.operators import GGN as GGNOperator
@@ -25,6 +26,15 @@ class Backend(CurvatureInterface):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        frozen = [name for name, p in self._model.named_parameters() if not p.requires_grad]
+        if self.last_layer and frozen:
+            raise ValueError(
+                explain(
+                    f"The last layer has parameters that do not require gradients: {', '.join(frozen)}.",
+                    "laplace-torch has an entry for each of its parameters, and curvature has none for these.",
+                    "call requires_grad_(True) on them, or freeze all that is left out, with subset_of_weights='all'.",
+                )
+            )
         extend(self.model)
         extend(self.lossfunc)
 
@@ -33,7 +43,7 @@ class Backend(CurvatureInterface):
         with self.trained(), torch.enable_grad():
             f = self.model(x)
             rows = self.fields(HalfSquaredError()(f), SqrtGGNExact(), enable_backprop)
-        found = torch.cat([row.flatten(2) for row in rows], 2).transpose(0, 1)
+        found = torch.cat([as_rows(row, 2) for row in rows], 2).transpose(0, 1)
         found = found if self.subnetwork_indices is None else found[:, :, self.subnetwork_indices]
         return (found, f) if enable_backprop else (found.detach(), f.detach())
 
@@ -49,13 +59,13 @@ class Backend(CurvatureInterface):
             if len(chosen) != len(f):
                 raise ValueError(f"outputs are chosen for {len(chosen)} samples, and there are {len(f)}.")
             rows = self.fields(HalfSquaredError()(f.gather(1, chosen)), SqrtGGNExact(), enable_backprop)
-        found = torch.cat([row.flatten(2) for row in rows], 2).transpose(0, 1)
+        found = torch.cat([as_rows(row, 2) for row in rows], 2).transpose(0, 1)
         return (found, f) if enable_backprop else (found.detach(), f.detach())
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         """Individual gradients `[N, P]` and the loss."""
         loss, rows = self.quantity(x, y, BatchGrad())
-        found = torch.cat([row.flatten(1) for row in rows], 1)
+        found = torch.cat([as_rows(row) for row in rows], 1)
         return found if self.subnetwork_indices is None else found[:, self.subnetwork_indices], loss
 
     def diagonal(self, x: Any, y: Tensor, extension: BackpropExtension) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,8 @@ def posterior_of(fitted: laplace.ParametricLaplace) -> Posterior:
     def by_name(columns: Tensor) -> dict[str, Tensor]:
         """`[..., P]` as one tensor `[..., *p]` for each parameter."""
         parts = columns.split([p.numel() for p in params.values()], -1)
-        return {name: part.unflatten(-1, p.shape) for (name, p), part in zip(params.items(), parts, strict=True)}
+        pairs = zip(params.items(), parts, strict=True)
+        return {name: part.reshape((*part.shape[:-1], *p.shape)) for (name, p), part in pairs}
 
     if isinstance(fitted, laplace.SubnetLaplace) or fitted.n_params != sum(p.numel() for p in params.values()):
         pass

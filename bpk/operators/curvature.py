@@ -14,6 +14,7 @@ from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import explain
 from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, with_tangents
+from bpk.operators.kernels import said
 from bpk.operators.linear import SymmetricOperator
 from bpk.operators.loss_at import LossAt
 from bpk.recording.state import CTX
@@ -70,12 +71,14 @@ class CurvatureOperator(SymmetricOperator):
         whole: Size | None = None
         vectors = dict(zip(self.in_shapes, mats, strict=True))
         self.restart()
-        with disable(), CTX.unseen():
+        with disable(), CTX.unseen(), said(self.problem.model):
             for x, y in self.problem.batches():
                 found, loss = self.of_whole_batch(x, y, vectors)
                 if self.problem.single:
                     return [found[name] for name in self.in_shapes]
                 whole = loss.size if whole is None else whole + loss.size
+                if loss.size.divisor == 0:  # all targets are ignored: a mean of none, which does not count
+                    found = {name: torch.zeros_like(part) for name, part in found.items()}
                 total = {name: part + total[name] if name in total else part for name, part in found.items()}
         assert whole is not None
         return [total[name] / whole.weight(1) for name in self.in_shapes]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from bpk.context import disable
 from bpk.jacobians.core.errors import explain
-from bpk.operators.evaluate import exact_kernels
+from bpk.operators.kernels import exact_kernels
 from bpk.operators.loss_at import LossAt
 
 Loader = Iterable[tuple[Any, Any]] | tuple[Any, Any]

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bpk.jacobians.core.numeric import placeholder
 from bpk.jacobians.second_order.graph import products
+from bpk.operators.kernels import exact_kernels
 
 Parameters = Mapping[str, Tensor]
-
-
-@contextmanager
-def exact_kernels() -> Iterator[None]:
-    """Attention by kernels that can be differentiated twice, and forward: fused ones cannot."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def evaluate(model: nn.Module, x: Any) -> Tensor:
@@ -80,7 +69,7 @@ def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Te
 
 def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
     """The derivative of `u -> J^T u`, by two backward passes."""
-    leaf = torch.zeros_like(z, requires_grad=True)
+    leaf = placeholder(z)
     with torch.enable_grad():
         pulled = torch.autograd.grad(z, list(params.values()), leaf, create_graph=True, allow_unused=True)
     pairs = [(p, m) for p, m in zip(pulled, mats, strict=True) if p is not None]

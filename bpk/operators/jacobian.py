@@ -11,6 +11,7 @@ from bpk.context import disable
 from bpk.operators.curvature import AT_ONCE
 from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, push
+from bpk.operators.kernels import said
 from bpk.operators.linear import Adjoint, LinearOperator
 from bpk.recording.state import CTX
 
@@ -52,7 +53,7 @@ class Jacobian(LinearOperator):
         self.out_shapes = {"output": torch.Size((sum(s[0] for s in shapes), *shapes[0][1:]))}
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:
-        with disable(), CTX.unseen():
+        with disable(), CTX.unseen(), said(self.problem.model):
             found = [
                 torch.cat([push(self.problem.model, x, self.problem.params, part) for part in self.chunks(mats)])
                 for x, _ in self.problem.batches()

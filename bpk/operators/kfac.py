@@ -11,6 +11,7 @@ from bpk.distributed.processes import are_there
 from bpk.distributed.statistics import share_orders
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.operators.data import Loader, Problem
 from bpk.operators.linear import SymmetricOperator
 from bpk.utils.damped import DampedInverse, split_damping
@@ -30,7 +31,7 @@ class BlockDiagonal(SymmetricOperator):
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:
         named = zip(self.in_shapes, mats, strict=True)
-        return [self.products[name](mat.flatten(1).T).T.reshape(mat.shape) for name, mat in named]
+        return [self.products[name](as_rows(mat).T).T.reshape(mat.shape) for name, mat in named]
 
 
 class KFAC(BlockDiagonal):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.side_by_side import as_rows
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as ScipyOperator
@@ -59,7 +60,7 @@ class LinearOperator(ABC):
         with torch.no_grad():
             products = self.product([mat.to(self.device) for mat in mats])
         if isinstance(vectors, Tensor):
-            flat = torch.cat([x.flatten(1) for x in products], 1)
+            flat = torch.cat([as_rows(x) for x in products], 1)
             return flat.T if several else flat[0]
         back = [x.movedim(0, -1) if several else x[0] for x in products]
         if isinstance(vectors, Mapping):
@@ -142,9 +143,9 @@ def parts_of(vectors: Any, shapes: Shapes, dtype: torch.dtype, name: str) -> tup
     if isinstance(vectors, Tensor):
         if vectors.dim() not in (1, 2) or vectors.shape[0] != total:
             raise refused(name, f"a tensor of shape {list(vectors.shape)}", shapes)
-        rows = vectors.reshape(total, -1).T
+        rows = (vectors if vectors.dim() == 2 else vectors[:, None]).T
         split = rows.split([shape.numel() for shape in shapes.values()], 1)
-        mats = [x.reshape(-1, *shape) for x, shape in zip(split, shapes.values(), strict=True)]
+        mats = [x.reshape(len(x), *shape) for x, shape in zip(split, shapes.values(), strict=True)]
         several = vectors.dim() == 2
     else:
         if isinstance(vectors, Mapping):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
 from bpk.rules import REGISTRY
 
@@ -54,10 +55,10 @@ class LossAt:
         devices = [mats.device] if mats.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            root = self.rule.sqrt_hessian_sampled(self.call, mc_samples).flatten(2)
-        return torch.einsum("mnd,mne,kne->knd", root, root, mats.flatten(2)).reshape(mats.shape)
+            root = as_rows(self.rule.sqrt_hessian_sampled(self.call, mc_samples), 2)
+        return torch.einsum("mnd,mne,kne->knd", root, root, as_rows(mats, 2)).reshape(mats.shape)
 
     def empirical(self, mats: Tensor) -> Tensor:
         """`g_n g_n^T m_nk`, with the gradient `g_n` of every row of the prediction."""
-        gradient, flat = self.gradient.flatten(1), mats.flatten(2)
+        gradient, flat = as_rows(self.gradient), as_rows(mats, 2)
         return (torch.einsum("nd,knd->kn", gradient, flat)[..., None] * gradient).reshape(mats.shape)

@@ -14,6 +14,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Call, Wrt, index_of
 from bpk.jacobians.core.numeric import like_columns
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.decoding import all_different
 from bpk.plan.graph import Source
@@ -153,10 +154,10 @@ class PlainAutograd(Rule):
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         n, out = call.batch_size, call.output.shape[1:]
-        left = matrix.reshape(-1, 1, *out).expand(-1, n, *[-1] * len(out))
-        half = self.jac_t_mat_prod(call, left, wrt, sum_batch=False).reshape(len(matrix), n, -1)
-        right = half.permute(2, 1, 0).reshape(-1, n, *out)
-        return self.jac_t_mat_prod(call, right, wrt, sum_batch=False).reshape(len(right), n, -1).mean(1)
+        left = matrix.reshape(len(matrix), 1, *out).expand(-1, n, *[-1] * len(out))
+        half = as_rows(self.jac_t_mat_prod(call, left, wrt, sum_batch=False), 2)
+        right = half.permute(2, 1, 0).reshape(half.shape[2], n, *out)
+        return as_rows(self.jac_t_mat_prod(call, right, wrt, sum_batch=False), 2).mean(1)
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.GENERAL

@@ -20,6 +20,7 @@ from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
+from bpk.preconditioners.parameters import require_fits, take_up, trained
 from bpk.preconditioners.shares import are_several
 from bpk.recording.state import CTX
 from bpk.recording.surroundings import is_sharded, may_shard
@@ -47,7 +48,8 @@ class Preconditioner(ABC):
     counts.
 
     Args:
-        model: Its trainable parameters are preconditioned, those that get a gradient and curvature.
+        model: Its trainable parameters are preconditioned, those that get a gradient and curvature. Those that are
+            unfrozen later are taken up, with a look at curvature.
         extension: Gives the curvature.
         damping: What is added to the GGN's eigenvalues.
         decay: The weight of the past in running means: `min(decay, 1 - 1/k)` at the `k`-th look, a plain mean at first.
@@ -85,7 +87,8 @@ class Preconditioner(ABC):
                     "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
                 )
             )
-        self.params = {name: p for name, p in extend(model).named_parameters() if p.requires_grad}
+        self.params = trained(extend(model))
+        self.looked_at: set[Tensor] = set()
         self.extension = extension
         self.extension.savefield = f"preconditioner_{extension.savefield}"  # users may ask for the same field
         self.damping, self.decay, self.interval = damping, decay, interval
@@ -128,7 +131,8 @@ class Preconditioner(ABC):
     @property
     def extensions(self) -> tuple[BackpropExtension, ...]:
         """What this step's backward pass has to be run with; nothing in steps that do not look at curvature."""
-        return (self.extension,) if not self.means or self.due(self.interval) else ()
+        fresh = not self.looked_at.issuperset(trained(self.model).values())
+        return (self.extension,) if fresh or not self.means or self.due(self.interval) else ()
 
     def __enter__(self) -> Preconditioner:
         if self.extensions:
@@ -153,6 +157,7 @@ class Preconditioner(ABC):
                     "train with DistributedDataParallel, or without a preconditioner.",
                 )
             )
+        self.follow()
         if self.extensions and are_several(self.group):
             all_reduce(self.model, self.extension, group=self.group)
             share_orders(self.orders, self.params, self.group)
@@ -161,6 +166,7 @@ class Preconditioner(ABC):
         if self.extensions:
             self.complete()
             self.look()
+            self.looked_at = set(self.params.values())
         self.renew()
         known = {name: p for name, p in self.params.items() if p.grad is not None and name in self.means}
         solved = {name: self.solve(name, p.grad) for name, p in known.items() if p.grad is not None}
@@ -169,6 +175,12 @@ class Preconditioner(ABC):
             assert p.grad is not None
             p.grad.copy_(solved[name]).mul_(scale)
         self.steps += 1
+
+    def follow(self) -> None:
+        """Take up parameters that are trained now, and bring what is kept to where they are, in their precision."""
+        take_up(trained(self.model), self.params)
+        self.means = {name: [m.to(self.params[name]) for m in means] for name, means in self.means.items()}
+        self.orders.update({p: None if x is None else x.to(p.device) for p, x in self.orders.items()})
 
     def overflown(self) -> bool:
         """Whether some gradient, or the curvature of the last backward pass, is not finite."""
@@ -212,23 +224,16 @@ class Preconditioner(ABC):
         """All that the next steps depend on, but the arguments of the constructor (`torch.save`, `torch.load`)."""
         means = {name: list(m) for name, m in self.means.items()}
         orders = {name: order for name, p in self.params.items() if (order := self.orders.get(p)) is not None}
-        return {"steps": self.steps, "looks": self.looks, "means": means, "orders": orders}
+        looked_at = [name for name, p in self.params.items() if p in self.looked_at]
+        return {"steps": self.steps, "looks": self.looks, "means": means, "orders": orders, "looked_at": looked_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of the same model."""
-        shapes = {name: [m.shape for m in means] for name, means in state["means"].items()}
-        strange = sorted(set(shapes) - set(self.params))
-        if strange:
-            raise ValueError(
-                explain(
-                    f"The state has curvature of parameters that this model lacks: {', '.join(strange)}.",
-                    "running means belong to parameters by name.",
-                    "build the same model, with the same parameters frozen.",
-                )
-            )
+        require_fits(state, self.params)
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}
-        for name, order in state.get("orders", {}).items():
+        self.looked_at = {self.params[name] for name in state["looked_at"] if name in self.params}
+        for name, order in state["orders"].items():
             self.orders[self.params[name]] = order.to(self.params[name].device)
 
 

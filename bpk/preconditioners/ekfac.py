@@ -114,6 +114,10 @@ class EKFAC(Preconditioner):
         basis = Eigenbasis(self.bases(name), self.means[name][-1])
         return self.in_order(name, partial(times, basis, 1 / (basis.moments + self.current)), gradient)
 
+    def follow(self) -> None:
+        super().follow()
+        self.moments.bases.update({p: [basis.to(p) for basis in bases] for p, bases in self.moments.bases.items()})
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"bases": {name: list(self.bases(name)) for name in self.means}}
 
@@ -159,7 +163,7 @@ class Moments(SquareRootExtension):
         """Those in the bases, if these are known."""
         note_order(self.orders, uses, uses.factors())
         if uses.param in self.bases:
-            return moments_in(uses, self.bases[uses.param])
+            return moments_in(uses, [basis.to(uses.param) for basis in self.bases[uses.param]])
         if are_several(self.group):
             self.waiting[uses.param] = uses
             return None

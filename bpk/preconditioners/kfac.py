@@ -76,6 +76,11 @@ class KFAC(Preconditioner):
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         return self.in_order(name, self.inverses[name], gradient)
 
+    def follow(self) -> None:
+        super().follow()
+        for name, inverse in self.inverses.items():
+            inverse.to(self.params[name])
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"inverses": {name: x.state_dict() for name, x in self.inverses.items()}}
 

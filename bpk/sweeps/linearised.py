@@ -10,11 +10,12 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt, index_of
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.numeric import placeholder
 from bpk.plan.graph import Source, pull_columns
 from bpk.recording.ports import Port
 from bpk.recording.state import CTX
 from bpk.sweeps.stretch_residual import Group, StretchResidual
-from bpk.sweeps.twice import differentiable_twice
+from bpk.sweeps.twice import differentiable_twice, require_products
 
 Modify = Literal["clip", "abs"]
 
@@ -43,15 +44,16 @@ class LinearisedStretch:
         factored: bool,
         merged: bool = False,
     ) -> None:
+        require_products(source)
         self.samples = samples
         self.counts = None if samples is None else times_named(samples, share)
         if self.counts is not None:  # what belongs to a parameter is a sum over samples, each as often as it is named
             share = share * spread(self.counts, share.dim())
         self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
-        self.cotangent = torch.zeros_like(at_input, requires_grad=True)
+        self.cotangent = placeholder(at_input)
         self.pulled = source.gradients(self.cotangent)
         with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
-            self.tangents = [torch.zeros_like(p, requires_grad=True) for p in self.pulled]
+            self.tangents = [placeholder(p) for p in self.pulled]
             pairs = [pair for pair in zip(self.pulled, self.tangents, strict=True) if pair[0].requires_grad]
             pulled, tangents = [p for p, _ in pairs], [t for _, t in pairs]  # others were overwritten (`x.copy_(y)`)
             self.pushed = torch.autograd.grad(pulled, self.cotangent, tangents, create_graph=True)[0]
@@ -79,7 +81,7 @@ class LinearisedStretch:
         gradients = source.gradients(share.detach())
         if not any(g.requires_grad for g in gradients):
             return [], []
-        probes = [torch.zeros_like(g, requires_grad=True) for g in gradients]
+        probes = [placeholder(g) for g in gradients]
         curved = [(g, w) for g, w in zip(gradients, probes, strict=True) if g.requires_grad]
         bent = torch.autograd.grad(
             [g for g, _ in curved], source.beginnings(), [w for _, w in curved], create_graph=True, allow_unused=True

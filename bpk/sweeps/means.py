@@ -8,6 +8,7 @@ from torch import Tensor
 from bpk.fields.arrived import PIECE
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
@@ -42,8 +43,8 @@ def blocks_between(step: Step, call: Call, matrix: Tensor) -> dict[tuple[int, in
 def pull_all(rule: Rule, call: Call, mat: Tensor) -> dict[int, Tensor]:
     """Rows `[V, N or 1, D]` times the Jacobians of a stretch: `[V, N, D_i]` by input."""
     assert isinstance(rule, PlainAutograd)
-    columns = mat.expand(-1, call.batch_size, -1).reshape(-1, call.batch_size, *call.output.shape[1:])
-    return {k: part.reshape(*part.shape[:2], -1) for k, part in rule.jac_t_mat_prods(call, columns).items()}
+    columns = mat.expand(-1, call.batch_size, -1).reshape(len(mat), call.batch_size, *call.output.shape[1:])
+    return {k: as_rows(part, 2) for k, part in rule.jac_t_mat_prods(call, columns).items()}
 
 
 def pull_mean(rule: Rule, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:

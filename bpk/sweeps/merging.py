@@ -51,7 +51,7 @@ class Merging:
 
         Where it saves less than a third, a place with fewer entries often comes next.
         """
-        if self.room is not None and size * size * n > self.room:
+        if not size or (self.room is not None and size * size * n > self.room):
             return False
         saved = count - 2 * size
         return 3 * saved >= count and saved * self.to_come[step.number] > count * size * (size + TOUCHED)
@@ -85,7 +85,7 @@ def multiplications(step: Step) -> float:
     call, n = step.call, max(1, step.batch_size)
     size, read = call.output.numel() // n, sum(x.numel() for x in call.inputs) // n
     matrices = [p for p in call.params.values() if p.dim() > 1]
-    used = sum(p.numel() * max(1, size // p.shape[0], read // p[0].numel()) for p in matrices)
+    used = sum(p.numel() * max(1, size // p.shape[0], read // p[0].numel()) for p in matrices if p.numel())
     return TOUCHED * (size + read) + MULTIPLIED * used
 
 

@@ -13,6 +13,11 @@ from bpk.plan.graph import Source
 WRONG = {"WeightNormInterfaceBackward0": "torch's own second derivative of its weight normalisation is wrong."}
 """Functions whose second derivative by autograd is not to be used, and why."""
 
+UNDEFINED = {
+    "LogcumsumexpBackward0": "torch's derivatives of the gradient of logcumsumexp are NaN, as functions of its vector."
+}
+"""Functions whose products with vectors autograd cannot differentiate, as those that outlive a pass have to be."""
+
 ONCE = ("is not implemented", "once_differentiable", "double backward")
 """How autograd says that a function can be differentiated once only."""
 
@@ -40,6 +45,20 @@ def is_marked(source: Source, grad: Tensor) -> bool:
         seen |= fresh
         waiting += fresh
     return False
+
+
+def require_products(source: Source) -> None:
+    """Refuse functions that cannot become a linear map: `J u` and `J^T u` are derivatives of each other."""
+    for name in source.functions & UNDEFINED.keys():
+        raise UnsupportedLayer(
+            explain(
+                f"Products cannot pass a function before '{source.consumer.path}' "
+                f"({type(source.consumer.module).__name__}).",
+                UNDEFINED[name],
+                "use a quantity without products (DiagGGNExact, DiagHessian, ...), or write the function with others: "
+                "m + (x - m).exp().cumsum(dim).log(), with m = x.amax(dim, keepdim=True).",
+            )
+        )
 
 
 @contextmanager

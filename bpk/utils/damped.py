@@ -67,6 +67,10 @@ class DampedInverse:
         """Its tensors."""
         return {"bases": list(self.bases), "scale": [self.scale]}
 
+    def to(self, like: Tensor) -> None:
+        """Bring its tensors to the device and the precision of another one."""
+        self.bases, self.scale = [basis.to(like) for basis in self.bases], self.scale.to(like)
+
     def __call__(self, mat: Tensor) -> Tensor:
         """The inverse times a vector `[P]`, or columns `[P, V]`."""
         bases = [basis.to(mat.dtype) for basis in self.bases]

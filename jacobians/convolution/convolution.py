@@ -72,9 +72,12 @@ class ChannelsFirst(Affine):
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         binding = super().bind(module, args, kwargs)
-        if binding.inputs[0].dim() > self.axes + 1:
-            return binding
-        return replace(binding, problem="its input has no batch axis.", do="add one: x.unsqueeze(0).")
+        if binding.inputs[0].dim() <= self.axes + 1:
+            return replace(binding, problem="its input has no batch axis.", do="add one: x.unsqueeze(0).")
+        if not binding.inputs[0].shape[1]:
+            reason = "its input has no channels, and torch returns an output without channels then."
+            return replace(binding, problem=reason, do="leave the layer out.")
+        return binding
 
     def stride(self, options: Any) -> tuple[int, ...]:
         return tuple_of(options.stride, self.axes)

@@ -43,7 +43,7 @@ def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Te
         a = wide(patches(part))
         if average:
             a = a.mean(-1, keepdim=True)
-        total = _add_gram(total, a.permute(2, 0, 1, 3).reshape(width, -1))
+        total = _add_gram(total, a.permute(2, 0, 1, 3).flatten(1))
     if total is None:
         return like.new_zeros(width, width)
     return (total / g if g > 1 else total).to(like.dtype)

@@ -35,6 +35,14 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def placeholder(like: Tensor) -> Tensor:
+    """What a product that is linear in it is differentiated in; its value is of no matter.
+
+    It is not zero, because torch takes logarithms of the gradient at `logcumsumexp`, which have no derivative there.
+    """
+    return torch.ones_like(like, requires_grad=True)
+
+
 def safe_sqrt(x: Tensor) -> Tensor:
     """The square root with derivative 0, not infinity, at 0; NaN stays NaN, negative numbers become NaN."""
     if not is_differentiated():

@@ -109,7 +109,7 @@ def gram(blocks: Sequence[Outer], left: slice, right: slice, aligned: bool) -> T
     by_rows = pairs * n * m * o * i + v * (n + (m if left != right else 0)) * t * o * i
     way = _by_rows if t > 1 and (by_rows < by_positions or pairs * t * t > ROOM) else _by_positions
     total = wide(blocks[0].columns[:0]).new_zeros(lead, v // lead, n, v // lead, m)
-    for g in range(groups if n and m and v else 0):
+    for g in range(groups if n and m and v and t else 0):
         way(blocks, left, right, g, total)
     return total.view(v, n, m) if aligned else total[0]
 
@@ -147,7 +147,7 @@ def _some(blocks: Sequence[Outer], samples: slice, g: int) -> Tensor:
 def _flat(x: Tensor, lead: int) -> Tensor:
     """`[V, B, O, T]` as `[lead, (V / lead) B T, O]`; patches `[1, B, I, T]` as `[1, B T, I]`."""
     lead = lead if len(x) > 1 else 1
-    return wide(x).transpose(2, 3).reshape(lead, -1, x.shape[2])
+    return wide(x).transpose(2, 3).reshape(lead, len(x) // lead * x.shape[1] * x.shape[3], x.shape[2])
 
 
 def _by_rows(blocks: Sequence[Outer], left: slice, right: slice, g: int, total: Tensor) -> None:
@@ -191,14 +191,16 @@ def along(outer: Outer, directions: Tensor) -> Tensor:
     v, n, groups, o, i, t = outer.shape
     k, mats = len(directions), wide(outer.matrix(directions))
     total = wide(outer.columns).new_zeros(v, n, k)
-    by_rows = v * (t + k) < t * k + v * k * t / i
+    by_rows = v * i * (t + k) < t * k * i + v * k * t
     for g in range(groups):
         d = mats[:, g]
         for part in pieces(0, n, v * o * i if by_rows else k * o * t):
             if by_rows:
                 total[:, part] += linear(outer.rows(part, g).flatten(2), d.flatten(1)).transpose(0, 1)
                 continue
-            seen = torch.matmul(d.flatten(0, 1), wide(outer.patches(part)[:, g])).view(-1, k, o * t)  # [B, K, O T]
+            seen = torch.matmul(d.flatten(0, 1), wide(outer.patches(part)[:, g])).view(
+                part.stop - part.start, k, o * t
+            )  # [B, K, O T]
             m = wide(outer.columns[:, part, g]).transpose(0, 1).flatten(2)  # [B, V, O T]
             total[:, part] += times(m, seen.mT).transpose(0, 1)
     return total

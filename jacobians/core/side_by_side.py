@@ -11,9 +11,9 @@ from torch import Tensor
 Key = TypeVar("Key")
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """`[N, *x]` as a matrix `[N, D]`, also where a row is one number or there is none."""
-    return x.reshape(x.shape[0], x.shape[1:].numel())
+def as_rows(x: Tensor, lead: int = 1) -> Tensor:
+    """`[N, *x]` as a matrix `[N, D]`, also where a row is one number or there is none; or with more axes in front."""
+    return x.reshape(*x.shape[:lead], x.shape[lead:].numel())
 
 
 def beside(parts: Iterable[Tensor], lead: int) -> Tensor:

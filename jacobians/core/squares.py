@@ -82,10 +82,10 @@ def by_columns(
         a, v = wide(patches(part)), len(m)
         goal = total[part] if keep else total
         scale = None if weights is None else weights[first : first + v, part]
-        rows = products(_side_by_side(m), a.flatten(0, 1)).view(-1, g, v, o * width)  # [B, G, V, O I]
+        rows = products(_side_by_side(m), a.flatten(0, 1)).view(len(a), g, v, o * width)  # [B, G, V, O I]
         if shown is not None:
-            shown(rows.view(-1, g, o, width))
-        _add_squares(goal.view(-1, g, o * width), rows, scale, keep)
+            shown(rows.view(len(a) * v, g, o, width))
+        _add_squares(goal.view(len(goal), g, o * width), rows, scale, keep)
     return (total if keep else total[0]).to(blocks[0].dtype)
 
 
@@ -136,7 +136,7 @@ def _add_squares(goal: Tensor, rows: Tensor, weights: Tensor | None, keep: bool)
     if keep:
         goal += torch.matmul(scale[:, None, None], rows)[:, :, 0]
     elif g == 1:
-        goal[0, 0].addmv_(rows.view(-1, size).T, scale.reshape(-1))
+        goal[0, 0].addmv_(rows.view(scale.numel(), size).T, scale.reshape(-1))
     else:
         goal[0] += torch.einsum("bv,bgvp->gp", scale, rows)
 

@@ -223,7 +223,7 @@ class Affine(LinearInEach):
         size, out = matrix.shape[0], call.output.shape[1:]
         one = call.subset([0])
         half = self._over_positions(one, matrix.reshape(size, 1, *out))[:, 0]  # [D, G O]
-        return self._over_positions(one, half.T.reshape(-1, 1, *out))[:, 0]
+        return self._over_positions(one, half.T.reshape(half.shape[1], 1, *out))[:, 0]
 
     def views(self, call: Call) -> bool:
         """Whether patches are views of the input."""
@@ -232,7 +232,7 @@ class Affine(LinearInEach):
     def positions(self, call: Call) -> int:
         """`T`."""
         groups, channels, _ = self._matrix_shape(call)
-        return call.output.shape[1:].numel() // (groups * channels)
+        return call.output.shape[1:].numel() // max(1, groups * channels)
 
     def _matrix_shape(self, call: Call) -> torch.Size:
         return self.as_matrix(call, call.params["weight"]).shape

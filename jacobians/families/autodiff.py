@@ -13,6 +13,7 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order import structure
 from bpk.jacobians.second_order.bordered import corner
@@ -118,7 +119,7 @@ class Autodiff(Rule):
     def _congruence_of_samples(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
         """`sum_n J_n^T M J_n`, by multiplying from both sides."""
         n, out = call.batch_size, call.output.shape[1:]
-        left = matrix.reshape(-1, 1, *out).expand(-1, n, *[-1] * len(out))
-        half = self.jac_t_mat_prod(call, left, wrt, sum_batch=False).reshape(len(matrix), n, -1)  # (M J_n): [D, N, I]
-        right = half.permute(2, 1, 0).reshape(-1, n, *out)
-        return self.jac_t_mat_prod(call, right, wrt, sum_batch=False).reshape(len(right), n, -1).sum(1)
+        left = matrix.reshape(len(matrix), 1, *out).expand(-1, n, *[-1] * len(out))
+        half = as_rows(self.jac_t_mat_prod(call, left, wrt, sum_batch=False), 2)  # (M J_n): [D, N, I]
+        right = half.permute(2, 1, 0).reshape(half.shape[2], n, *out)
+        return as_rows(self.jac_t_mat_prod(call, right, wrt, sum_batch=False), 2).sum(1)

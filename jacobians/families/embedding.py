@@ -177,7 +177,7 @@ def add_rows(rows: Tensor, place: Tensor, size: int, into: Tensor | None = None)
     v, _, d = rows.shape
     flat = (place + size * torch.arange(v, device=place.device)[:, None]).flatten() if v > 1 else place
     table = rows.new_zeros(v * size, d) if into is None else into.view(v * size, d).zero_()
-    return table.index_add_(0, flat, rows.reshape(-1, d)).view(v, size, d)
+    return table.index_add_(0, flat, rows.flatten(0, 1)).view(v, size, d)
 
 
 def outer_products(tokens: Tensor, scale: Tensor, vocab: int, within: bool) -> Tensor:

@@ -154,8 +154,8 @@ class Normalization(Rule):
             unit = self.unit(call).flatten(1)
             matrix = matrix * (unit.T @ unit / call.batch_size)
         size = matrix.shape[0]
-        half = self.gather(call, matrix.reshape(size, 1, *out), wrt).reshape(size, -1)
-        return self.gather(call, half.T.reshape(-1, 1, *out), wrt).flatten(1)
+        half = self.gather(call, matrix.reshape(size, 1, *out), wrt).flatten(1)
+        return self.gather(call, half.T.reshape(half.shape[1], 1, *out), wrt).flatten(1)
 
 
 @dataclass(frozen=True)

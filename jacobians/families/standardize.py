@@ -84,6 +84,7 @@ class GroupStatistics(Standardized):
         self.centred = centred
         self.source = wide(self.fold(x[None])[0])  # [B, D]
         self.size = self.source.shape[1]
+        self.divisor = max(1, self.size)
         if centred and not is_differentiated():
             one, zero = self.source.new_ones(self.size), self.source.new_zeros(self.size)  # twice as fast as without
             self.unit, self.mean, self.rstd = torch.native_layer_norm(self.source, [self.size], one, zero, eps)
@@ -95,7 +96,7 @@ class GroupStatistics(Standardized):
 
     def fold(self, mat: Tensor) -> Tensor:
         """`[V, N, *in] -> [V, B, D]`, a row for each group."""
-        return mat.reshape(mat.shape[0], self.shape[0] * self.groups, -1)
+        return mat.reshape(mat.shape[0], self.shape[0] * self.groups, mat.shape[2:].numel() // self.groups)
 
     def unfold(self, rows: Tensor) -> Tensor:
         """`[V, B, D] -> [V, N, *in]`."""
@@ -112,8 +113,8 @@ class GroupStatistics(Standardized):
         share = torch.linalg.vecdot(rows, self.unit)[..., None]
         centred = self.project(rows)
         if torch.is_grad_enabled():
-            return self.unfold((centred - self.unit * (share / self.size)) * self.rstd).to(mat.dtype)
-        return self.unfold(torch.addcmul(centred, self.unit, share, value=-1 / self.size) * self.rstd).to(mat.dtype)
+            return self.unfold((centred - self.unit * (share / self.divisor)) * self.rstd).to(mat.dtype)
+        return self.unfold(torch.addcmul(centred, self.unit, share, value=-1 / self.divisor) * self.rstd).to(mat.dtype)
 
     def pull(self, mat: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if is_differentiated() or mat.dtype != self.unit.dtype or not len(mat):
@@ -143,8 +144,8 @@ class GroupStatistics(Standardized):
         h = self.project(self.fold(wide(grad)[None]))
         c = (h * x).sum(-1, keepdim=True)
         along_x, along_h = (rows * x).sum(-1, keepdim=True), (rows * h).sum(-1, keepdim=True)
-        product = h * along_x + x * (along_h - (3 / self.size) * c * along_x) + c * self.project(rows)
-        return self.unfold(product * (-self.rstd.square() / self.size)).to(mat.dtype)
+        product = h * along_x + x * (along_h - (3 / self.divisor) * c * along_x) + c * self.project(rows)
+        return self.unfold(product * (-self.rstd.square() / self.divisor)).to(mat.dtype)
 
     def normalized(self, x: Series) -> Series:
         """`x̂(t) = d (1 + mean(d d) - mean(x̂ x̂))^(-1/2)` with `d = r P x(t)`, and `x̂` and `r` those at the point."""
@@ -199,7 +200,7 @@ class GroupStatistics(Standardized):
         """Columns of the groups `[B, K, D]` as columns of samples `[G K, N, *in]`, zero outside their group."""
         own = self._by_sample(vectors)  # [G, K, N, D]
         placed = torch.diag_embed(own.permute(1, 2, 3, 0)).permute(3, 0, 1, 4, 2)  # [G, K, N, G, D]
-        return placed.reshape(-1, *grad.shape).to(grad.dtype)
+        return placed.reshape(placed.shape[:2].numel(), *grad.shape).to(grad.dtype)
 
 
 class BatchStatistics(GroupStatistics):

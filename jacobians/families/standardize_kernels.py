@@ -21,7 +21,7 @@ class FeatureStatistics(GroupStatistics):
         source, mean, rstd = (repeated(x, step) for x in (self.source, self.mean, self.rstd))
 
         def multiply(part: Tensor) -> Tensor:
-            rows = part.reshape(-1, self.size).contiguous()
+            rows = part.reshape(part.numel() // max(1, self.size), self.size).contiguous()
             n, only = len(rows), [True, False, False]
             found = torch.ops.aten.native_layer_norm_backward(
                 rows, source[:n], [self.size], mean[:n], rstd[:n], flat, None, only
@@ -56,4 +56,4 @@ class ChannelStatistics(GroupStatistics):
 
 def repeated(rows: Tensor, times: int) -> Tensor:
     """`[B, D]` as `[times B, D]`, contiguous as torch's kernels need it."""
-    return rows.expand(times, *rows.shape).reshape(-1, rows.shape[1]).contiguous()
+    return rows.expand(times, *rows.shape).flatten(0, 1).contiguous()

@@ -1,8 +1,8 @@
-"""Normalisations as compositions, while derivatives of derivatives are taken by forward mode.
+"""Normalisations and norms as compositions, while derivatives of derivatives are taken by forward mode.
 
 torch's fused kernels (seen in 2.13) return mean and `1 / std` beside the result. Its formulas take them for constants
 when they are differentiated once more: `jvp` of `jvp` of `F.layer_norm` is silently wrong, and so are third derivatives
-by reverse mode.
+by reverse mode. `jvp` of `jvp` of a norm is right, but has no gradient: torch writes into what that needs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from bpk.jacobians.core.numeric import safe_sqrt
 
 
 def standardized(x: Tensor, axes: list[int], eps: float, centred: bool = True) -> Tensor:
@@ -105,6 +107,45 @@ def instance_norm(
     return scaled(unit, channels(weight, input), channels(bias, input))
 
 
+def euclidean(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """The length of vectors along some axes (all by default), with the derivative 0 at 0."""
+    axes = [*range(x.dim())] if dim is None else dim
+    return safe_sqrt(x.square().sum(axes, keepdim))
+
+
+def norm(
+    input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Tensor:
+    """`torch.norm`."""
+    if p not in (None, "fro", 2) or out is not None or dtype is not None:
+        return torch.norm(input, p, dim, keepdim, out, dtype)
+    return euclidean(input, dim, keepdim)
+
+
+def vector_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    """`torch.linalg.vector_norm`."""
+    if ord != 2 or any(x is not None for x in kwargs.values()):
+        found: Tensor = torch.linalg.vector_norm(x, ord, dim, keepdim, **kwargs)
+        return found
+    return euclidean(x, dim, keepdim)
+
+
+def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    """`torch.linalg.norm`."""
+    of_vectors = ord == 2 and (isinstance(dim, int) or (dim is None and A.dim() == 1))
+    if not (ord is None or of_vectors) or any(x is not None for x in kwargs.values()):
+        found: Tensor = torch.linalg.norm(A, ord, dim, keepdim, **kwargs)
+        return found
+    return euclidean(A, dim, keepdim)
+
+
+def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
+    """`F.normalize`."""
+    if p != 2 or out is not None:
+        return F.normalize(input, p, dim, eps, out)
+    return input / euclidean(input, dim, True).clamp_min(eps)
+
+
 def parameters_first(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """With the order of arguments that `torch.batch_norm` and `torch.instance_norm` have."""
 
@@ -135,6 +176,11 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.batch_norm: parameters_first(batch_norm),
     F.instance_norm: instance_norm,
     torch.instance_norm: parameters_first(instance_norm),
+    torch.norm: norm,
+    Tensor.norm: lambda self, p="fro", dim=None, keepdim=False, dtype=None: norm(self, p, dim, keepdim, dtype=dtype),
+    torch.linalg.vector_norm: vector_norm,
+    torch.linalg.norm: linalg_norm,
+    F.normalize: normalize,
 }
 """What stands for a fused function."""
 
@@ -143,7 +189,7 @@ OTHERS = (torch.native_layer_norm, torch.native_group_norm, torch.native_batch_n
 
 
 class Composed(TorchFunctionMode):
-    """Inside, fused normalisations are compositions."""
+    """Inside, fused normalisations and norms are compositions."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

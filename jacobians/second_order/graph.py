@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.func import jvp, vjp, vmap
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.numeric import is_differentiated
+from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
@@ -67,6 +67,9 @@ def vector_jacobian_products(
         )
 
     count = len(columns[0])
+    if not count:  # what depends on what is asked nevertheless
+        found = ask([mat.new_zeros(mat.shape[1:]) for mat in columns], False)
+        return [None if x is None else x.new_zeros(0, *x.shape) for x in found]
     if count > FEW:
         with suppress(RuntimeError):  # what else was wrong is raised again
             return list(ask(columns, True))
@@ -126,7 +129,7 @@ class Graph:
         """`J M`: columns `[V, N, *in]` or `[V, *p]` forth to the output. `J` is the derivative of `J^T u` in `u`."""
         if wrt not in self._pushed:
             with torch.enable_grad():
-                at = torch.zeros_like(self.output, requires_grad=True)
+                at = placeholder(self.output)
                 self._pushed[wrt] = at, products([self.output], [self.leaves[wrt]], [at[None]], further=True)[0]
         at, pulled = self._pushed[wrt]
         found = None if pulled is None or not len(mat) else products([pulled], [at], [mat[:, None]])[0]

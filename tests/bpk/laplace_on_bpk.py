@@ -234,6 +234,33 @@ class Tokens(nn.Module):
         return (x.flatten(1) > 0).long()
 
 
+class Scaled(nn.Module):
+    """A layer with a scalar parameter behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(36, 3), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.linear(x.flatten(1)).tanh()
+
+
+def scalars() -> float:
+    """Predictions of a model with a scalar parameter, against Jacobians by `torch.func`."""
+    model, errors, x = Scaled(), [], INPUTS[:4]
+    params = dict(model.named_parameters())
+    jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(params)
+    rows = torch.cat([jacobians[name].reshape(4, 3, -1) for name in params], 2).detach()
+    for structure in ("diag", "full"):
+        laplace = laplace_torch.Laplace(model, "regression", "all", structure)
+        laplace.fit(loader("regression"))
+        variance = laplace._glm_predictive_distribution(x)[1]
+        precision = laplace.posterior_precision
+        inverse = torch.linalg.inv(precision if structure == "full" else precision.diag())
+        errors.append(difference(variance, torch.einsum("ncp,pq,ndq->ncd", rows, inverse, rows)))
+    return max(errors)
+
+
 def refusals() -> list[str]:
     """What is refused, in words."""
     found = []
@@ -253,6 +280,12 @@ def refusals() -> list[str]:
         laplace_torch.posterior_of(fit("classification", "all", "full", GGN))
     except UnsupportedLayer as error:
         found.append(str(error))
+    frozen = copy.deepcopy(PERCEPTRON)
+    frozen[-1].bias.requires_grad_(False)
+    try:
+        laplace_torch.Laplace(frozen, "classification", "last_layer", "full").fit(loader("classification"))
+    except ValueError as error:
+        found.append(str(error))
     return found
 
 
@@ -265,7 +298,8 @@ def report() -> dict[str, Any]:
         found |= {f"sampled {structure} {name}": sampled(structure, backend) for structure in ("diag", "kron")}
         found[f"training {name}"] = training(backend)
     found |= {
-        check.__name__: check() for check in (low_rank, covariances, without_jacobians, others, by_jacobians, refusals)
+        check.__name__: check()
+        for check in (low_rank, covariances, without_jacobians, others, by_jacobians, scalars, refusals)
     }
     for likelihood in TARGETS:
         for subset in ("all", "last_layer"):

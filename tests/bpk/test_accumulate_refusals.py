@@ -53,6 +53,24 @@ def test_what_does_not_add_up_is_refused_with_a_way_out(extension: BackpropExten
         bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], extension)
 
 
+@pytest.mark.parametrize("extensions", [(), (E.BatchGrad(),)], ids=["gradient", "rows"])
+@pytest.mark.parametrize("same", [True, False], ids=["one output", "two outputs"])
+def test_a_part_of_the_objective_that_does_not_tell_its_divisor_is_refused(same: bool, extensions: Any) -> None:
+    """Batches would be weighted by the divisor of the other part."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)})
+    batches = [(torch.randn(n, 4), torch.arange(n) % 3) for n in (3, 1, 2)]
+
+    def step(model: Any, loss_fn: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        first = model["a"](x)
+        other = (first if same else model["b"](x)).square().mean()
+        return loss_fn(first, y) + 0.3 * other
+
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0]))
+    with pytest.raises(UnsupportedLayer, match=r"(?s)without passing an extended loss.*divides"):
+        bpk.accumulate(model, loss_fn, batches, *extensions, step=step, per_sample=bool(extensions))
+
+
 def test_weights_of_one_batch_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weights belong to the samples of one batch.*\n.*function"):
         bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], E.WeightedGrad(torch.ones(4)))

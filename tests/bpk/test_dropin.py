@@ -208,7 +208,7 @@ def test_laplace_uses_bpk(on_laplace: dict[str, float]) -> None:
 
 @needs_laplace
 def test_a_backend_of_laplace_without_jacobians(on_laplace: dict[str, float]) -> None:
-    for name in ("low_rank", "covariances", "others", "by_jacobians"):
+    for name in ("low_rank", "covariances", "others", "by_jacobians", "scalars"):
         assert on_laplace[name] < 1e-10, name
     assert on_laplace["without_jacobians"] is True
     words = (
@@ -217,6 +217,7 @@ def test_a_backend_of_laplace_without_jacobians(on_laplace: dict[str, float]) ->
         "transposed convolutions",
         "do not depend on unused",
         "FullLaplace is no posterior",
+        "do not require gradients: bias",
     )
     for message, word in zip(on_laplace["refusals"], words, strict=True):  # type: ignore[call-overload]
         assert word in message

@@ -165,6 +165,27 @@ def test_wrong_second_derivatives_are_not_used() -> None:
     assert bpk.verify(model, loss_fn, x, torch.randn(5, 3), E.DiagGGNExact(), E.GGNMP())
 
 
+def test_products_behind_logcumsumexp() -> None:
+    """Torch's derivatives of its gradient are NaN where that is zero, and further ones everywhere."""
+
+    class Running(nn.Module):
+        def __init__(self, written_out: bool) -> None:
+            super().__init__()
+            self.first, self.last, self.written_out = nn.Linear(4, 4), nn.Linear(4, 3), written_out
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            m = x.amax(1, keepdim=True)
+            return self.last(m + (x - m).exp().cumsum(1).log() if self.written_out else x.logcumsumexp(1))
+
+    loss_fn, x, y = bpk.extend(nn.CrossEntropyLoss()), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    for quantity in (E.HMP(), E.GGNMP(), E.PCHMP()):
+        with pytest.raises(NotImplementedError, match=r"(?s)before 'last'.*logcumsumexp are NaN"):
+            backward(bpk.extend(Running(False)), loss_fn, x, y, quantity)
+    assert bpk.verify(Running(False), loss_fn, x, y, E.DiagHessian(), E.DiagGGNExact())
+    assert bpk.verify(Running(True), loss_fn, x, y, E.HMP(), E.GGNMP())
+
+
 def test_functions_that_autograd_differentiates_once() -> None:
     class Segments(nn.Module):
         """The mean of every two features, by a function without a second derivative in any version of torch so far."""

@@ -259,6 +259,14 @@ def test_eigenpairs_of_two_losses(of: str, monkeypatch: pytest.MonkeyPatch) -> N
         bpk.eigenpairs(apart, both, of=of)
 
 
+def test_eigenpairs_of_zero() -> None:
+    """The GGN of a loss that is linear in its prediction: there are none."""
+    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1))), bpk.extend(nn.NLLLoss())
+    pairs = bpk.eigenpairs(model, loss_fn(model(torch.randn(N, 3)), torch.arange(N) % 2), k=3)
+    assert pairs.values.shape == (0,) and pairs.slopes.shape == pairs.curvatures.shape == (N, 0)
+    assert {name: v.shape for name, v in pairs.vectors.items()} == {"0.weight": (0, 2, 3), "0.bias": (0, 2)}
+
+
 def test_memory_is_that_of_one_layers_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of few more: one column makes a block here, and a few rows are made at a time."""
     monkeypatch.setattr("bpk.sweeps.columns.PIECE", 1)
@@ -337,7 +345,7 @@ def test_refusals() -> None:
     model, x = nn.Linear(3, 2), torch.randn(N, 3)
     with pytest.raises(ValueError, match="kind must be one of"):
         bpk.ntk(model, x, kind="all")
-    with pytest.raises(ValueError, match="have the shapes"):
+    with pytest.raises(ValueError, match=r"(?s)shapes \[\[3\]\] and \[\[4\]\].*padding would change.*J1 @ J2.T, with"):
         bpk.ntk(model, x, torch.randn(N, 4))
     with pytest.raises(ValueError, match=r"names \['1.weight'\]"):
         bpk.predictive_covariance(model, x, Diagonal({"1.weight": torch.ones(2, 3)}))

@@ -38,6 +38,90 @@ def test_without_forward_mode() -> None:
     torch.testing.assert_close(ggn @ v[:, 0], 2 * jacobian.T @ jacobian @ v[:, 0])
 
 
+class Bagged(nn.Module):
+    """Weighted bags of tokens, given by offsets; one is empty. Torch differentiates its kernel once, and backwards."""
+
+    def __init__(self, mode: str, written_out: bool) -> None:
+        super().__init__()
+        self.bag, self.last = nn.EmbeddingBag(5, 4, mode=mode, padding_idx=1), nn.Linear(4, 3)
+        self.scale, self.written_out = nn.Parameter(torch.linspace(0.5, 1, 6)), written_out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weights, offsets = self.scale if self.bag.mode == "sum" else None, torch.tensor([0, 2, 2, 5])
+        if not self.written_out:
+            return self.last(self.bag(tokens, offsets, weights).tanh())
+        table = nn.functional.embedding(tokens, self.bag.weight)
+        rows = table if weights is None else weights[:, None] * table
+        parts = [[k for k in bag if tokens[k] != 1] for bag in ([0, 1], [], [2, 3, 4], [5])]
+        reduce = {"sum": lambda x: x.sum(0), "mean": lambda x: x.mean(0), "max": lambda x: x.amax(0)}[self.bag.mode]
+        each = [reduce(rows[part]) if part else rows.new_zeros(4) for part in parts]
+        return self.last(torch.stack(each).tanh())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings(mode: str) -> None:
+    tokens, y = torch.tensor([0, 3, 1, 2, 4, 0]), torch.tensor([0, 2, 1, 1])
+    models = Bagged(mode, False).to(DOUBLE), Bagged(mode, True).to(DOUBLE)
+    models[1].load_state_dict(models[0].state_dict())
+    for kind in (operators.Hessian, operators.GGN, operators.EmpiricalFisher, operators.Jacobian):
+        found, expected = (kind(m, nn.CrossEntropyLoss(), (tokens, y)) for m in models)
+        v = torch.randn(found.shape[1], 2, dtype=DOUBLE)
+        torch.testing.assert_close(found @ v, expected @ v)
+        torch.testing.assert_close(found @ v[:, 0], expected @ v[:, 0])
+
+
+class Scaled(nn.Module):
+    """Padded tokens, gradients by frequency, a scalar parameter, and one number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Embedding(5, 4, padding_idx=-4), nn.Parameter(torch.tensor(0.7))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last((self.table(tokens) * self.scale).tanh().flatten(1)).squeeze(1)
+
+
+def test_padding_scalars_and_predictions_without_an_axis() -> None:
+    """The row of padding is a constant, as for the gradient; torch's forward mode does not know."""
+    model, tokens = Scaled().to(DOUBLE), torch.tensor([[0, 1], [1, 1], [2, 4], [3, 3]])
+    model.table.weight.data[1] = torch.randn(4)
+    z, params = model(tokens), list(model.parameters())
+    rows = [torch.cat([g.flatten() for g in torch.autograd.grad(e, params, retain_graph=True)]) for e in z]
+    jacobian, y = torch.stack(rows), torch.rand(4, dtype=DOUBLE)
+    loss_fn, slope = nn.BCEWithLogitsLoss(), z.detach().sigmoid()
+    expected = {
+        operators.Jacobian: jacobian,
+        operators.GGN: jacobian.T @ ((slope * (1 - slope))[:, None] * jacobian) / 4,
+        operators.EmpiricalFisher: jacobian.T @ ((slope - y).square()[:, None] * jacobian) / 4,
+    }
+    for kind, matrix in expected.items():
+        torch.testing.assert_close(kind(model, loss_fn, (tokens, y)).to_dense(), matrix)
+    fisher = operators.Fisher(model, loss_fn, (tokens, y), mc_samples=20000).to_dense()
+    assert (fisher - expected[operators.GGN]).norm() < 0.05 * fisher.norm()
+    assert operators.KFAC(model, loss_fn, (tokens, y)).to_dense().shape == (30, 30)
+
+
+def test_a_batch_whose_targets_are_all_ignored_does_not_count() -> None:
+    model, loss_fn, x = nn.Linear(4, 3).to(DOUBLE), nn.CrossEntropyLoss(), torch.randn(5, 4, dtype=DOUBLE)
+    y = torch.tensor([0, -100, 2, 1, -100])
+    for kind in (operators.GGN, operators.Hessian, operators.Fisher, operators.EmpiricalFisher):
+        found = kind(model, loss_fn, [(x[:4], y[:4]), (x[4:], y[4:])])
+        whole = kind(model, loss_fn, [(x[:4], y[:4])])
+        torch.testing.assert_close(found.to_dense(), whole.to_dense())
+
+
+def test_functions_without_a_second_derivative_are_named() -> None:
+    class Segments(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.full((2 * len(x),), 2)
+            return torch.segment_reduce(super().forward(x).flatten(), "mean", lengths=rows).view(-1, 2)
+
+    ggn = operators.GGN(Segments(4, 4), nn.MSELoss(), (torch.randn(5, 4), torch.zeros(5, 2)))
+    with pytest.raises(NotImplementedError, match=r"(?s)a function of Segments.*segment_reduce.*operators.KFAC"):
+        ggn @ torch.ones(20)
+
+
 # ---- other libraries ----------------------------------------------------------------------------
 
 

@@ -61,12 +61,25 @@ def test_kronecker_factors_of_both_orientations(extension: type[E.BackpropExtens
 
 
 def test_nearest_kronecker_product() -> None:
-    """Against the singular value decomposition of the rearranged sum."""
+    """Against the singular value decomposition of the rearranged sum, also where a Gram matrix is (nearly) singular."""
     torch.manual_seed(0)
-    grams = [torch.randn(k, k, dtype=torch.float64) for k in (3, 2, 3, 2)]
-    g1, a1, g2, a2 = (g @ g.T for g in grams)
-    total = torch.einsum("ij,kl->ikjl", g1, a1) + torch.einsum("ij,kl->ikjl", g2, a2)
-    u, s, v = torch.linalg.svd(total.permute(0, 2, 1, 3).reshape(9, 4))
-    best = s[0] * torch.outer(u[:, 0], v[0])
+    g1, a1, g2, a2 = (g @ g.T for g in (torch.randn(k, k, dtype=torch.float64) for k in (3, 2, 3, 2)))
+    for terms in (
+        [[g1, a1], [g2, a2]],
+        [[g1, a1], [2 * g1, a2]],
+        [[g1, a1], [g2, a1 / 3]],
+        [[g1, a1], [g1, a1]],
+        [[g1, a1], [g1 * (1 + 1e-9), a2]],
+        [[0 * g1, a1], [g2, a2]],
+        [[g1, 0 * a1], [g2, a2]],
+        [[g1, 0 * a1], [g2, 0 * a2]],
+        [[1e-12 * g1, 1e12 * a1], [1e6 * g2, 1e-6 * a2]],
+    ):
+        u, s, v = torch.linalg.svd(sum(torch.outer(g.flatten(), a.flatten()) for g, a in terms))
+        left, right = nearest_kronecker(terms)
+        best = s[0] * torch.outer(u[:, 0], v[0])
+        torch.testing.assert_close(torch.outer(left.flatten(), right.flatten()), best)
+        assert all(torch.linalg.eigvalsh(x).amin() >= -1e-12 * x.norm() for x in (left, right))
     left, right = nearest_kronecker([[g1, a1], [g2, a2]])
-    torch.testing.assert_close(torch.outer(left.flatten(), right.flatten()), best)
+    coefficients = torch.linalg.lstsq(torch.stack([g1.flatten(), g2.flatten()], 1), left.flatten()[:, None]).solution
+    torch.testing.assert_close(coefficients[0, 0], coefficients.new_ones(()))

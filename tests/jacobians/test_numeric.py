@@ -28,6 +28,15 @@ def test_products(dtype: torch.dtype) -> None:
         torch.testing.assert_close(out, expected)
 
 
+def test_products_are_differentiated_where_logarithms_of_a_gradient_have_derivatives() -> None:
+    """Torch's gradient of logcumsumexp is made of logarithms of what arrives."""
+    x, at = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), numeric.placeholder(torch.zeros(2, 3).double())
+    pulled = torch.autograd.grad(x.logcumsumexp(1), x, at, create_graph=True)[0]
+    jacobian = torch.autograd.functional.jacobian(lambda x: x.logcumsumexp(1), x)
+    (found,) = torch.autograd.grad(pulled, at, torch.ones_like(x))
+    torch.testing.assert_close(found, jacobian.sum((2, 3)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums_of_squares(dtype: torch.dtype, weighted: bool) -> None:

@@ -266,7 +266,7 @@ class Reference:
             grads = gradients(self.share(n), params, create_graph=True)
             for (name, p), g in zip(self.params.items(), grads, strict=True):
                 rows = [gradients(entry, [p])[0].flatten() for entry in g.flatten()]
-                blocks[name].append(torch.stack(rows))
+                blocks[name].append(torch.stack(rows) if rows else p.new_zeros(0, 0))
         return {name: torch.stack(b) for name, b in blocks.items()}
 
     def hessian_batch(self, name: str) -> Tensor:

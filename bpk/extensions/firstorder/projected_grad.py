@@ -32,7 +32,7 @@ class Projecting:
         p = uses.param
         if self.kind == "factored" and p.dim() > 1:
             return uses.projected(*self.factors(p.shape, p)).flatten(2)
-        return torch.cat([uses.along(rows.view(-1, *p.shape)) for rows in self.matrix(p.numel(), p)], 2)
+        return torch.cat([uses.along(rows.view(len(rows), *p.shape)) for rows in self.matrix(p.numel(), p)], 2)
 
     def of_gradients(self, gradients: Tensor, shape: torch.Size) -> Tensor:
         """`[..., k]`, of gradients `[..., P]` of a parameter of this shape."""

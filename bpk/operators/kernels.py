@@ -1,0 +1,101 @@
+"""Torch's kernels that cannot be differentiated twice, or forward: others stand in for them, where there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.rules import REGISTRY
+from bpk.sweeps.twice import ONCE
+
+
+@contextmanager
+def exact_kernels() -> Iterator[None]:
+    """Attention and embeddings by functions that can be differentiated twice, and forward."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), LookedUp():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class LookedUp(TorchFunctionMode):
+    """Inside, derivatives of embeddings are the same forward and back.
+
+    Torch (seen in 2.13) keeps the row of `padding_idx` constant in reverse mode only, and bags have no forward mode.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`F.embedding`, with its true derivative: dense, and not scaled by how often a token occurs."""
+    found = F.embedding(input, weight, None, max_norm, norm_type)
+    if padding_idx is None:
+        return found
+    return torch.where((input == padding_idx % len(weight))[..., None], found.detach(), found)
+
+
+def bags(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """`F.embedding_bag`."""
+    options: dict[str, Any] = {"mode": mode, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
+    layer = nn.EmbeddingBag(weight.shape[0], weight.shape[1], max_norm, norm_type, **options, device="meta")
+    rule = REGISTRY.find(layer)
+    assert rule is not None
+    binding = rule.bind(layer, (input, offsets, per_sample_weights), {})
+    return rule.forward(binding.options, binding.inputs, {"weight": weight})
+
+
+STAND_INS: dict[Any, Callable[..., Tensor]] = {F.embedding: embedding, F.embedding_bag: bags}
+"""By the function that they stand for."""
+
+
+@contextmanager
+def said(model: nn.Module) -> Iterator[None]:
+    """Say that a function of a model has no second derivative, where torch does."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE):
+            raise
+        raise UnsupportedLayer(
+            explain(
+                f"Products cannot pass a function of {type(model).__name__}.",
+                f"torch has neither its derivative in forward mode nor its second one: {reason}",
+                "write the function with others, or use bpk.operators.KFAC, which goes by rules.",
+            )
+        ) from error

@@ -1,0 +1,50 @@
+"""Whose curvature is kept: parameters that are trained now, and those that a saved state is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from bpk.jacobians.core.errors import explain
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require gradients, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def take_up(now: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
+    """Add those that were unfrozen to the known ones; refuse those that were replaced."""
+    for name, p in now.items():
+        if known.setdefault(name, p) is not p:
+            raise ValueError(
+                explain(
+                    f"Parameter '{name}' is another one than before.",
+                    "curvature that is kept belongs to the one that it has replaced.",
+                    "build the preconditioner after layers are replaced.",
+                )
+            )
+
+
+def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
+    """Refuse a saved state that is not one of these parameters, or lacks what steps depend on."""
+    strange = sorted(set(state["means"]) - set(params))
+    if strange:
+        raise ValueError(
+            explain(
+                f"The state has curvature of parameters that this model lacks: {', '.join(strange)}.",
+                "running means belong to parameters by name.",
+                "build the same model, with the same parameters frozen.",
+            )
+        )
+    missing = {"orders", "looked_at"} - set(state)
+    if missing:
+        raise ValueError(
+            explain(
+                f"The state lacks {' and '.join(sorted(missing))}.",
+                "it was written by an earlier version, which did not save in which order factors have the entries.",
+                "go on with a new preconditioner: it looks at curvature in its first step.",
+            )
+        )

@@ -1,0 +1,73 @@
+"""Preconditioners whose model changes in the middle of training: its precision, and which parameters are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bpk.preconditioners import Preconditioner
+from tests.bpk.test_preconditioners import dense_solve, diagonal, ekfac, fields, kfac, take_step
+from tests.helpers import data, mlp
+
+Make = Callable[..., Preconditioner]
+
+
+def steps(make: Make, intervals: tuple[int, int], change: Callable[[nn.Module], object]) -> list[Tensor]:
+    """Gradients of the fourth to the seventh step, with a change before each."""
+    torch.manual_seed(0)
+    model = mlp()
+    every = {"interval": intervals[0]} if make is diagonal else {"intervals": intervals}
+    preconditioner, found = make(model, **every), list[Tensor]()
+    for number in range(7):
+        x, y = data()
+        if number > 2:
+            change(model)
+        take_step(model, preconditioner, x.to(next(model.parameters()).dtype), y)
+        if number > 2:
+            assert all(p.grad.dtype is p.dtype for p in model.parameters())
+            found += [p.grad.double() for p in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("make", [kfac, diagonal, ekfac])
+def test_another_precision(make: Make) -> None:
+    """What is kept is brought to it, whether the next step looks at curvature (the fourth does) or not."""
+    for intervals in ((3, 5), (4, 100)):
+        expected = steps(make, intervals, lambda model: None)
+        found = steps(make, intervals, lambda model: model.to(torch.float32))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        found = steps(make, intervals, lambda model: model.to(torch.float32).to(torch.float64))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [kfac, diagonal])
+def test_unfrozen_parameters_are_taken_up_at_once(make: Make) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), data()
+    model[0].requires_grad_(False)
+    preconditioner = make(model, **({"interval": 100} if make is diagonal else {"intervals": (100, 100)}))
+    for _ in range(2):
+        take_step(model, preconditioner, x, y)
+    assert not preconditioner.extensions
+    model[0].requires_grad_(True)
+    curvature, gradients = fields(model, x, y)
+    take_step(model, preconditioner, x, y)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, dense_solve(make, curvature[name], gradients[name]))
+    assert not preconditioner.extensions
+
+
+def test_replaced_parameters_and_old_states_are_refused() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), data()
+    preconditioner = kfac(model)
+    take_step(model, preconditioner, x, y)
+    old = {key: value for key, value in preconditioner.state_dict().items() if key != "orders"}
+    with pytest.raises(ValueError, match=r"(?s)lacks orders.*earlier version.*new preconditioner"):
+        kfac(model).load_state_dict(old)
+    model[2] = nn.Linear(3, 3).double()
+    with pytest.raises(ValueError, match=r"(?s)'2.weight' is another one.*after layers are replaced"):
+        take_step(model, preconditioner, x, y)
