@@ -15,6 +15,7 @@ from bpk.recording import engine
 from bpk.recording.activations import nothing
 from bpk.recording.fsdp import pass_on_sharding
 from bpk.recording.graph_nodes import Edge
+from bpk.recording.hooks_for_all import Watch
 from bpk.recording.identity import alias
 from bpk.recording.ownership import owner_of
 from bpk.recording.record import Record
@@ -150,6 +151,8 @@ def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         given = [x for x in tensors_in((*args, *kwargs.values())) if not x.is_nested]
         CTX.called, CTX.given = module, tuple([x.shape for x in given])
         CTX.data = given[0] if given else None
+        if engine.GLOBAL_FORWARD_HOOKS and CTX.watch is None:
+            CTX.watch = Watch()
         if MANAGED in sys.modules:
             pass_on_sharding(is_quiet)
 
@@ -164,3 +167,6 @@ def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
             if x.grad_fn is not None and CTX.given:
                 engine.belongings(x.grad_fn)[GIVEN] = CTX.given
         CTX.called, CTX.given, CTX.data = None, (), None
+        if CTX.watch is not None:
+            CTX.watch.end()
+            CTX.watch = None
