@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor, nn
 
 from bpk.jacobians.rule import Rule
@@ -9,18 +11,27 @@ from bpk.recording.record import holder_of, parameters_of
 
 
 def read_parameters(module: nn.Module, rule: Rule | None) -> dict[str, Tensor] | None:
-    """The parameters of a call, by the names that its rule gives; `None` if reading them gives another tensor.
+    """The parameters of a call, by the names that its rule gives; `None` if a layer reads other tensors there.
 
     Those of a parametrisation are not read at all: it may draw random numbers, or count how often it is called.
     """
-    for path in () if rule is None else rule.params_of(module):
-        holder, name = (module, path) if path in module._parameters else holder_of(module, path)
-        kind, registered = type(holder), holder._parameters.get(name)
-        if hasattr(kind, name) and name not in holder._parameters:
-            return None
-        usual = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
-        if usual and name not in holder.__dict__ and not hasattr(kind, name):
-            continue
-        if registered is not None and getattr(holder, name) is not registered:
-            return None
+    names = () if rule is None else tuple(rule.params_of(module))
+    plain = finds_registered(type(module), names) and module.__dict__.keys().isdisjoint(names)
+    if not plain and any(reads_another(*holder_of(module, name)) for name in names):
+        return None
     return parameters_of(module, rule)
+
+
+@lru_cache(maxsize=256)
+def finds_registered(kind: type, names: tuple[str, ...]) -> bool:
+    """Whether reading these names gives what modules of a class have registered, but for attributes of one."""
+    plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
+    return plain and not any("." in name or hasattr(kind, name) for name in names)
+
+
+def reads_another(holder: nn.Module, name: str) -> bool:
+    """Whether a module that reads a parameter gets another tensor than it has registered, if it has."""
+    if name not in holder._parameters:
+        return hasattr(type(holder), name)
+    registered = holder._parameters[name]
+    return registered is not None and getattr(holder, name) is not registered
