@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ def read_parameters(module: nn.Module, rule: Rule | None) -> dict[str, Tensor] |
 
 
 @lru_cache(maxsize=256)
-def finds_registered(kind: type, names: tuple[str, ...]) -> bool:
+def finds_registered(kind: type[Any], names: tuple[str, ...]) -> bool:
     """Whether reading these names gives what modules of a class have registered, but for attributes of one."""
     plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
     return plain and not any("." in name or hasattr(kind, name) for name in names)
