@@ -17,7 +17,8 @@ def read_parameters(module: nn.Module, rule: Rule | None) -> dict[str, Tensor] |
     Those of a parametrisation are not read at all: it may draw random numbers, or count how often it is called.
     """
     names = () if rule is None else tuple(rule.params_of(module))
-    plain = finds_registered(type(module), names) and module.__dict__.keys().isdisjoint(names)
+    kind: Any = type(module)
+    plain = finds_registered(kind, names) and module.__dict__.keys().isdisjoint(names)
     if not plain and any(reads_another(*holder_of(module, name)) for name in names):
         return None
     return parameters_of(module, rule)
