@@ -147,7 +147,7 @@ def is_quiet() -> bool:
 
 def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
-    if CTX.called is None:
+    if CTX.called is None and not (CTX.quiet and engine.checkpointing() is None):  # `bpk` calls it again: no model runs
         given = [x for x in tensors_in((*args, *kwargs.values())) if not x.is_nested]
         CTX.called, CTX.given = module, tuple([x.shape for x in given])
         CTX.data = given[0] if given else None

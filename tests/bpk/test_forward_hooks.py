@@ -137,3 +137,16 @@ def test_a_hook_that_overwrites_the_input_of_a_layer_that_is_evaluated_again() -
         model[2].register_forward_pre_hook(overwrite)
         with pytest.raises(RuntimeError):
             fields(model)
+
+
+def test_a_loss_that_is_evaluated_again_is_no_model_that_runs() -> None:
+    class Quartic(nn.Module):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return ((x - target) ** 4).mean()
+
+    layer, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(Quartic())
+    for n in (1, 2):
+        with bpk.backpack(E.HMP(), E.BatchGrad()):
+            loss_fn(layer(torch.ones(n, 4)), torch.zeros(n, 3)).backward()
+        layer.weight.hmp(torch.ones(3, 4))
+        assert CTX.called is None and layer.weight.grad_batch.shape == (n, 3, 4)
