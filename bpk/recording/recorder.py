@@ -187,7 +187,7 @@ def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def mark_results(module: nn.Module, output: Any) -> Any:
     """Write down that parameters of a module are used somewhere before its results."""
-    changed = {id(x): passage(module, x) for x in tensors_in(output) if x.requires_grad}
+    changed = {id(x): passage(module, x) for x in tensors_in(output) if x.requires_grad and x.dim()}
     return substitute(output, changed) if changed else None
 
 
