@@ -49,14 +49,15 @@ def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bo
 def is_laid_out_as_given(record: Record, found: Tensor, n: int) -> bool:
     """Whether a call that sees the first axes of what the model was given, maybe as one, has samples along the first.
 
-    It need not be given data itself: a parameter may have been added to it.
+    It need not be given data itself: a parameter may have been added to it. Of another tensor that the model was given
+    (nodes beside the matrix of a graph) the rows are no groups of samples, either.
     """
-    first = record.given[0] if record.given else torch.Size()
-    if len(found) == n or len(first) < 2 or not record.inputs:
+    if len(found) == n or not record.inputs:
         return True
-    if record.shifted:
-        return record.inputs[0].shape[: record.shifted + 1] != first[: record.shifted + 1]
-    if len(found) != first[0] * first[1]:
+    seen, last, first = record.inputs[0].shape, max(1, record.shifted) + 1, record.given[0] if record.given else ()
+    if any(len(given) > 1 and seen[:last] == given[:last] for given in record.given):
+        return False
+    if record.shifted or len(first) < 2 or len(found) != first[0] * first[1]:
         return True
     number = torch.arange(len(found))
     return any(bool(((found < 0) | (found == order)).all()) for order in (number // first[1], number % n))

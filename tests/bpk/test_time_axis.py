@@ -186,3 +186,29 @@ def test_steps_in_front_of_what_a_parameter_has_scaled(
         loss_fn(prediction(x).flatten(0, -2), y.flatten()).backward()
     for p, rows in zip(model.parameters(), zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+class Nodes(nn.Module):
+    """What comes first among the arguments is shared by all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, matrix: Tensor, x: Tensor) -> Tensor:
+        return self.last((matrix @ self.first(x)).tanh())
+
+
+@pytest.mark.parametrize(("k", "n"), [(2, 4), (3, 6), (2, 6), (4, 2)])
+def test_nodes_beside_the_matrix_of_their_graph(k: int, n: int) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Nodes().double()), bpk.extend(nn.CrossEntropyLoss())
+    matrix, x, y = torch.rand(k, k).double(), rand(n, k, 3), torch.randint(3, (n, k))
+    expected = []
+    for one, target in zip(x, y, strict=True):
+        loss = F.cross_entropy(model(matrix, one[None])[0], target) / n
+        expected.append(torch.autograd.grad(loss, list(model.parameters())))
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(matrix, x).flatten(0, 1), y.flatten()).backward()
+    for p, rows in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
