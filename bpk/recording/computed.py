@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from bpk.jacobians.rule import Rule
 from bpk.recording.record import holder_of, parameters_of
+
+PLAIN: WeakKeyDictionary[type[nn.Module], dict[tuple[str, ...], bool]] = WeakKeyDictionary()
+"""What `finds_registered` has said of classes."""
 
 
 def read_parameters(module: nn.Module, rule: Rule | None) -> dict[str, Tensor] | None:
@@ -17,18 +19,20 @@ def read_parameters(module: nn.Module, rule: Rule | None) -> dict[str, Tensor] |
     Those of a parametrisation are not read at all: it may draw random numbers, or count how often it is called.
     """
     names = () if rule is None else tuple(rule.params_of(module))
-    kind: Any = type(module)
-    plain = finds_registered(kind, names) and module.__dict__.keys().isdisjoint(names)
+    known = PLAIN.get(type(module), {}).get(names)
+    plain = finds_registered(type(module), names) if known is None else known
+    plain = plain and module.__dict__.keys().isdisjoint(names)
     if not plain and any(reads_another(*holder_of(module, name)) for name in names):
         return None
     return parameters_of(module, rule)
 
 
-@lru_cache(maxsize=256)
-def finds_registered(kind: type[Any], names: tuple[str, ...]) -> bool:
+def finds_registered(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
     """Whether reading these names gives what modules of a class have registered, but for attributes of one."""
     plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
-    return plain and not any("." in name or hasattr(kind, name) for name in names)
+    found = plain and not any("." in name or hasattr(kind, name) for name in names)
+    PLAIN.setdefault(kind, {})[names] = found
+    return found
 
 
 def reads_another(holder: nn.Module, name: str) -> bool:
