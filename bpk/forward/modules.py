@@ -16,6 +16,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
+from bpk.recording.computed import read_parameters
 from bpk.rules import REGISTRY
 
 
@@ -46,7 +47,7 @@ def answered(module: nn.Module, rule: Rule) -> Callable[..., Any]:
     @wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
         moving, in_place = carriers((args, kwargs)), bool(vars(module).get("inplace", False))
-        if not moving or in_place or not torch.is_grad_enabled():
+        if not moving or in_place or not torch.is_grad_enabled() or read_parameters(module, rule) is None:
             return forward(*args, **kwargs)
         propagation = moving[0].propagation
         before = RandomState.now(moving[0].series.value.device)

@@ -13,17 +13,15 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.decoding import all_different, batch_axis, decode, digits
+from bpk.plan.given import is_as_large_as_given, is_given_data, of_what_was_given, rows_in_order
 from bpk.plan.hypotheses import (
     are_pieces,
     behind_first_axis,
     has_no_axis,
     hypotheses,
-    is_given_data,
     mixed,
     numberings,
-    of_what_was_given,
     reads_tables,
-    rows_in_order,
 )
 from bpk.plan.probing import SourcesOf, fuller, sweep, uses_of
 from bpk.recording.record import Record
@@ -155,6 +153,9 @@ def follow(
             shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
     joining: list[Record] = []
     for other, reason in shared.values():
+        alike = [r for r in above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
+        if any(id(r) not in shared for r in alike):  # one step after the other: no table
+            raise mixed(f"one {reason}")
         feeders = {id(r) for source in sources[id(other)].values() for r, _ in source.targets}
         if feeders - shared.keys() and other.params:
             raise mixed(f"one {reason}")
@@ -222,6 +223,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `follow`)
         shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
         elsewhere = record.knows_batch or n in behind_first_axis(record)
+        elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
         if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
             raise Shared(what)
         raise mixed(f"one {what}")

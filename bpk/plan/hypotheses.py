@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
-from operator import mul
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.given import is_given_data
 from bpk.plan.graph import VIEWS, Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
@@ -42,38 +41,6 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
         found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
         ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
     return ordered + [(n, True, True) for n in last]
-
-
-def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
-    """Hypotheses that a model has as many samples as its first tensor has rows, to be tried before all others.
-
-    There are none unless it was called once, and was given fewer rows than the root has: steps of time, say, that its
-    forward pass looks at one by one are no samples then.
-    """
-    given = {id(record.given): record.given for record in above if record.given}
-    rows = [shape[0] for shapes in given.values() for shape in shapes if shape]
-    if len(given) != 1 or not rows or rows[0] == 1 or sum(rows) >= root.batch_size:
-        return []
-    if any(record.batch_size % rows[0] for record in above if record.knows_batch):
-        return []
-    return [(rows[0], movable, in_front) for movable in (False, True) for in_front in (True, False)]
-
-
-def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
-    """Whether calls that are given data have the samples in order, in rows or groups of rows, or only one of them.
-
-    As many rows as are behind the first axis of what the model was given are those of one index along that axis.
-    """
-    for record in above:
-        if id(record) in rows and is_given_data(record):
-            found, count = rows[id(record)].cpu(), record.batch_size
-            behind = accumulate(record.given[0][1:], mul) if record.given else ()
-            orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
-            orders = [] if count != n and count in behind else orders
-            orders += [found.max().expand(count)] if count != n else []
-            if not any(bool(((found < 0) | (found == order)).all()) for order in orders):
-                return False
-    return True
 
 
 def may_be_one_sample(above: list[Record]) -> bool:
@@ -140,8 +107,10 @@ def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
 
 
 def behind_first_axis(record: Record) -> set[int]:
-    """The sizes of axes of data, other than the first, where the batch axis may be."""
-    if not is_given_data(record) or not record.inputs[0].is_floating_point():
+    """The sizes of axes of data, or of what has its first axes, other than the first, where the batch axis may be."""
+    if not record.inputs or not record.inputs[0].is_floating_point():
+        return set()
+    if not is_given_data(record) and (not record.given or record.inputs[0].shape[:2] != record.given[0][:2]):
         return set()
     return {*(free_axes(record) or ())} - {1}
 
@@ -164,11 +133,6 @@ def has_no_axis(record: Record) -> bool:
     if looks_at is None or record.inputs[0].dim() > looks_at:
         return False
     return not is_given_data(record) or any(len(shape) > looks_at for shape in record.given[:1])
-
-
-def is_given_data(record: Record) -> bool:
-    """Whether a call's inputs depend on no parameter."""
-    return bool(record.inputs) and all(node is None for node, _ in record.edges)
 
 
 def reads_tables(record: Record, sources: Mapping[int, dict[int, Source]]) -> bool:

@@ -15,6 +15,7 @@ from bpk.recording import engine
 from bpk.recording.activations import nothing
 from bpk.recording.fsdp import pass_on_sharding
 from bpk.recording.graph_nodes import Edge
+from bpk.recording.hooks_for_all import Watch
 from bpk.recording.identity import alias
 from bpk.recording.ownership import owner_of
 from bpk.recording.record import Record
@@ -146,10 +147,12 @@ def is_quiet() -> bool:
 
 def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
-    if CTX.called is None:
+    if CTX.called is None and not (CTX.quiet and engine.checkpointing() is None):  # `bpk` calls it again: no model runs
         given = [x for x in tensors_in((*args, *kwargs.values())) if not x.is_nested]
         CTX.called, CTX.given = module, tuple([x.shape for x in given])
         CTX.data = given[0] if given else None
+        if engine.GLOBAL_FORWARD_HOOKS and CTX.watch is None:
+            CTX.watch = Watch()
         if MANAGED in sys.modules:
             pass_on_sharding(is_quiet)
 
@@ -164,3 +167,6 @@ def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
             if x.grad_fn is not None and CTX.given:
                 engine.belongings(x.grad_fn)[GIVEN] = CTX.given
         CTX.called, CTX.given, CTX.data = None, (), None
+        if CTX.watch is not None:
+            CTX.watch.end()
+            CTX.watch = None

@@ -22,6 +22,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.hooks import RemovableHandle
 
+from bpk.jacobians.core.engine import GLOBAL_FORWARD_HOOKS as GLOBAL_FORWARD_HOOKS
 from bpk.jacobians.core.engine import is_transformed as is_transformed
 
 ENTRIES = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,6 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.binding import Binding, substitute, tensors_in
 from bpk.jacobians.core.errors import RuleError, explain
-from bpk.jacobians.core.function_module import FunctionModule
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.loss import GENERIC_LOSS, is_loss
@@ -22,22 +20,16 @@ from bpk.recording import engine
 from bpk.recording.activations import leave_on
 from bpk.recording.before import BEFORE, Before, keep
 from bpk.recording.bystanders import passes_on
+from bpk.recording.computed import read_parameters
 from bpk.recording.graph_nodes import Edge, parameter_edges
 from bpk.recording.identity import alias, together
 from bpk.recording.membership import parameters_in
 from bpk.recording.ownership import OWNER, give
-from bpk.recording.record import Record, parameters_of
+from bpk.recording.record import Record
 from bpk.recording.state import CTX
+from bpk.recording.treatment import Treatment, treatment_of
 from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_unrecorded, note_transform
 from bpk.rules import REGISTRY
-
-
-class Treatment(enum.Enum):
-    """What is done about a call with differentiable results."""
-
-    RECORD = "it is written down"
-    LEAVE = "autograd differentiates it, between two recorded calls"
-    PASSAGE = "the same, and its results are marked: parameters of its module are used somewhere before them"
 
 
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -66,11 +58,12 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     binding = bind(module, rule, args, kwargs)
     treatment = Treatment.LEAVE
     if results:
-        params = parameters_of(module, rule)
-        treatment = treatment_of(module, rule, binding, results, params)
-        if comes_late(module, record) or (before is not None and before.misses(binding.inputs)):
-            before, treatment = None, Treatment.PASSAGE if params else Treatment.LEAVE
-        if treatment is Treatment.RECORD:
+        params = read_parameters(module, rule)
+        if comes_late(module, record, tensors) or (before is not None and before.misses(binding.inputs)):
+            before, treatment = None, Treatment.LEAVE if params == {} else Treatment.PASSAGE
+        else:
+            treatment = treatment_of(module, rule, binding, results, params)
+        if treatment is Treatment.RECORD and params is not None:
             changed = write_down(module, rule, binding, results, params, before)
             return substitute(output, changed) if changed else None
     leave_unrecorded(module, binding.inputs, tensors, None if before is None else before.kept)
@@ -83,26 +76,6 @@ def rule_of(module: nn.Module, output: Any) -> Rule | None:
     if rule is None and not module.__dict__.get("_bpk_path") and is_loss(module, output):
         return GENERIC_LOSS
     return rule
-
-
-def treatment_of(
-    module: nn.Module, rule: Rule | None, binding: Binding, results: Mapping[int, Tensor], params: Mapping[str, Tensor]
-) -> Treatment:
-    """What is done about a call."""
-    for p in params.values():
-        if p.requires_grad and not p.is_leaf:  # functions compute them: a parametrisation, a hypernetwork
-            return Treatment.PASSAGE
-    if rule is None or not rule.is_loss:
-        for x in (*results.values(), *binding.inputs):
-            if x.is_complex():  # rules have products with real numbers; autograd knows what to conjugate
-                return Treatment.LEAVE
-    if binding.problem and isinstance(module, FunctionModule):  # autograd takes any function of parameters
-        return Treatment.PASSAGE
-    if rule is not None and not binding.inputs and not binding.problem:  # it passes on a tuple inside a tuple
-        return Treatment.LEAVE
-    if rule is None and len(results) > 1:  # autograd knows which result depends on what
-        return Treatment.LEAVE if module._parameters else Treatment.PASSAGE
-    return Treatment.RECORD
 
 
 def write_down(
@@ -214,7 +187,7 @@ def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def mark_results(module: nn.Module, output: Any) -> Any:
     """Write down that parameters of a module are used somewhere before its results."""
-    changed = {id(x): passage(module, x) for x in tensors_in(output) if x.requires_grad}
+    changed = {id(x): passage(module, x) for x in tensors_in(output) if x.requires_grad and x.dim()}
     return substitute(output, changed) if changed else None
 
 

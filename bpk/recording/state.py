@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
+from bpk.recording.hooks_for_all import Watch
 from bpk.recording.opened import ExtensionHook, Opened
 from bpk.recording.surroundings import require_visible
 
@@ -24,7 +25,8 @@ class Context(threading.local):
     passes that are nobody's business). While the forward pass of a model runs, it is `called`, `given` are the shapes
     of its tensors, and `data` is the first of them. `passing` is the recorded call through which `bpk` differentiates,
     if any. Extended `modules` are those of all threads, each with what undoes that. `transformed` is the path of the
-    layer that ran last under a transform of `torch.func`, if any did since the last pass.
+    layer that ran last under a transform of `torch.func`, if any did since the last pass. While a model runs, `watch`
+    sees what layers return, if there are hooks for all modules that may change it.
     """
 
     modules: ClassVar[weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]]] = weakref.WeakKeyDictionary()
@@ -41,6 +43,7 @@ class Context(threading.local):
         self.called: nn.Module | None = None
         self.multithreaded = True
         self.transformed: list[str] = []
+        self.watch: Watch | None = None
 
     def enter(self, opened: Opened) -> None:
         """From now on, a context is the active one, and backward passes of this thread stay in it."""

@@ -24,11 +24,13 @@ def is_seen() -> bool:
     return torch.is_grad_enabled() and not engine.is_transformed()
 
 
-def comes_late(module: nn.Module, recorder: Callable[..., Any]) -> bool:
+def comes_late(module: nn.Module, recorder: Callable[..., Any], results: Sequence[Tensor]) -> bool:
     """Whether a hook that was put in front of the recorder has run, and may have changed the output.
 
-    In the next call the recorder comes first.
+    In the next call the recorder comes first, except before hooks for all modules: what these do is watched.
     """
+    if engine.GLOBAL_FORWARD_HOOKS and (CTX.watch is None or CTX.watch.is_changed(module, results)):
+        return True
     hooks = module._forward_hooks
     if next(iter(hooks.values()), None) is recorder:
         return False

@@ -1,4 +1,4 @@
-"""A module called again, at other inputs and parameters: users' backward hooks are not part of what it computes."""
+"""A module called again, at other inputs and parameters: users' hooks on it are not part of what it computes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,52 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core import engine
+from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+
+INSIDE = "module"
+"""Under which name `Unhooked` holds the module."""
 
 
 def call_again(
     module: Any, params: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """`torch.func.functional_call` without the hooks of `register_full_backward_hook` and its like."""
+    """`torch.func.functional_call` of what lies between the hooks on a module."""
+    named = {f"{INSIDE}.{name}": p for name, p in params.items()}
     with without_backward_hooks(module):
-        return torch.func.functional_call(module, dict(params), args, dict(kwargs or {}))
+        return torch.func.functional_call(Unhooked(module), named, args, dict(kwargs or {}))
+
+
+class Unhooked(nn.Module):
+    """A module that is called with what its forward pass gets, and returns what that returns.
+
+    Its forward hooks have changed arguments before a call was recorded, and change the result afterwards. Hooks of
+    modules inside are a part of it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(INSIDE, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._modules[INSIDE]
+        assert module is not None
+        tensors = tensors_in((args, list(kwargs.values()))) if module._forward_pre_hooks else []
+        versions = [x._version for x in tensors]
+        for key, hook in module._forward_pre_hooks.items():  # one may compute a weight (torch.nn.utils.weight_norm)
+            if key in module._forward_pre_hooks_with_kwargs:
+                hook(module, args, kwargs)
+            else:
+                hook(module, args)
+        if versions != [x._version for x in tensors]:
+            raise UnsupportedLayer(
+                explain(
+                    f"A forward pre-hook of {type(module).__name__} changes its input in place.",
+                    "the layer is evaluated again, and the hook would change the input once more.",
+                    "let the hook return what the layer is to be given.",
+                )
+            )
+        return module.forward(*args, **kwargs)
 
 
 @contextmanager

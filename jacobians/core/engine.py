@@ -9,6 +9,7 @@ number of a graph's node, and two base classes of modules.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ ENTRIES = (
     "torch.ops.mkldnn._linear_pointwise",
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.nn.modules.module._global_forward_hooks.move_to_end",
     "torch.nn.InstanceNorm1d(1)._get_no_batch_dim",
     "torch.nn.RNN(1, 1)._flat_weights_names",
 )
@@ -78,6 +80,12 @@ def global_backward_hooks() -> list[dict[int, Any]]:
     If it goes: nothing; such hooks are then called when `bpk` calls a module again.
     """
     return [of_all._global_backward_hooks, of_all._global_backward_pre_hooks]
+
+
+GLOBAL_FORWARD_HOOKS: OrderedDict[int, Any] = of_all._global_forward_hooks  # type: ignore[assignment]
+"""What users have registered to run after the forward pass of any module, before hooks of its own.
+
+If it goes: nothing is known of such hooks, and they must not change results."""
 
 
 def flat_weight_names(layer: nn.RNNBase) -> Sequence[str]:

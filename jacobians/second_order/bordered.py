@@ -127,11 +127,13 @@ def polarised(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
 
         e w^T + w e^T = 1/2 (c e + w/c) (c e + w/c)^T - 1/2 (c e - w/c) (c e - w/c)^T
 
-    for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long.
+    for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long, and zero where `w` is: rows that feed
+    no loss, whose sample is not known, must not get any.
     """
     size = norms(rows.detach())  # |w_j|: [K, N]
-    scale = torch.where(size == 0, 1.0, size).sqrt() * 2**-0.5  # c / sqrt(2)
-    turns = torch.stack([scale, -scale], 1).reciprocal().to(rows.dtype) / 2  # 1 / (sqrt(2) c) and its negative
+    scale = size.sqrt() * 2**-0.5  # c / sqrt(2)
+    apart = torch.where(size == 0, 1.0, scale)
+    turns = torch.stack([apart, -apart], 1).reciprocal().to(rows.dtype) / 2  # 1 / (sqrt(2) c) and its negative
     columns = rows[:, None] * turns[..., None]  # [K, 2, N, L]: side by side, so that sums of squares cancel at once
     columns = columns.scatter_add(3, at[:, None, None, None].expand(*columns.shape[:3], 1), units(scale, columns))
     ones = torch.ones_like(size, dtype=rows.dtype)

@@ -51,6 +51,8 @@ def same_fields(one: nn.Module, other: nn.Module) -> None:
             with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian()):
                 loss_fn(model(x), y).backward()
         for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            if not p.requires_grad:
+                continue
             for field in ("grad_batch", "diag_ggn_exact", "diag_h"):
                 torch.testing.assert_close(getattr(p, field), getattr(q, field), msg=field)
 
@@ -93,3 +95,88 @@ def test_arguments_set_on_a_layer_leave_its_rule() -> None:
     other = copy.copy(layer)
     other.forward = nn.Bilinear(2, 3, 4).forward  # type: ignore[method-assign]
     assert REGISTRY.find(other) is None
+
+
+class Shadowed(nn.Linear):
+    """`layer.weight` is another tensor than the registered parameter."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return found * 2 + found**2 if name == "weight" and self.__dict__.get("shadows") else found
+
+
+class ByProperty(nn.Linear):
+    """The same, by a property."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        if "in_features" not in self.__dict__ or "shadows" not in self.__dict__:
+            raise AttributeError("weight")
+        registered = self._parameters["weight"]
+        assert registered is not None
+        return registered * 2 + registered**2
+
+
+class Written(nn.Linear):
+    """What both do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2 + self.weight**2, self.bias)
+
+
+@pytest.mark.parametrize("kind", [Shadowed, ByProperty, nn.Linear])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_another_weight_than_the_registered_one(kind: type[nn.Linear], frozen: bool) -> None:
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Written(4, 4), nn.Linear(4, 3)).double()
+    layer = nn.Linear(4, 4).double()
+    layer.load_state_dict(twin[2].state_dict())
+    layer.__class__ = kind
+    layer.shadows = True  # type: ignore[assignment]
+    if kind is nn.Linear:
+        registered = layer._parameters["weight"]
+        assert registered is not None
+        registered.requires_grad_(False)
+        twin[2].weight.requires_grad_(False)
+        layer.__dict__["weight"] = registered * 2 + registered**2
+    model = nn.Sequential(*copy.deepcopy(twin[:2]), layer, copy.deepcopy(twin[3]))
+    for p, q in zip(layer.parameters(), twin[2].parameters(), strict=True):
+        for one in (p, q):
+            one.requires_grad_(one.requires_grad and not frozen)
+    x, v = torch.randn(4, 3).double(), torch.randn(1, 4, 3).double()
+    for mine, other in zip(bpk.taylor(model, x, v, 2), bpk.taylor(twin, x, v, 2), strict=True):
+        torch.testing.assert_close(mine, other)
+    same_fields(bpk.extend(model), bpk.extend(twin))
+
+
+class Noise(nn.Module):
+    """A parametrisation that draws."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + torch.randn_like(weight)
+
+
+def test_a_weight_that_is_computed_is_not_computed_once_more() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).double()
+    nn.utils.parametrize.register_parametrization(layer, "weight", Noise())
+    layer.requires_grad_(False)
+    model = bpk.extend(nn.Sequential(nn.Linear(3, 4).double(), layer, nn.Tanh(), nn.Linear(4, 3).double()))
+    x, y = torch.randn(4, 3).double(), torch.randint(3, (4,))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    torch.manual_seed(1)
+    noise = torch.randn(4, 4, dtype=torch.float64)
+    following = torch.rand(1)
+    torch.manual_seed(1)
+    with bpk.backpack(E.DiagHessian()):
+        loss = loss_fn(model(x), y)
+        assert torch.equal(torch.rand(1), following)
+        loss.backward()
+    found = model[0].weight.diag_h  # type: ignore[union-attr]
+    plain = nn.Linear(4, 4).double().requires_grad_(False)
+    plain.weight.copy_(layer.parametrizations.weight.original + noise)  # type: ignore[union-attr,index,operator]
+    plain.bias.copy_(layer.bias)
+    twin = bpk.extend(nn.Sequential(copy.deepcopy(model[0]), plain, nn.Tanh(), model[3]))
+    with bpk.backpack(E.DiagHessian()):
+        loss_fn(twin(x), y).backward()
+    torch.testing.assert_close(found, twin[0].weight.diag_h)  # type: ignore[union-attr]

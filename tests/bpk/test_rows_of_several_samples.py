@@ -99,3 +99,32 @@ def test_samples_that_mix_are_refused_all_the_same() -> None:
     loss = loss_fn(model(torch.randn(3, 3)), torch.arange(3))
     with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.KFAC()):
         loss.backward()
+
+
+class Ring(nn.Module):
+    """Messages along rings of one and of four nodes, the largest of which are kept: some nodes have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.message, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, nodes: Tensor) -> Tensor:
+        h = self.into(nodes).tanh()
+        for _ in range(2):
+            h = h + torch.zeros_like(h).index_add(0, torch.tensor([0, 4, 1, 2, 3]), self.message(h).tanh())
+        graph = torch.tensor([0, 1, 1, 1, 1])[:, None].expand(-1, 4)
+        return self.head(h.new_zeros(2, 4).scatter_reduce(0, graph, h, "amax", include_self=False))
+
+
+@pytest.mark.parametrize("seed", (1, 3))
+def test_rows_without_a_gradient_take_no_part_in_second_derivatives(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, loss_fn = bpk.extend(Ring().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 3).double(), torch.tensor([2, 0])
+    with bpk.backpack(E.DiagHessian()):
+        loss_fn(model(x), y).backward()
+    loss = loss_fn(model(x), y)
+    for p in model.parameters():
+        (gradient,) = torch.autograd.grad(loss, p, create_graph=True)
+        entries = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in gradient.flatten()]
+        torch.testing.assert_close(p.diag_h.flatten(), torch.stack(entries).diagonal())

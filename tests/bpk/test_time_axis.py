@@ -132,3 +132,83 @@ def test_steps_of_one_sequence_are_no_samples() -> None:
     model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
     with bpk.backpack(E.BatchGrad()), pytest.raises(UnsupportedLayer, match="feeds several"):
         loss_fn(model(rand(5, 1, 2)), torch.randint(3, (5,))).backward()
+
+
+def attend(m: Assembled, h: Tensor) -> Tensor:
+    q, k, v = m.qkv(h).chunk(3, -1)
+    return torch.einsum("nts,snd->tnd", torch.einsum("tnd,snd->nts", q, k).softmax(-1), v)
+
+
+def attention(m: Assembled, x: Tensor) -> Tensor:
+    return m.head(attend(m, x * m.scale))
+
+
+def on_flattened_rows(m: Assembled, x: Tensor) -> Tensor:
+    rows = (x * m.scale).flatten(0, 1)
+    h = m.qkv(rows).unflatten(0, x.shape[:2]).cumsum(0)[..., :4]
+    return m.head(h.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def cells(m: Assembled, x: Tensor) -> Tensor:
+    outputs, h = [], torch.zeros_like(x[0])
+    for step in x * m.scale:
+        h = m.cell(step, h)
+        outputs.append(m.head(h))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("end", ["time first", "samples first", "one prediction"])
+@pytest.mark.parametrize(("t", "n"), [(2, 4), (2, 2), (3, 6), (4, 2)])
+@pytest.mark.parametrize("forward", [attention, on_flattened_rows, cells])
+def test_steps_in_front_of_what_a_parameter_has_scaled(
+    forward: Callable[[Assembled, Tensor], Tensor], t: int, n: int, end: str
+) -> None:
+    """No layer is given data itself, and the number of steps divides that of the samples, or the other way round."""
+    torch.manual_seed(0)
+    layers = {"qkv": nn.Linear(4, 12)} if forward is not cells else {"cell": nn.GRUCell(4, 4)}
+    model = Assembled(forward, **layers, head=nn.Linear(4, 3)).double()
+    model.scale = nn.Parameter(torch.rand(4).double() + 0.5)
+    x = rand(t, n, 4)
+
+    def prediction(x: Tensor) -> Tensor:
+        out = model(x)
+        return out.mean(0) if end == "one prediction" else (out if end == "time first" else out.transpose(0, 1))
+
+    y = torch.randint(3, prediction(x).shape[:-1])
+    expected = []
+    for k in range(n):
+        target = y[:, k : k + 1] if end == "time first" else y[k : k + 1]
+        loss = F.cross_entropy(prediction(x[:, k : k + 1]).flatten(0, -2), target.flatten()) / n
+        expected.append(torch.autograd.grad(loss, list(model.parameters())))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    bpk.extend(model)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(prediction(x).flatten(0, -2), y.flatten()).backward()
+    for p, rows in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+class Nodes(nn.Module):
+    """What comes first among the arguments is shared by all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, matrix: Tensor, x: Tensor) -> Tensor:
+        return self.last((matrix @ self.first(x)).tanh())
+
+
+@pytest.mark.parametrize(("k", "n"), [(2, 4), (3, 6), (2, 6), (4, 2)])
+def test_nodes_beside_the_matrix_of_their_graph(k: int, n: int) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Nodes().double()), bpk.extend(nn.CrossEntropyLoss())
+    matrix, x, y = torch.rand(k, k).double(), rand(n, k, 3), torch.randint(3, (n, k))
+    expected = []
+    for one, target in zip(x, y, strict=True):
+        loss = F.cross_entropy(model(matrix, one[None])[0], target) / n
+        expected.append(torch.autograd.grad(loss, list(model.parameters())))
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(matrix, x).flatten(0, 1), y.flatten()).backward()
+    for p, rows in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))

@@ -241,3 +241,27 @@ def test_connectionist_temporal_classification() -> None:
             torch.testing.assert_close(row, hessian[k], atol=1e-7, rtol=1e-5)
     with pytest.raises(UnsupportedLayer, match="not convex"), bpk.backpack(E.DiagGGNExact()):
         loss(model(x), target, *lengths).backward()
+
+
+def test_a_loss_that_learns_weights_of_losses_inside() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales, self.first, self.second = nn.Parameter(torch.randn(2)), nn.MSELoss(), nn.L1Loss()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            parts = torch.stack([self.first(x, y), self.second(x, y)])
+            return (parts * (-self.scales).exp()).sum() + self.scales.sum()
+
+    layer, loss_fn = bpk.extend(nn.Linear(4, 2)), bpk.extend(Weighted())
+    x, y = torch.randn(3, 4), torch.randn(3, 2)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(layer(x), y).backward()
+    with bpk.disable():
+        rows = [
+            torch.autograd.grad(loss_fn(layer(a[None]), b[None]) / 3, layer.weight)[0]
+            for a, b in zip(x, y, strict=True)
+        ]
+    torch.testing.assert_close(layer.weight.grad_batch, torch.stack(rows))
+    with bpk.backpack(E.DiagHessian()), pytest.raises(NotImplementedError, match="nonlinear function of the loss"):
+        loss_fn(layer(x), y).backward()

@@ -290,3 +290,29 @@ def test_draws_that_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     right = E.DiagGGNMC.value
     monkeypatch.setattr(E.DiagGGNMC, "value", lambda self, uses: right(self, uses) * 3)
     assert bpk.verify(*network(), E.DiagGGNMC()).wrong
+
+
+# ---- samples in another order ----------------------------------------------------------------------------
+class Reordered(nn.Module):
+    """Layers see samples in an order of their own, and so may the loss."""
+
+    def __init__(self, back: bool, steps: int) -> None:
+        super().__init__()
+        self.first, self.last, self.back, self.steps = nn.Linear(4, 5), nn.Linear(5, 3), back, steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.randperm(len(x))
+        h = self.first(x[order]).tanh()[order.argsort() if self.back else slice(None)]
+        return self.last(h.expand(self.steps, *h.shape)).flatten(0, 1)
+
+
+@pytest.mark.parametrize(("back", "steps"), [(True, 1), (False, 1), (False, 3)])
+def test_samples_have_the_numbers_of_their_rows_in_the_loss(
+    back: bool, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    problem = Reordered(back, steps), CROSS_ENTROPY, torch.randn(5, 4), torch.randint(3, (5 * steps,)), E.BatchGrad()
+    assert bpk.verify(*problem, samples=5)
+    right = E.BatchGrad.value
+    monkeypatch.setattr(E.BatchGrad, "value", lambda self, uses: right(self, uses).roll(1, 0))
+    assert len(bpk.verify(*problem, samples=5).wrong) == 4

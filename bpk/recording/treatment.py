@@ -1,0 +1,46 @@
+"""What is done about a call of a layer: is it written down, or left to autograd?"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.function_module import FunctionModule
+from bpk.jacobians.rule import Rule
+
+
+class Treatment(enum.Enum):
+    """What is done about a call with differentiable results."""
+
+    RECORD = "it is written down"
+    LEAVE = "autograd differentiates it, between two recorded calls"
+    PASSAGE = "the same, and its results are marked: parameters of its module are used somewhere before them"
+
+
+def treatment_of(
+    module: nn.Module,
+    rule: Rule | None,
+    binding: Binding,
+    results: Mapping[int, Tensor],
+    params: Mapping[str, Tensor] | None,
+) -> Treatment:
+    """What is done about a call."""
+    if params is None:
+        return Treatment.PASSAGE
+    for p in params.values():
+        if p.requires_grad and not p.is_leaf:  # functions compute them: a parametrisation, a hypernetwork
+            return Treatment.PASSAGE
+    if rule is None or not rule.is_loss:
+        for x in (*results.values(), *binding.inputs):
+            if x.is_complex():  # rules have products with real numbers; autograd knows what to conjugate
+                return Treatment.LEAVE
+    if binding.problem and isinstance(module, FunctionModule):  # autograd takes any function of parameters
+        return Treatment.PASSAGE
+    if rule is not None and not binding.inputs and not binding.problem:  # it passes on a tuple inside a tuple
+        return Treatment.LEAVE
+    if rule is None and len(results) > 1:  # autograd knows which result depends on what
+        return Treatment.LEAVE if module._parameters else Treatment.PASSAGE
+    return Treatment.RECORD
