@@ -84,18 +84,12 @@ class Rows:
 
     def _signs(self) -> dict[Hashable, Tensor | None]:
         """The signs of each block, which are those of the place where it began."""
-        found: dict[Hashable, Tensor | None] = {}
-        for use in self.uses:
-            found.update(use.arrived.signs)
-        return found
+        return {key: signs for use in self.uses for key, signs in use.arrived.signs.items()}
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
         known = self.memo("signs", self._signs)
-        for signs in known.values():
-            if signs is not None:
-                break
-        else:
+        if all(signs is None for signs in known.values()):
             return None
         return join([self.ones(key) if (signs := known[key]) is None else signs for key in keys])
 
@@ -222,8 +216,7 @@ class Rows:
             return join([self.rows(key) for key in self.keys])
         use, blocks = self.uses[0], self.blocks()
         if len(blocks) == 1:
-            rows = self.rows_of(use, blocks[0][0], self.spare)
-            return rows if use.call.sums is None else added_up(use, rows)
+            return added_up(use, self.rows_of(use, blocks[0][0], self.spare))
         mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, self.spare) for mat in mats])

@@ -121,6 +121,13 @@ def times_squares(left: Tensor, x: Tensor) -> Tensor:
     return total
 
 
+def squared_length(x: Tensor) -> Tensor:
+    """Squared norms `[N, G]` over the last two axes."""
+    if torch.is_grad_enabled():
+        return wide(x).square().sum((2, 3))
+    return torch.linalg.vector_norm(wide(x), dim=(2, 3)).square()
+
+
 def like_columns(weights: Tensor, m: Tensor) -> Tensor:
     """Weights `[V, N]` for columns `[V, N, ...]`."""
     return weights.reshape(*weights.shape, *[1] * (m.dim() - weights.dim()))

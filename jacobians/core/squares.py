@@ -24,6 +24,7 @@ from bpk.jacobians.core.numeric import (
     chunks,
     linear,
     products,
+    squared_length,
     sum_of_squares,
     times_squares,
     wide,
@@ -213,13 +214,6 @@ def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool, emp
     if left.shape[1] == 1:
         return times_squares(left[:, 0], right[:, 0])[None].to(m.dtype)
     return torch.einsum("ngo,ngi->goi", left, right.square()).to(m.dtype)
-
-
-def squared_length(x: Tensor) -> Tensor:
-    """Squared norms `[N, G]` over the last two axes."""
-    if torch.is_grad_enabled():
-        return wide(x).square().sum((2, 3))
-    return torch.linalg.vector_norm(wide(x), dim=(2, 3)).square()
 
 
 def norm_squared(patches: Patches, m: Tensor, width: int, views: bool = False, shown: Shown = None) -> Tensor:
