@@ -62,7 +62,7 @@ def completed(owner: Tensor, n: int) -> Tensor:
     if not unknown.any():
         return owner
     for axis in range(owner.dim()):
-        rows = owner.movedim(axis, 0).flatten(1)
+        rows = owner.movedim(axis, 0).reshape(owner.shape[axis], -1)
         highest = rows.max(1).values
         known = rows != UNKNOWN
         if known.any(1).all() and (~known | (rows == highest[:, None])).all():
@@ -80,7 +80,7 @@ def in_order(owner: Tensor, n: int) -> Tensor:
     Only where all rows along an axis belong to one sample each, and samples are one after the other, or take turns.
     """
     for axis in range(owner.dim()):
-        rows = owner.movedim(axis, 0).flatten(1)
+        rows = owner.movedim(axis, 0).reshape(owner.shape[axis], -1)
         first = rows[:, 0]
         if len(first) % n or (rows != first[:, None]).any():
             continue

@@ -316,3 +316,10 @@ def test_samples_have_the_numbers_of_their_rows_in_the_loss(
     right = E.BatchGrad.value
     monkeypatch.setattr(E.BatchGrad, "value", lambda self, uses: right(self, uses).roll(1, 0))
     assert len(bpk.verify(*problem, samples=5).wrong) == 4
+
+
+def test_predictions_of_one_number_for_each_sample() -> None:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    assert bpk.verify(
+        model, nn.MSELoss(), torch.randn(5, 4)[torch.tensor([0, 0, 1, 2, 3])], torch.randn(5), E.BatchGrad()
+    )
