@@ -21,12 +21,22 @@ EXACT = {torch.float32, torch.float64}
 
 
 def takes(step: Step) -> bool:
-    """Whether a diagonal may pass a call this way: one input, and parameters that no call further up uses."""
+    """Whether a diagonal may pass a call this way: one input, and parameters that nothing else uses."""
     call, rows = step.call, step.samples_of_rows
+    if tied_inside(step):
+        return False
     if step.rule is None or not step.rule.knows_diagonals or not step.params or step.reused or rows is not None:
         return False
     kinds = {x.dtype for x in (*call.inputs, *call.params.values(), call.output)}
     return step.runs and len(call.inputs) == 1 and len(kinds) == 1 and kinds <= EXACT
+
+
+def tied_inside(step: Step) -> tuple[str, ...]:
+    """The names of a call's parameters, used by no call further up, that are one and the same under several names."""
+    params = [step.params[name] for name in step.last]
+    if len(set(map(id, params))) == len(params):
+        return ()
+    return tuple([name for name in step.last if sum(p is step.params[name] for p in params) > 1])
 
 
 def behind(rule: Rule, view: Call, diag: Tensor) -> LazyColumns:

@@ -16,7 +16,7 @@ from bpk.plan.samples import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns import ColumnSweep
-from bpk.sweeps.diagonals import behind, takes
+from bpk.sweeps.diagonals import behind, takes, tied_inside
 from bpk.sweeps.enumerated import Enumerated
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, diagonal, known, split_rows
@@ -88,12 +88,13 @@ class SignedHessian(ColumnSweep):
         return self.split(step, known(columns, self.rows(signs, 1) * step.grad.sign(), "loss"))
 
     def of_call(self, step: Step) -> list[LazyColumns]:
-        """The residual of a call, jointly over inputs and parameters that calls further up use as well; then those of
-        the other parameters, one by one."""
+        """The residual of a call, jointly over inputs and parameters that are used elsewhere as well, by calls further
+        up or under another name; then those of the other parameters, one by one."""
         rule, view = step.rule, step.view(self.samples)
         assert rule is not None
-        joint: tuple[Wrt, ...] = (*step.links, *step.reused)
-        curved = [wrts for wrts in (joint, *((name,) for name in step.last)) if wrts]
+        shared = (*step.reused, *(tied := tied_inside(step)))
+        joint: tuple[Wrt, ...] = (*step.links, *shared)
+        curved = [wrts for wrts in (joint, *((name,) for name in step.last if name not in tied)) if wrts]
         grad = None
         found = []
         for wrts in curved:
@@ -109,7 +110,7 @@ class SignedHessian(ColumnSweep):
             elif kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
                 diag = rule.residual_diag(view, grad)
                 found += [] if self.starts_later(step, diag) else [diagonal(diag)]
-            elif not step.reused and wrts == joint and (rows := Enumerated(step, self.samples, grad)).saves:
+            elif not shared and wrts == joint and (rows := Enumerated(step, self.samples, grad)).saves:
                 found.append(rows.columns())
             else:
                 found.append(known(*rule.signed_columns(view, grad, wrts), ("residual", *wrts)))
