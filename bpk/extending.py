@@ -12,7 +12,7 @@ from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import forget
-from bpk.recording.before import forget_inputs, note_inputs, prepare
+from bpk.recording.before import forget_inputs, is_users, note_inputs, prepare
 from bpk.recording.loss_recorder import record_composed
 from bpk.recording.membership import mark, unmark
 from bpk.recording.recorder import record, record_passage
@@ -171,7 +171,7 @@ def hook(module: nn.Module, path: str, recorders: Iterable[Callable[..., Any]]) 
         module.register_forward_hook(recorder, with_kwargs=True, prepend=True)
     rule = REGISTRY.find(module)
     may_draw = rule is not None and type(rule).draws is not Rule.draws
-    if may_draw or isinstance(module.__dict__.get("inplace"), bool):
+    if may_draw or isinstance(module.__dict__.get("inplace"), bool) or (rule is not None and is_users(module)):
         module.register_forward_pre_hook(prepare, with_kwargs=True)
 
 

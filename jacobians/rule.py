@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.again import call_again
-from bpk.jacobians.core.binding import Binding, arguments_in_order, in_front
+from bpk.jacobians.core.binding import Binding, bind_tensors, in_front
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import Reader
+from bpk.jacobians.core.errors import require_distinct
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.kronecker import Kronecker
 from bpk.jacobians.core.outer import Outer
@@ -72,6 +73,7 @@ class Rule(Kronecker, TaylorProduct):
         self.readers: dict[Any, Reader] = dict(functions) if isinstance(functions, Mapping) else {}
         self.params = tuple(params)
         self.examples = tuple(examples)
+        require_distinct(self.name, self.params)
 
     @property
     def name(self) -> str:
@@ -88,7 +90,7 @@ class Rule(Kronecker, TaylorProduct):
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         """From the arguments of a forward call to what the rule sees. Default: the tensors among them, as they are."""
-        return Binding(module, tuple([x for x in arguments_in_order(module, args, kwargs) if isinstance(x, Tensor)]))
+        return bind_tensors(module, args, kwargs)
 
     def join(
         self, binding: Binding, results: Sequence[Tensor] | Mapping[int, Tensor], used: Sequence[int]

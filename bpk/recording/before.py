@@ -35,10 +35,11 @@ class Before:
 
     Of a layer that draws random numbers: the state of their generators (`drawn`). Of a layer that works in place: its
     input as it was (`kept`), where that comes from in autograd's graph (`edge`), what the layer is given (`given`, with
-    its version) and, if that is a copy of a view, that view and the copy.
+    its version) and, if that is a copy of a view, that view and the copy. Of a layer that users wrote: the versions of
+    what it is given (`versions`), because it may work in place and not say so.
     """
 
-    __slots__ = ("copy", "drawn", "edge", "given", "kept", "version", "viewed")
+    __slots__ = ("copy", "drawn", "edge", "given", "kept", "version", "versions", "viewed")
 
     def __init__(self, drawn: RandomState | None) -> None:
         self.drawn = drawn
@@ -48,9 +49,16 @@ class Before:
         self.edge: Edge = (None, 0)
         self.viewed: Tensor | None = None
         self.copy: Tensor | None = None
+        self.versions: list[tuple[Tensor, int]] = []
 
     def misses(self, inputs: tuple[Tensor, ...]) -> bool:
-        """Whether a hook that runs later has given the layer another tensor, or has itself overwritten this one."""
+        """Whether an input as it was is not known.
+
+        A layer may have overwritten it without saying so by `inplace`; a hook that runs later may have given the layer
+        another tensor, or have itself overwritten this one.
+        """
+        if any(x._version != version for x, version in self.versions):
+            return True
         x = self.given
         return x is not None and (x is not next(iter(inputs), None) or x._version > self.version + 1)
 
@@ -77,14 +85,21 @@ def prepare(
     drawn = generators_of(module)
     name = "" if args else next(iter(kwargs), "")
     given = (args[0] if args else kwargs.get(name)) if fields.get("inplace") is True else None
-    if drawn is None and not isinstance(given, Tensor):
+    watched = [] if isinstance(given, Tensor) or not is_users(module) else tensors_in((*args, *kwargs.values()))
+    if drawn is None and not watched and not isinstance(given, Tensor):
         return None
     before = fields[BEFORE] = Before(drawn)
     if not isinstance(given, Tensor):
+        before.versions = [(x, x._version) for x in watched if not x.is_inference()]
         return None
     x = before.given = keep_input(module, given, before)
     before.version = x._version
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
+
+
+def is_users(module: nn.Module) -> bool:
+    """Whether a layer was written by users, and may overwrite what it is given without an attribute `inplace`."""
+    return not type(module).__module__.startswith(("torch.", "bpk."))
 
 
 def generators_of(module: nn.Module) -> RandomState | None:

@@ -7,7 +7,6 @@ everything.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Sequence
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.call import Call, Options
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
@@ -25,6 +24,7 @@ from bpk.recording.connections import Connected
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.membership import path_of
 from bpk.recording.ports import Rows
+from bpk.recording.settings import as_called, settings_of
 from bpk.recording.state import CTX
 
 LIVE: set[weakref.ref[Record]] = set()
@@ -46,10 +46,22 @@ def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
         return {name: p for name, p in own.items() if p is not None}
     found: dict[str, Tensor] = {}
     for name in rule.params_of(module):
-        p = own[name] if name in own else getattr(*holder_of(module, name))
+        try:
+            p = own[name] if name in own else getattr(*holder_of(module, name))
+        except AttributeError as error:
+            raise RuleError(no_such_parameter(module, rule, name)) from error
         if p is not None:
             found[name] = p
     return found
+
+
+def no_such_parameter(module: nn.Module, rule: Rule, name: str) -> str:
+    """What to say of a rule that names what the module does not have."""
+    return explain(
+        f"{rule.name} names the parameter '{name}', which {type(module).__name__} does not have.",
+        "a layer's parameters are found by name.",
+        f"correct the name in params=(...); the module has {[found for found, _ in module.named_parameters()]}.",
+    )
 
 
 def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -114,7 +126,7 @@ class Record(Connected):
         self.rule = rule
         self.is_loss = rule is not None and rule.is_loss
         self.params = parameters_of(module, rule) if params is None else params
-        self.training = module.training
+        self.settings = settings_of(module)
         self.given = CTX.given
         self.reads_piece = CTX.data is not None and is_piece(inputs, edges, CTX.data)
         self.contexts = CTX.entered
@@ -167,22 +179,16 @@ class Record(Connected):
         if self.plain:
             number = self.used[0]
             out = self.results[number]
-            return Call(self.in_mode(self.module), inputs, self.params, out, used={number: out.shape[1:]})
+            return Call(as_called(self.module, self.settings), inputs, self.params, out, used={number: out.shape[1:]})
         assert self.rule is not None
         binding, axes = self.binding, (self.shifted,)
         if self.shifted:
             binding = Binding(self.module, (), axes * len(inputs), axes * (1 + max(self.results)))
         with torch.enable_grad():  # whoever asks first: what is moved has a graph
             output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])
-            return Call(self.in_mode(binding.options), binding.seen(inputs), self.params, output, used=shapes)
-
-    def in_mode(self, options: Options) -> Options:
-        """The options of the call as they were: training or evaluation may have been switched since."""
-        if not isinstance(options, nn.Module) or options.training == self.training:
-            return options
-        as_called = copy.copy(options)  # shares parameters and buffers
-        as_called.training = self.training
-        return as_called
+            return Call(
+                as_called(binding.options, self.settings), binding.seen(inputs), self.params, output, used=shapes
+            )
 
     def unchanged(self, index: int, rule: Rule) -> Tensor:
         """An input, or in its place the output of a layer that works in place and needs no more than that."""

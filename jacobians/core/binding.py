@@ -62,7 +62,7 @@ class WithArguments:
     """A module together with the arguments of one call that are no tensors."""
 
     module: nn.Module
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[Any, Any] = field(default_factory=dict)
 
 
 PLAIN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -95,6 +95,20 @@ def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 def arguments_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a forward call in the order of its signature: those given by name may come in any."""
     return tuple(named_arguments(module, args, kwargs).values()) if kwargs else args
+
+
+def bind_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+    """Tensors among the arguments are the inputs; others, which a rule does not see, must have their defaults."""
+    inputs = tuple([x for x in arguments_in_order(module, args, kwargs) if isinstance(x, Tensor)])
+    if len(inputs) == len(args) + len(kwargs):
+        return Binding(module, inputs)
+    defaults = inspect.signature(module.forward).parameters
+    for name, value in named_arguments(module, args, kwargs).items():
+        default = defaults[name].default if name in defaults else inspect.Parameter.empty
+        if not isinstance(value, Tensor) and value is not default and value != default and value is not module:
+            reason = f"it was given the argument '{name}', which its rule does not see."
+            return Binding(module, inputs, problem=reason, do="make it an attribute, or give the rule a method bind().")
+    return Binding(module, inputs)
 
 
 def in_front(x: Tensor, axis: Axis, n: int) -> Tensor:

@@ -6,6 +6,7 @@ import inspect
 import os
 import traceback
 import warnings
+from collections.abc import Sequence
 from types import FrameType
 
 import torch
@@ -72,3 +73,15 @@ class UnsupportedLayer(NotImplementedError):
 
 class RuleError(ValueError):
     """A rule is registered twice, incomplete, or its products disagree."""
+
+
+def require_distinct(rule: str, params: Sequence[str]) -> None:
+    """Refuse a rule that names a parameter twice."""
+    if len(set(params)) < len(params):
+        raise RuleError(
+            explain(
+                f"{rule} names a parameter twice: {', '.join(params)}.",
+                "products with one of its uses would be taken for those with all.",
+                "take bpk.Autodiff, which differentiates all uses at a time.",
+            )
+        )

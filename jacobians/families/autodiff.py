@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.again import call_again
+from bpk.jacobians.core.binding import Binding, WithArguments, tensors_in
+from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
@@ -20,6 +23,11 @@ from bpk.jacobians.second_order.bordered import corner
 from bpk.jacobians.second_order.factoring import residual_columns
 from bpk.jacobians.second_order.graph import as_function, by_transforms, graph_of, residual_product
 from bpk.jacobians.second_order.taylor import by_nesting
+
+INPUT = object()
+"""Stands for an input among the arguments of a call."""
+
+UNPACK = "give each tensor as an argument of its own."
 
 BLOCK = 1 << 22
 """How many numbers a block of columns holds at most."""
@@ -40,6 +48,26 @@ class Autodiff(Rule):
     >>> rule.jac_t_mat_prod(call, torch.ones(1, 1, 2))
     tensor([[[0.5000, 0.5000]]])
     """
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        """Tensors are inputs; numbers and the like are kept with their places, because the layer is called again."""
+        if not kwargs and all(isinstance(x, Tensor) for x in args):
+            return super().bind(module, args, kwargs)
+        given = dict(enumerate(args)) | dict(kwargs)
+        inputs = tuple([x for x in given.values() if isinstance(x, Tensor)])
+        if len(tensors_in(list(given.values()))) > len(inputs):
+            return Binding(module, inputs, problem="it was given tensors inside a tuple or list.", do=UNPACK)
+        places = {key: INPUT if isinstance(x, Tensor) else x for key, x in given.items()}
+        return Binding(WithArguments(module, places), inputs)
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        if not isinstance(options, WithArguments):
+            return super().forward(options, inputs, params)
+        left = iter(inputs)
+        given = {key: next(left) if x is INPUT else x for key, x in options.arguments.items()}
+        args = tuple([x for key, x in given.items() if isinstance(key, int)])
+        out = call_again(options.module, params, args, {k: x for k, x in given.items() if isinstance(k, str)})
+        return out if isinstance(out, Tensor) else out[0]
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         if not is_differentiated():

@@ -6,7 +6,6 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,31 +47,6 @@ def test_tied_weight() -> None:
 
 def test_tied_kernel() -> None:
     check(TiedConvolutions(), rand(3, 2, 4))
-
-
-class TiedInside(nn.Module):
-    """A recurrent layer whose weights of inputs and of states are one."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.layer, self.last = kind(2, 2, batch_first=True), nn.Linear(2, 3)
-        self.layer.weight_hh_l0 = self.layer.weight_ih_l0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layer(x)[0][:, -1])
-
-
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_one_weight_under_two_names_in_a_layer(kind: type[nn.RNNBase]) -> None:
-    """What crosses from one to the other is a part of the Hessian's diagonal."""
-    model, loss_fn = extended(TiedInside(kind).double())
-    x, y = rand(3, 2, 2), torch.tensor([0, 2, 1])
-    with bpk.backpack(E.DiagHessian()):
-        loss_fn(model(x), y).backward()
-    for p in model.parameters():
-        (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), p, create_graph=True)
-        rows = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten()[k] for k, g in enumerate(gradient.flatten())]
-        torch.testing.assert_close(p.diag_h, torch.stack(rows).view_as(p))
 
 
 def test_layer_called_twice_in_a_sequential() -> None:

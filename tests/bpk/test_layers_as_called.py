@@ -1,0 +1,141 @@
+"""Layers that change between calls, overwrite their input, take numbers as arguments, or hold a parameter twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.jacobians import Elementwise, Multilinear, Rule, RuleError, UnsupportedLayer
+
+
+@contextmanager
+def registered(rule: Rule) -> Iterator[None]:
+    bpk.register(rule)
+    try:
+        yield
+    finally:
+        bpk.unregister(rule)
+
+
+def check(model: nn.Module, x: Tensor) -> None:
+    """The diagonal of the Hessian, and its product, against autograd."""
+    model, loss_fn = bpk.extend(model.double()), bpk.extend(nn.CrossEntropyLoss())
+    y = torch.arange(len(x)) % 3
+    with bpk.backpack(E.DiagHessian(), E.BatchDiagHessian(), E.HMP()):
+        loss_fn(model(x), y).backward()
+    params = list(model.parameters())
+    with bpk.disable():
+        grads = torch.autograd.grad(loss_fn(model(x), y), params, create_graph=True)
+    for p, grad in zip(params, grads, strict=True):
+        rows = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in grad.flatten()]
+        hessian, v = torch.stack(rows), torch.randn_like(p)
+        torch.testing.assert_close(p.diag_h, hessian.diag().view_as(p))
+        torch.testing.assert_close(p.diag_h_batch.sum(0), hessian.diag().view_as(p))
+        torch.testing.assert_close(p.hmp(v).flatten(), hessian @ v.flatten())
+
+
+class TiedInside(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(2, 2, batch_first=True)
+        self.layer.weight_hh_l0 = self.layer.weight_ih_l0
+        self.layer.bias_hh_l0 = self.layer.bias_ih_l0
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", (nn.RNN, nn.LSTM, nn.GRU))
+def test_a_parameter_under_two_names_of_a_layer(kind: type[nn.RNNBase]) -> None:
+    check(TiedInside(kind), torch.randn(4, 3, 2, dtype=torch.float64))
+
+
+class Overwriting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp_()
+
+
+def test_a_layer_of_the_users_overwrites_its_input_and_does_not_say_so() -> None:
+    with registered(Elementwise("exp(x)", Overwriting)):
+        check(nn.Sequential(nn.Linear(4, 5), Overwriting(), nn.Linear(5, 3)), torch.randn(4, 4, dtype=torch.float64))
+
+
+class Twice(nn.Module):
+    """An activation whose hyperparameter changes between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 3), nn.Softplus()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act.beta = 1.0
+        first = self.act(self.linear(x))
+        self.act.beta = 3.0
+        return first + self.act(self.linear(2 * x))
+
+
+def test_hyperparameters_that_change_between_calls() -> None:
+    check(Twice(), torch.randn(4, 4, dtype=torch.float64))
+
+
+class Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, scale: float | Tensor = 2.0, *, shift: Tensor | None = None) -> Tensor:
+        return (x * self.a * scale).sin() + (0 if shift is None else shift)
+
+
+class WithArguments(nn.Module):
+    def __init__(self, layer: nn.Module, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.layer, self.use = nn.Linear(4, 3), layer, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.layer, self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "use",
+    (
+        lambda f, h: f(h, 3.0),
+        lambda f, h: f(h, scale=h.cos()),
+        lambda f, h: f(h, shift=h.exp()),
+        lambda f, h: f(h, 3.0, shift=h.exp()),
+    ),
+)
+def test_a_layer_without_description_is_given_arguments(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    with registered(bpk.Autodiff(Wave, params=("a",))):
+        check(WithArguments(Wave(), use), torch.randn(4, 4, dtype=torch.float64))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        return x @ self.w.T * scale
+
+
+def test_arguments_that_a_rule_does_not_see_must_have_their_defaults() -> None:
+    x = torch.randn(4, 4, dtype=torch.float64)
+    with registered(Multilinear("n i, o i -> n o", Scaled, params=("w",))):
+        check(WithArguments(Scaled(), lambda f, h: f(h, 1.0, mask=None)), x)
+        with pytest.raises(UnsupportedLayer, match="the argument 'scale'"):
+            check(WithArguments(Scaled(), lambda f, h: f(h, scale=2.0)), x)
+
+
+def test_names_of_parameters_that_cannot_be_right() -> None:
+    with pytest.raises(RuleError, match="twice"):
+        Multilinear("n i, i j, j k -> n k", Scaled, params=("w", "w"))
+    with registered(bpk.Autodiff(Scaled, params=("v",))), pytest.raises(RuleError, match=r"'v'.*does not have"):
+        bpk.extend(Scaled())(torch.randn(4, 3))
