@@ -63,7 +63,7 @@ class AtLosses:
             self.make_plan(record)
         assert self.plan is not None
         step = self.plan.of[record]
-        step.gradient = grad if grad.dtype is step.call.output.dtype else matched(grad, step.call)[0]
+        step.gradient = matched(grad, step.call)[0]
         if record in self.plan.losses:
             self.start_at(record, step.gradient)
         elif self.sweeps.players and record not in self.touched:

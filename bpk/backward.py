@@ -37,7 +37,7 @@ from bpk.recording.known_gradient import KnownGradient
 from bpk.recording.membership import around
 from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
-from bpk.recording.state import CTX, Quietly
+from bpk.recording.state import CTX
 from bpk.recording.surroundings import require_whole
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.shared import SharedSweeps
@@ -78,7 +78,7 @@ class Backward:
         try:
             grad = record.gradient(grads)
             assert grad is not None
-            with Quietly(CTX, None, grad.device):
+            with CTX.quietly(device=grad.device):
                 known = self.work_on(record, grad)
         except BaseException:
             self.abort()
@@ -96,8 +96,7 @@ class Backward:
             self.parameters.finish_all()
             CTX.check_transforms(bool(self.parameters.states))
             containers, wholes = around(self.reached)
-            if self.parameters.may_shard:
-                require_whole("", *containers)
+            require_whole("", *containers)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(wholes)
             self.hooks.run_last()
@@ -159,7 +158,7 @@ class Backward:
         for record in roots:
             if record.released:
                 raise RuntimeError(already_released(record))
-        if self.sharded is None and self.parameters.may_shard:
+        if self.sharded is None:
             self.sharded = unshard(self.extensions)
         self.inspection.inspect(roots)
         if self.noted is not None:

@@ -43,7 +43,7 @@ class Observing:
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
         """Autograd is at a call; in second order, it is `planned`. Returns what the node is given in place of it."""
-        trained = planned.params if planned is not None else record.trained() if record.params else {}
+        trained = record.trained() if planned is None else planned.params
         function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
         if trained and not function:
             require_own(record, trained)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ FIELDS: dict[Callable[[], BackpropExtension], str] = {type(e): e.savefield for e
 
 FIRST_ORDER = tuple(type(e) for e in every_extension() if not e.second_order)
 SECOND_ORDER = tuple(type(e) for e in every_extension() if e.second_order)
+
+
+@contextmanager
+def registered(*rules: Any) -> Iterator[None]:
+    """Rules for the time of a test."""
+    for rule in rules:
+        bpk.register(rule)
+    try:
+        yield
+    finally:
+        for rule in rules:
+            bpk.unregister(rule)
 
 
 def mlp(dtype: torch.dtype = torch.float64, act: type[nn.Module] = nn.Sigmoid) -> nn.Sequential:

@@ -177,27 +177,25 @@ class Parameters:
             self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
         if state.uses and len(state.done) == heard:
             state.uses, state.gradients = {}, []
-            if self.when_done is not None:
-                self.announce(state, self.when_done)
+            self.announce(state)
 
-    def announce(self, state: ParameterState, when_done: Callable[[nn.Module], None]) -> None:
+    def announce(self, state: ParameterState) -> None:
         """Tell of modules that wait for nothing any more."""
+        if self.when_done is None:
+            return
         for module in state.modules:
             if not self.is_waiting(module):
-                when_done(module)
+                self.when_done(module)
 
     def finish_all(self) -> None:
         """The backward pass is over: nothing more will come, and totals are known."""
         for state in [state for state in self.states.values() if state.uses]:
             self.finish_later(state)
-        if not self.totals.kept:
-            return
         last = [self.states[id(param)] for param in self.totals.params]
         for param, name, value in self.totals.values():
             self.save(param, name, value)
-        if self.when_done is not None:
-            for state in last:
-                self.announce(state, self.when_done)
+        for state in last:
+            self.announce(state)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""

@@ -105,7 +105,7 @@ class Rows:
     def simple(self) -> bool:
         """Whether one call alone contributes, a row per sample, so that its rule's shortcuts apply."""
         use = self.uses[0]
-        return len(self.uses) == 1 and use.samples is None and not (use.arrived.of_params and use.own)
+        return len(self.uses) == 1 and use.samples is None and not use.own
 
     @property
     def shortcut(self) -> bool:

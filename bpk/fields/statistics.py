@@ -122,12 +122,17 @@ class Uses(Products):
         inputs = self.input_factor(approximation) if len(parts) == 1 else None
         if inputs is None and is_too_large_for_a_block(self.param):
             return [sparse_diagonal(self.squared_sum().flatten())]
-        require_room(self.param.numel() // (len(inputs) if inputs is not None and len(inputs) else 1), self.param)
+        self.require_room_beside(inputs)
         if inputs is None and not self.simple:
             rows = as_rows(self.all_rows(), 2).flatten(0, 1)
             return [rows.T @ rows]
         outputs = add_up([self._output_factor(key, approximation) for key in self.keys])
         return [outputs] if inputs is None else [outputs, inputs]
+
+    def require_room_beside(self, inputs: Tensor | None) -> None:
+        """Refuse an output factor, beside that of the inputs if there is one, for which there is no memory."""
+        rows = 0 if inputs is None else len(inputs)
+        require_room(self.param.numel() // max(1, rows), self.param)
 
     @property
     def orientations(self) -> list[Uses]:
@@ -191,7 +196,7 @@ class Uses(Products):
 
     def _averaged_factors(self) -> list[Tensor]:
         inputs = self.input_factor()
-        require_room(self.param.numel() // (len(inputs) if inputs is not None and len(inputs) else 1), self.param)
+        self.require_room_beside(inputs)
         by_calls = [use for use in self.uses if use.arrived.matrix is not None]
         parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_calls]
         parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]

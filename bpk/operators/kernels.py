@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.rules import REGISTRY
-from bpk.sweeps.twice import ONCE
+from bpk.sweeps.twice import only_once
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def said(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE):
+        reason = only_once(error)
+        if reason is None:
             raise
         raise UnsupportedLayer(
             explain(

@@ -88,8 +88,7 @@ class Inspection:
         self.placed.update(map(id, (*above, root)))
         self.above[root] = above
         for record in above:
-            if not record.open:  # an earlier pass may have failed before it came here
-                record.reopen()
+            record.reopen()  # an earlier pass may have failed before it came here
         if self.checks_objective:
             self.check_objective(root, above, node)
         if placement.rows:
@@ -170,7 +169,7 @@ class Inspection:
     def is_served(self, record: Record) -> bool:
         """Whether the rule of a layer can do all that extensions may ask of it at this call."""
         rule = record.rule
-        if rule is None or record.problem or (rule.may_mix and mixes(record)):
+        if rule is None or record.problem or mixes(record):
             return False
         if not self.second_order or not rule.may_refuse:
             return True

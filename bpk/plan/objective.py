@@ -118,7 +118,7 @@ def require_linear(loss: Record, outside: Outside) -> None:
 
 def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
     """Refuse second order where something beside the extended losses reads the output of a call behind them."""
-    touched = next((record for record in above if record in outside.calls), None) if outside.calls else None
+    touched = next((record for record in above if record in outside.calls), None)
     if touched is not None:
         raise UnsupportedLayer(
             explain(
@@ -133,7 +133,7 @@ def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
 
 def require_no_penalty(records: Iterable[Record], sources: Sources, outside: Outside) -> None:
     """Refuse penalties on parameters: their gradient belongs to no sample, and would be missing in every quantity."""
-    leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad} if outside.leaves else ()
+    leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad}
     for record in records if leaves else ():
         held = {f"'{record.path}.{name}'": p for name, p in record.params.items()}
         held.update({f"of shape {list(p.shape)}": p for source in sources[record].values() for p in source.trained})

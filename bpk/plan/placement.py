@@ -55,7 +55,7 @@ def place(
         leave(unknown, (*above, root), sources)
         above = upstream(root, sources)
     moved = is_moved(root, above, sources, second_order)
-    stuck = tuple([k for k, r in enumerate(above) if not r.params and is_stuck(r)]) if second_order or moved else ()
+    stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
     if not stuck and not moved:
         return Placement(above, root.batch_size, left=modules)
     every, form = list(above), form_of((*above, root), sources, second_order, stuck)

@@ -55,11 +55,10 @@ class Plan:
         for record in (*losses, *above):
             call = record.call()
             call = matched(call.output, call)[1]
-            params = record.trained() if record.params else {}
+            params = record.trained()
             rows, n = attribution.of(record)
             node = nodes[record]
-            step = self.of[record] = Step(record, record.rule, call, node, params, rows, n, is_loss=record.is_loss)
-            step.mixed = attribution.mixed
+            step = self.of[record] = Step(record, record.rule, call, node, params, rows, n, mixed=attribution.mixed)
             step.runs = node is None or record in losses or engine.will_run(node)
             step.find_gradients = self.find_gradients
             self.largest = max(self.largest, call.output.numel())
@@ -98,7 +97,7 @@ class Plan:
             if not step.params:
                 continue
             step.reused = tuple([name for name, p in step.params.items() if id(p) in ahead])
-            step.last = tuple([name for name in step.params if name not in step.reused] if step.reused else step.params)
+            step.last = tuple([name for name in step.params if name not in step.reused])
             ahead.update(map(id, step.params.values()))
 
     def is_shared(self, param: Tensor) -> bool:

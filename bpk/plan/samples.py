@@ -35,9 +35,6 @@ class Attribution:
         Raises:
             UnsupportedLayer: If another loss says something else.
         """
-        if not (rows or self.samples or self.sizes):
-            self.sizes = dict.fromkeys(map(id, records), n)
-            return
         for record in records:
             self.add_one(record, rows.get(id(record)), n)
 
@@ -57,8 +54,7 @@ class Attribution:
 
     def batch_size(self, record: Record) -> int:
         """`N`."""
-        known = self.sizes.get(id(record))
-        return record.batch_size if known is None else known
+        return self.of(record)[1]
 
 
 def disagree(record: Record) -> UnsupportedLayer:

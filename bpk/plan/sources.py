@@ -32,8 +32,8 @@ class Sources(dict[Record, dict[int, Source]]):
 
     def __missing__(self, record: Record) -> dict[int, Source]:
         found = dict[int, Source]()
-        for index, (node, _) in enumerate(record.edges):
-            source = None if node is None else trace(record, index, self.held)
+        for index in range(len(record.edges)):
+            source = trace(record, index, self.held)
             if source is not None:
                 found[index] = source
         self[record] = found

@@ -85,6 +85,9 @@ class Step:
     mixed: bool = False
     find_gradients: Callable[[], None] | None = None
 
+    def __post_init__(self) -> None:
+        self.is_loss = self.rule is not None and self.rule.is_loss
+
     @property
     def source(self) -> Source | None:
         """The stretch, if this is one."""

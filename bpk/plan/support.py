@@ -205,7 +205,7 @@ def announce(warning: str | None, extensions: Iterable[Quantity]) -> None:
 
 def require_batch(record: Record) -> None:
     """Refuse an empty batch, and a single sample without a batch axis."""
-    least = record.rule.least_axes if record.is_loss and isinstance(record.rule, Loss) and not record.problem else 0
+    least = record.rule.least_axes if isinstance(record.rule, Loss) and not record.problem else 0
     for x in record.inputs if least else ():
         if x.requires_grad and x.dim() < least:
             raise UnsupportedLayer(

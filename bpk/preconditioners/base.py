@@ -158,12 +158,13 @@ class Preconditioner(ABC):
                 )
             )
         self.follow()
-        if self.extensions and are_several(self.group):
+        looks = bool(self.extensions)
+        if looks and are_several(self.group):
             all_reduce(self.model, self.extension, group=self.group)
             share_orders(self.orders, self.params, self.group)
         if self.grad_scaler is not None and self.overflown():
             return
-        if self.extensions:
+        if looks:
             self.complete()
             self.look()
             self.looked_at = set(self.params.values())

@@ -141,7 +141,7 @@ class Connected:
 
     def count_rows(self) -> int:
         """The size of the batch axis."""
-        for k, x in enumerate(self._inputs or self.inputs):
+        for k, x in enumerate(self.inputs):
             if x.dim() and (not self.binding.axes or self.binding.axes[k] is not None):
                 return x.shape[0 if self.aligned else self.axis(k)]
         return 1

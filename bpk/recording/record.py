@@ -162,7 +162,7 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        form, inputs = (self.shifted, *self.used), list(self._inputs or self.inputs)
+        form, inputs = (self.shifted, *self.used), list(self.inputs)
         known = self.seen is not None and self.seen[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
             if x._version != version and self.rule is not None and self.rule.reads_values:

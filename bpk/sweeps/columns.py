@@ -49,8 +49,7 @@ class ColumnSweep(Player):
         starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
         if step.is_loss:
             step.reached = True
-        if self.merging is not None:
-            self.run.merge(step, self.merging)
+        self.run.merge(step)
         if starting:
             self.make_room(step.number, sum([lazy.count for lazy in starting]))
         self.run.visit(step, last=not starting)
@@ -61,8 +60,7 @@ class ColumnSweep(Player):
                     self.run.settle(step)
                     self.make_room(step.number + 1, count)
                 self.run.start(step, (lazy.name, self.plan.name, step.number, number), chunk)
-        if step.last:
-            self.run.settle(step)
+        self.run.settle(step)
 
     def by_hand(self, step: Step) -> LazyColumns:
         """What a user's module extension for a loss returns."""
@@ -76,8 +74,7 @@ class ColumnSweep(Player):
         if self.run.count and self.is_too_much(self.run.count + count):
             for step in self.plan.steps[number:]:
                 if step.runs:
-                    if self.merging is not None:
-                        self.run.merge(step, self.merging)
+                    self.run.merge(step)
                     self.run.visit(step)
                     self.run.settle(step)
             self.run = Run(self)
@@ -121,9 +118,9 @@ class Run:
         self.sweep.started += count
         self.count += count
 
-    def merge(self, step: Step, merging: Merging) -> None:
+    def merge(self, step: Step) -> None:
         """Make fewer columns of those under way, before `step`, where that pays."""
-        found = merging.merge(self.waiting, self.uses, step)
+        found = self.sweep.merging.merge(self.waiting, self.uses, step) if self.sweep.merging is not None else None
         if found is None:
             return
         mats, signs = found
@@ -162,9 +159,8 @@ class Run:
             self.pass_call(step, columns.copy())
             self.collect(step, columns, step.params)
             return
-        if step.params:
-            self.collect(step, columns, step.params)
-        if last and step.last:
+        self.collect(step, columns, step.params)
+        if last:
             self.settle(step)
         if step.params:
             columns = columns.copy()  # parameters that are not settled yet keep the others
@@ -218,6 +214,8 @@ class Run:
 
     def collect(self, step: Step, columns: Columns, names: Iterable[str]) -> None:
         """Note what has come to parameters of a call."""
+        if not step.params:
+            return
         found = self.sweep.uses(step, columns)
         for name in names:
             if name in found:

@@ -41,7 +41,7 @@ class ByPosition(SquareRoot):
 
     def starting(self, step: Step) -> list[Starting]:
         if not step.is_loss:
-            return self.pass_positions(step) if self.waiting else []
+            return self.pass_positions(step)
         joint, rows = step.joint, step.samples_of_rows
         several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
         possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()

@@ -14,8 +14,7 @@ class SharedSweeps:
 
     `listens` has for each extension the key of its sweep (`None`: it works through module extensions only). `players`
     start at losses, `observers` follow autograd. Values of `combining` sweeps may be taken from some columns after the
-    others. `by_hand` are the
-    extensions for which users wrote something by hand, with these keys.
+    others. `by_hand` are the extensions for which users wrote something by hand, with these keys.
     """
 
     def __init__(self, extensions: Sequence[Quantity]) -> None:

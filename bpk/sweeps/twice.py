@@ -21,6 +21,13 @@ UNDEFINED = {
 ONCE = ("is not implemented", "once_differentiable", "double backward")
 """How autograd says that a function can be differentiated once only."""
 
+
+def only_once(error: RuntimeError) -> str | None:
+    """The words in which autograd says that it can differentiate a function only once (`None`: another error)."""
+    reason = str(error).splitlines()[0]
+    return None if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE) else reason
+
+
 REFUSAL = "torch::autograd::Error"
 """The node that `once_differentiable` puts behind a gradient."""
 
@@ -74,7 +81,7 @@ def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE):
+        reason = only_once(error)
+        if reason is None:
             raise
         raise UnsupportedLayer(explain(what, reason, do)) from error

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import bpk
 from bpk import extensions as E
 from bpk.jacobians.core.engine import GLOBAL_FORWARD_HOOKS
 from bpk.recording.state import CTX
+from tests.helpers import registered
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -43,15 +43,6 @@ class Changed(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.layer(x.sin()).exp()
-
-
-@contextmanager
-def registered(rule: Any) -> Iterator[None]:
-    bpk.register(rule)
-    try:
-        yield
-    finally:
-        bpk.unregister(rule)
 
 
 def sine(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

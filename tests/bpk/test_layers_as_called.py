@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,16 +10,8 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.jacobians import Elementwise, Multilinear, Rule, RuleError, UnsupportedLayer
-
-
-@contextmanager
-def registered(rule: Rule) -> Iterator[None]:
-    bpk.register(rule)
-    try:
-        yield
-    finally:
-        bpk.unregister(rule)
+from bpk.jacobians import Elementwise, Multilinear, RuleError, UnsupportedLayer
+from tests.helpers import registered
 
 
 def check(model: nn.Module, x: Tensor) -> None:

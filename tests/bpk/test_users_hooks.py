@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.families.autodiff import Autodiff
+from tests.helpers import registered
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
 
@@ -167,18 +167,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "fused attention": (Attends, nn.CrossEntropyLoss),
     "composed loss": (Net, Penalised),
 }
-
-
-@contextmanager
-def registered(*rules: Any) -> Iterator[None]:
-    """Rules for the time of a test."""
-    for rule in rules:
-        bpk.register(rule)
-    try:
-        yield
-    finally:
-        for rule in rules:
-            bpk.unregister(rule)
 
 
 def run(
