@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.second_order.graph import differentiable_again
 from bpk.recording.state import CTX
 
 Tensors = Tensor | Iterable[Tensor]
@@ -56,7 +57,7 @@ def derivatives(
     wanted = [k for k, x in enumerate(xs) if x.requires_grad]
     found: dict[int, Tensor | None] = {}
     if live and wanted:
-        with CTX.unseen():
+        with CTX.unseen(), differentiable_again([y for y, _ in live] if create_graph else []):
             grads = torch.autograd.grad(
                 [y for y, _ in live],
                 [xs[k] for k in wanted],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,35 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.second_order.fused import StandIns
+from bpk.jacobians.second_order.weight_norm import weight_norm
 from bpk.rules import REGISTRY
 from bpk.sweeps.twice import only_once
 
 
 @contextmanager
 def exact_kernels() -> Iterator[None]:
-    """Attention and embeddings by functions that can be differentiated twice, and forward."""
+    """Attention, embeddings and weight normalisation by functions that can be differentiated twice, and forward."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), LookedUp():
+        with sdpa_kernel(SDPBackend.MATH), StandIns(STAND_INS):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-class LookedUp(TorchFunctionMode):
-    """Inside, derivatives of embeddings are the same forward and back.
-
-    Torch (seen in 2.13) keeps the row of `padding_idx` constant in reverse mode only, and bags have no forward mode.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
 
 def embedding(
@@ -79,8 +68,15 @@ def bags(
     return rule.forward(binding.options, binding.inputs, {"weight": weight})
 
 
-STAND_INS: dict[Any, Callable[..., Tensor]] = {F.embedding: embedding, F.embedding_bag: bags}
-"""By the function that they stand for."""
+STAND_INS: dict[Any, Callable[..., Tensor]] = {
+    F.embedding: embedding,
+    F.embedding_bag: bags,
+    torch._weight_norm: weight_norm,
+}
+"""By the function that they stand for.
+
+Torch (seen in 2.13) keeps the row of `padding_idx` constant in reverse mode only, and bags have no forward mode.
+"""
 
 
 @contextmanager

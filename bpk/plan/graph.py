@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
+from bpk.jacobians.second_order.weight_norm import corrected
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond, quieten_inside
 from bpk.recording.graph_nodes import Edge, is_linear, leaf_of
@@ -110,7 +111,7 @@ class Source:
         """The gradient at the beginnings as a differentiable function of them, and of `grad` (stretches only)."""
         assert self.stretch is not None
         ends = [gradient_edge(self.stretch)]
-        with torch.enable_grad(), CTX.quietly():
+        with torch.enable_grad(), CTX.quietly(), corrected(self.nodes):
             at_end = self.entrance.one_to_graph(grad)
             return torch.autograd.grad(ends, self.beginnings(), (at_end,), retain_graph=True, create_graph=True)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
-from bpk.recording.graph_nodes import Edge, between
+from bpk.recording.graph_nodes import Edge
 from bpk.recording.state import CTX
 
 SEEN = "bpk.quiet"

@@ -23,7 +23,9 @@ from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.hooks import RemovableHandle
 
 from bpk.jacobians.core.engine import GLOBAL_FORWARD_HOOKS as GLOBAL_FORWARD_HOOKS
+from bpk.jacobians.core.engine import SAVED
 from bpk.jacobians.core.engine import is_transformed as is_transformed
+from bpk.jacobians.core.engine import saved as saved
 
 ENTRIES = (
     "torch._C._autograd._get_current_graph_task_keep_graph",
@@ -185,19 +187,10 @@ def kind_of_output(node: Node | None, number: int) -> tuple[torch.Size, torch.dt
     return torch.Size(one.shape), one.dtype
 
 
-SAVED = "_saved_"
-"""How names begin under which nodes keep something (torch documents this, but not the names)."""
-
-
 @lru_cache(maxsize=64)
 def saved_names(kind: type[Node]) -> frozenset[str]:
     """The names under which nodes of a class keep something for their backward pass (see `torch.autograd.graph`)."""
     return frozenset(name.removeprefix(SAVED) for name in dir(kind) if name.startswith(SAVED))
-
-
-def saved(node: Node, name: str) -> Any:
-    """What a node keeps under a name; an error where it has none of that name, which is not the same as `None`."""
-    return getattr(node, SAVED + name)
 
 
 @lru_cache(maxsize=1024)

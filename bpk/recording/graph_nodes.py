@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.identity import function_name, words
 
@@ -48,19 +49,6 @@ def is_linear(node: Node) -> bool:
     if name == FRACTION:
         return differentiable == [True, False] or differentiable == [True]
     return name in LINEAR or (name in BILINEAR and sum(differentiable) == 1)
-
-
-def between(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
-    """A node and all that autograd's graph has behind it, on each way until the first end."""
-    waiting, seen = [node], {node}
-    while waiting:
-        here = waiting.pop()
-        if is_end(here):
-            continue
-        yield here
-        fresh = {above for above, _ in here.next_functions if above is not None} - seen
-        seen |= fresh
-        waiting += fresh
 
 
 def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Tensor]) -> dict[str, tuple[Node, int]]:

@@ -11,8 +11,9 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.losses.loss import Loss, is_loss
 from bpk.jacobians.losses.loss_call import tensors_anywhere
+from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
-from bpk.recording.graph_nodes import between, is_linear
+from bpk.recording.graph_nodes import is_linear
 from bpk.recording.ownership import leave_to_autograd, owner_of
 from bpk.recording.recorder import record
 from bpk.recording.state import CTX

@@ -7,9 +7,9 @@ from functools import partial
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.activations import forget
-from bpk.recording.graph_nodes import between
 from bpk.recording.record import Record
 from bpk.recording.state import CTX, EVERY_CALL
 

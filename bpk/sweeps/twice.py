@@ -1,4 +1,4 @@
-"""Functions that have no second derivative, or a wrong one: said where somebody asks for it."""
+"""Functions that have no second derivative: said where somebody asks for it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import Source
-
-WRONG = {"WeightNormInterfaceBackward0": "torch's own second derivative of its weight normalisation is wrong."}
-"""Functions whose second derivative by autograd is not to be used, and why."""
 
 UNDEFINED = {
     "LogcumsumexpBackward0": "torch's derivatives of the gradient of logcumsumexp are NaN, as functions of its vector."
@@ -70,12 +67,10 @@ def require_products(source: Source) -> None:
 
 @contextmanager
 def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
-    """Say which function has no second derivative, or a wrong one. `grad` is the gradient at the end of the stretch."""
+    """Say which function has no second derivative. `grad` is the gradient at the end of the stretch."""
     what = f"A function before '{source.consumer.path}' ({type(source.consumer.module).__name__}) cannot be "
     what += "differentiated twice."
     do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
-    for name in source.functions & WRONG.keys():
-        raise UnsupportedLayer(explain(what, WRONG[name], do))
     if is_marked(source, grad):
         raise UnsupportedLayer(explain(what, "it is marked with once_differentiable.", do))
     try:

@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.extending import detach
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.second_order.fused import StandIns
+from bpk.jacobians.second_order.weight_norm import weight_norm
 from bpk.verification.structure import tensors_of, with_tensors
 
 
@@ -182,12 +184,16 @@ def undisturbed(dtype: torch.dtype | None, devices: Sequence[torch.device]) -> I
         torch.set_default_dtype(default)
 
 
+TWICE = {torch._weight_norm: weight_norm}
+"""Functions with the same values whose second derivatives are right."""
+
+
 @contextmanager
 def differentiable_twice() -> Iterator[None]:
     """Kernels of torch that have second derivatives, where there is a choice."""
     mkldnn = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)[0]
     try:
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False), StandIns(TWICE):
             yield
     finally:
         torch.backends.mkldnn.set_flags(_enabled=mkldnn, _fp32_precision=None)

@@ -4,7 +4,7 @@ Each entry says what replaces it if it goes. A test says which of `ENTRIES` a ve
 
 Names with an underscore that are as good as public are used where they are needed, in `bpk`, too (`IN_PRACTICE`): those
 by which modules keep parameters, children, buffers and hooks, those by which tensors keep hooks, version and base, the
-number of a graph's node, and two base classes of modules.
+number of a graph's node, a function that parametrisations call, and two base classes of modules.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.modules import module as of_all
 
 ENTRIES = (
@@ -26,10 +27,14 @@ ENTRIES = (
     "torch.nn.modules.module._global_forward_hooks.move_to_end",
     "torch.nn.InstanceNorm1d(1)._get_no_batch_dim",
     "torch.nn.RNN(1, 1)._flat_weights_names",
+    "torch._weight_norm(torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)).grad_fn._saved_v",
+    "torch._weight_norm(torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)).grad_fn._saved_g",
+    "torch._weight_norm(torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)).grad_fn._saved_dim",
 )
 """What this file uses."""
 
 IN_PRACTICE = (
+    "torch._weight_norm",
     "torch.Tensor._backward_hooks",
     "torch.Tensor._base",
     "torch.Tensor._is_view",
@@ -50,6 +55,15 @@ IN_PRACTICE = (
     "torch.nn.modules.loss._Loss",
 )
 """What other files may use."""
+
+
+SAVED = "_saved_"
+"""How names begin under which nodes keep something (torch documents this, but not the names)."""
+
+
+def saved(node: Node, name: str) -> Any:
+    """What a node keeps under a name; an error where it has none of that name, which is not the same as `None`."""
+    return getattr(node, SAVED + name)
 
 
 def is_transformed() -> bool:

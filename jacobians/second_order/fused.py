@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bpk.jacobians.core.numeric import safe_sqrt
+from bpk.jacobians.second_order.weight_norm import weight_norm
 
 
 def standardized(x: Tensor, axes: list[int], eps: float, centred: bool = True) -> Tensor:
@@ -181,6 +182,7 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: vector_norm,
     torch.linalg.norm: linalg_norm,
     F.normalize: normalize,
+    torch._weight_norm: weight_norm,
 }
 """What stands for a fused function."""
 
@@ -188,12 +190,32 @@ OTHERS = (torch.native_layer_norm, torch.native_group_norm, torch.native_batch_n
 """Fused functions whose further results nobody can differentiate."""
 
 
-class Composed(TorchFunctionMode):
+class StandIns(TorchFunctionMode):
+    """Inside, others stand for some functions.
+
+    Args:
+        functions: By the function that they stand for.
+    """
+
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self.functions.get(func, func)(*args, **(kwargs or {}))
+
+
+class Composed(StandIns):
     """Inside, fused normalisations and norms are compositions."""
+
+    def __init__(self) -> None:
+        super().__init__(COMPOSED)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in OTHERS:
             raise NotImplementedError(f"torch differentiates {func.__name__} wrongly, more than once by forward mode")
-        return COMPOSED.get(func, func)(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.func import jvp, vjp, vmap
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
+from bpk.jacobians.second_order.weight_norm import corrected
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
 """Where products start, or arrive."""
 
 FEW = 2
 """Up to how many columns autograd is asked one after the other, which saves the costs of batching."""
+
+
+def between(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
+    """A node and all that autograd's graph has behind it, on each way until the first end."""
+    waiting, seen = [node], {node}
+    while waiting:
+        here = waiting.pop()
+        if is_end(here):
+            continue
+        yield here
+        fresh = {above for above, _ in here.next_functions if above is not None} - seen
+        seen |= fresh
+        waiting += fresh
+
+
+@contextmanager
+def differentiable_again(outputs: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, gradients of these tensors may be differentiated once more, where torch's own may not."""
+    nodes = (here for x in outputs if x.grad_fn is not None for here in between(x.grad_fn, lambda _: False))
+    with corrected(nodes):
+        yield
 
 
 def by_sample(rule: Differentiable, call: Call, copies: Mapping[str, Tensor]) -> Tensor:
@@ -137,7 +159,7 @@ class Graph:
 
     def gradient(self, grad_out: Tensor, wrts: Sequence[Wrt]) -> list[Tensor | None]:
         """The gradient at `wrts`, to be differentiated once more."""
-        with torch.enable_grad():
+        with torch.enable_grad(), differentiable_again([self.output]):
             leaves = [self.leaves[wrt] for wrt in wrts]
             return products([self.output], leaves, [grad_out.detach()[None]], further=True)
 

@@ -156,15 +156,6 @@ def test_fused_attention() -> None:
     assert "FusedAttention" in str(bpk.support(model, E.DiagHessian(), inputs=tokens))
 
 
-def test_wrong_second_derivatives_are_not_used() -> None:
-    """Those of torch's weight normalisation differ from those of the same function, written out."""
-    model, loss_fn = bpk.extend(parametrizations.weight_norm(nn.Linear(4, 3))), bpk.extend(nn.MSELoss())
-    x = torch.randn(5, 4)
-    with pytest.raises(NotImplementedError, match=r"(?s)cannot be differentiated twice.*weight normalisation is wrong"):
-        backward(model, loss_fn, x, torch.randn(5, 3), E.HMP())
-    assert bpk.verify(model, loss_fn, x, torch.randn(5, 3), E.DiagGGNExact(), E.GGNMP())
-
-
 def test_products_behind_logcumsumexp() -> None:
     """Torch's derivatives of its gradient are NaN where that is zero, and further ones everywhere."""
 

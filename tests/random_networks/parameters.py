@@ -138,7 +138,6 @@ def reparametrized(w: Writer, r: random.Random, inner: tuple[Move, ...]) -> None
     kind = r.choice(["weight_norm", "spectral_norm", "orthogonal", "Positive", "Symmetric", "old"])
     w.tag(f"parametrization: {kind}")
     w.kronecker = False
-    w.hessian = w.hessian and kind not in ("weight_norm", "old")  # torch's second derivative of these is wrong
     base = f"nn.Linear({last}, {last if kind == 'Symmetric' else 2})"
     if kind in ("Positive", "Symmetric"):
         name = w.layer(base)

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.references import attention, recurrence
 from tests.references.chain import Chain, ChainOfBatch
 from tests.references.kronecker import KRONECKER, gradients, in_order, input_factor, of_bias
+from tests.references.weight_norm import WrittenOut
 
 LossOf = Callable[[Tensor], Tensor]
 
@@ -129,7 +130,7 @@ class Reference:
         self.seed = seed
         torch.manual_seed(seed)
         self.inputs = tuple(x.detach() for x in inputs)
-        with sdpa_kernel(SDPBackend.MATH):  # the attention that can be differentiated twice
+        with sdpa_kernel(SDPBackend.MATH), WrittenOut():  # what can be differentiated twice
             self.pred = self.model(*[x.clone() for x in self.inputs])
         for hook in (*hooks, *watched):
             hook.remove()

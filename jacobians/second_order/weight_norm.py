@@ -1,0 +1,56 @@
+"""Weight normalisation, `w = g v / |v|`, with a gradient that can be differentiated once more.
+
+Torch's own gradient takes the norms `|v|` for constants when it is differentiated (seen up to 2.15), so that Hessians
+are silently wrong. Where the function is still to be called, `weight_norm` stands for it; where a graph has recorded
+it, `corrected` puts the right gradient in the place of torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.engine import saved
+
+FUSED = "WeightNormInterfaceBackward0"
+"""What autograd calls torch's fused function."""
+
+
+def lengths(v: Tensor, dim: int) -> Tensor:
+    """The norms over all axes but one (`-1`: over all), broadcast against `v`."""
+    axes = [axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim()]
+    return v.square().sum(axes, keepdim=True).sqrt() if axes else v.abs()
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`torch._weight_norm`, as a composition."""
+    return v * (g / lengths(v, dim))
+
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def gradient(node: Node, sent: Gradients, arrived: Gradients) -> Gradients:
+    """What autograd should send to `v` and `g`, as a function of what has arrived, of `v` and of `g`."""
+    if arrived[0] is None:
+        return sent
+    v, g, dim = (saved(node, name) for name in ("v", "g", "dim"))
+    length = lengths(v, dim)
+    unit = v / length
+    along = (arrived[0] * unit).sum_to_size(g.shape)
+    found = (arrived[0] - along * unit) * (g / length), along
+    return tuple(None if before is None else right for before, right in zip(sent, found, strict=True))
+
+
+@contextmanager
+def corrected(nodes: Iterable[Node]) -> Iterator[None]:
+    """Inside, gradients that pass these nodes of autograd's graph may be differentiated once more."""
+    with ExitStack() as stack:
+        for node in nodes:
+            if node.name() == FUSED:
+                stack.callback(node.register_hook(partial(gradient, node)).remove)
+        yield
