@@ -50,6 +50,13 @@ class StretchCall(Call):
         return self.n == 1 and self.samples_of_rows is not None
 
     @property
+    def rows_of_all_inputs(self) -> Tensor | None:
+        """The sample of each row of the inputs, of which samples have several, if those of all inputs are the same."""
+        first, *others = self.rows_of_inputs or [None]
+        alike = first is not None and all(x is not None and torch.equal(x, first) for x in others)
+        return first if alike and not self.merged else None
+
+    @property
     def batch_size(self) -> int:
         return self.output.shape[0] if self.samples is None else len(self.samples)
 

@@ -16,11 +16,11 @@ from bpk.plan.samples import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns import ColumnSweep
+from bpk.sweeps.curved_stretch import CurvedStretch
 from bpk.sweeps.diagonals import behind, takes, tied_inside
 from bpk.sweeps.enumerated import Enumerated
 from bpk.sweeps.hand import Hand
-from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, diagonal, known, split_rows
-from bpk.sweeps.stretch_residual import StretchResidual
+from bpk.sweeps.lazy import LazyColumns, Starting, diagonal, known, split_rows
 from bpk.sweeps.sweep import Settle
 
 
@@ -117,33 +117,32 @@ class SignedHessian(ColumnSweep):
         return found
 
     def of_stretch(self, step: Step) -> list[LazyColumns]:
-        """The residual of a stretch, in as many groups as it takes."""
+        """The residual of a stretch, in as many groups as it takes; parameters that it uses last get squares."""
         call = step.call
         assert isinstance(call, StretchCall)
         if call.source.is_linear:
             return []
-        rows = None if call.merged else call.rows_by_sample()
-        residual = StretchResidual(call.source, step.grad, rows, call.merged)
-        diag = residual.diagonal() if 0 in step.links and takes(step.links[0].producer) else None
+        stretch = CurvedStretch(step)
+        per_sample = self.fields_are_rows or (self.samples is not None and not step.mixed)
+        for name, squares in stretch.squares(per_sample).items():
+            squares = self.rows(squares) if per_sample and not step.mixed else squares
+            self.settle_squares(step, name, partial(by_sample_or_not if per_sample else summed, squares))
+        diag = stretch.diagonal() if 0 in step.links and takes(step.links[0].producer) else None
         if diag is not None and self.starts_later(step, self.rows(diag)):
             return []
-        groups = residual.groups()
-        inputs = len(call.inputs)
-
-        def considered(chunk: Chunk) -> Chunk:
-            mats, signs = chunk
-            names: list[Wrt] = [*range(inputs), *call.params]
-            parts = {name: self.rows(mat, 1) for name, mat in zip(names, mats.values(), strict=True)}
-            return parts, None if signs is None else self.rows(signs, 1)
-
-        named = [LazyColumns(lazy.count, lazy.make, ("stretch", k)) for k, lazy in enumerate(groups)]
-        return [lazy.mapped(considered) for lazy in named]
+        return stretch.columns(self.rows)
 
     def split(self, step: Step, lazy: LazyColumns) -> LazyColumns:
         """Columns for each row, where a sample has several."""
         if step.samples_of_rows is None:
             return lazy
         return split_rows(lazy, step.samples_of_rows, step.batch_size)
+
+
+def summed(total: Tensor, per_sample: bool) -> Tensor:
+    """`[*p]`, known as a sum only."""
+    assert not per_sample
+    return total
 
 
 def by_sample_or_not(rows: Tensor, per_sample: bool) -> Tensor:

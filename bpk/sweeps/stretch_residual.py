@@ -19,11 +19,8 @@ from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
 from bpk.jacobians.second_order.structure import Blocks, Couplings
 from bpk.sweeps.lazy import Chunk, LazyColumns, known
-from bpk.sweeps.stretch_products import StretchProducts
+from bpk.sweeps.stretch_by_sample import Group, SampleBySample
 from bpk.sweeps.twice import differentiable_twice
-
-Group = tuple[list[Tensor], Tensor]
-"""Columns `[K, N, *target]` for each target, then `[K, N, *p]` for each parameter, and signs `[K, N]`."""
 
 Groups = list[LazyColumns]
 """The same, by number, made a few at a time."""
@@ -33,7 +30,7 @@ AT_ONCE = 1 << 24
 """How many numbers products with the second derivative hold at a time."""
 
 
-class StretchResidual(StretchProducts):
+class StretchResidual(SampleBySample):
     """`R` as signed columns: all positions at once, or one sample after the other."""
 
     def columns(self) -> Group | None:
@@ -64,12 +61,16 @@ class StretchResidual(StretchProducts):
         own = [signs.new_zeros(()).expand(*signs.shape, *p.shape) for p in self.source.trained]
         return [*parts.values(), *own], signs
 
-    def groups(self) -> Groups:
-        """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes."""
+    def groups(self, by_row: bool = False) -> Groups:
+        """Signed columns `u_k` with `R = sum_k s_k u_k u_k^T`, in as many groups as it takes.
+
+        `by_row`: rows of the targets stand for samples, whatever is at the end.
+        """
         with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
             if self.is_zero:
                 return []
-            self.require_samples()
+            if not by_row:
+                self.require_samples()
             self.require_values_only()
             if self.rows is not None:
                 parts, signs = self.by_sample(balanced=True)
@@ -108,11 +109,23 @@ class StretchResidual(StretchProducts):
         same = all(shape[1:2] == self.grad.shape[1:2] for shape in self.shapes)
         return same and bool(self.shapes) and 1 in self.blocks.axes
 
+    @property
+    def couples_no_rows(self) -> bool:
+        """Whether no row of a target is coupled with another one (all have as many)."""
+        count = self.shapes[0][0]
+        labels = [torch.arange(count, device=self.grad.device).reshape(-1, *[1] * (len(s) - 1)) for s in self.shapes]
+        return not self.is_zero and self.couplings.none_between(labels, count)
+
     # ---- all samples and positions at once --------------------------------------------------------------
+    @cached_property
+    def couplings(self) -> Couplings:
+        """Which entries of targets depend on each other."""
+        return Couplings(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad)
+
     @cached_property
     def blocks(self) -> Blocks:
         """Along which axes targets are treated apart."""
-        return Couplings(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad).blocks()
+        return self.couplings.blocks()
 
     def by_position(self, balanced: bool) -> LazyColumns:
         """Eigendecomposition of the blocks of all positions (`balanced`: see `factor`)."""
@@ -157,43 +170,6 @@ class StretchResidual(StretchProducts):
         """How many columns to multiply at once."""
         return max(1, AT_ONCE // sum(shape.numel() for shape in self.shapes))
 
-    # ---- one sample after the other --------------------------------------------------------------------
-    def by_sample(self, balanced: bool) -> Group:
-        """Eigendecomposition of the dense matrix of every sample, jointly over targets and parameters."""
-        in_order = torch.arange(len(self.grad), device=self.grad.device)[:, None]
-        end, *starts = [in_order] * (1 + len(self.shapes)) if self.rows is None else self.rows
-        most = [max(map(len, start)) for start in starts]
-        dense = [self.of_sample(end[n], [start[n] for start in starts], most) for n in range(len(end))]
-        vectors, signs = factor(torch.stack(dense), balanced)
-        inner = [size * shape[1:].numel() for size, shape in zip(most, self.shapes, strict=True)]
-        *parts, own = vectors.split([*inner, vectors.shape[2] - sum(inner)], 2)
-        found = [part.new_zeros(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
-        for columns, part, start, size in zip(found, parts, starts, most, strict=True):
-            each = part.reshape(*part.shape[:2], size, *columns.shape[2:])
-            for n, at in enumerate(start):
-                columns[:, at] = each[:, n, : len(at)]
-        return [*found, *self.by_parameter(own)], signs
-
-    def of_sample(self, here: Tensor, at: Sequence[Tensor], most: Sequence[int]) -> Tensor:
-        """The matrix `[D, D]` of one sample.
-
-        The sample's rows are `here` at the consumer, and `at[k]` at target `k`, with zeros behind them up to `most[k]`.
-        """
-        of_sample = torch.zeros_like(self.grad)
-        of_sample[here] = self.grad[here]
-        gradients, exits = self.pulled(of_sample), self.exits
-        with torch.enable_grad():
-            seen = [port.one_to_rule(g) for port, g in zip(exits, gradients, strict=False)]
-            own = [filled(g[rows], size, 0) for g, rows, size in zip(seen, at, most, strict=True)]
-            flat = torch.cat([g.flatten() for g in (*own, *gradients[len(own) :])])
-        unit = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
-        if not flat.requires_grad:
-            return torch.zeros_like(unit)
-        full = self.pull((flat,), (unit,))
-        parts = [port.to_rule(mat) for port, mat in zip(exits, full, strict=False)]
-        targets = [filled(mat[:, rows], size, 1) for mat, rows, size in zip(parts, at, most, strict=True)]
-        return torch.cat([mat.reshape(len(mat), -1) for mat in (*targets, *full[len(targets) :])], 1)
-
     # ---- with parameters ------------------------------------------------------------------------------
     def with_parameters(self) -> LazyColumns:
         """`[[R_xx, R_xp], [R_px, 0]]`, position by position."""
@@ -209,16 +185,15 @@ class StretchResidual(StretchProducts):
         vectors = vectors.reshape(-1, n, positions, dense.shape[3])
 
         def rows(here: Tensor) -> list[Tensor]:
-            column, position = here // positions, here % positions
-            inner = vectors[column, :, position, size:]  # [K, N, r]
-            return self.by_parameter(torch.einsum("knr,nkqr->knq", inner, basis[:, position]))
+            first, last = int(here[0]), int(here[-1]) + 1
+            parts = []
+            for column in range(first // positions, (last - 1) // positions + 1):  # bases are too large to be copied
+                some = slice(max(0, first - column * positions), min(positions, last - column * positions))
+                inner = vectors[column, :, some, size:]  # [N, P, r]
+                parts.append(torch.einsum("npr,npqr->pnq", inner, basis[:, some]))
+            return self.by_parameter(torch.cat(parts))
 
         return self.spread(vectors[..., :size], signs, rows)
-
-    def by_parameter(self, flat: Tensor) -> list[Tensor]:
-        """`[..., all parameters]` as `[..., *p]` of each."""
-        parts = flat.split([p.numel() for p in self.source.trained], -1)
-        return [part.reshape(*part.shape[:-1], *p.shape) for part, p in zip(parts, self.source.trained, strict=True)]
 
     def of_parameters(self, balanced: bool) -> Groups:
         """`R_pp` of every sample (nothing where the stretch is linear in its parameters)."""
@@ -240,9 +215,3 @@ class StretchResidual(StretchProducts):
         vectors, signs = factor(torch.stack(dense), balanced)
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
         return [known(dict(enumerate([*nothing, *self.by_parameter(vectors)])), signs)]
-
-
-def filled(x: Tensor, size: int, axis: int) -> Tensor:
-    """A tensor with zeros behind it along an axis."""
-    missing = size - x.shape[axis]
-    return torch.cat([x, x.new_zeros(*x.shape[:axis], missing, *x.shape[axis + 1 :])], axis) if missing else x
