@@ -61,7 +61,10 @@ class Backward:
             self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
         )
         passed = None if self.hooks.hook is None else self.run_hook_early
-        hands = [(key, Hand(extension, self.parameters.save)) for key, extension in self.sweeps.by_hand]
+        hands = [
+            (key, Hand(extension, self.parameters.claim, self.parameters.save))
+            for key, extension in self.sweeps.by_hand
+        ]
         self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, dict(hands), passed)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters, hands)
         self.kept: list[Record] = []

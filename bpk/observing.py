@@ -21,7 +21,7 @@ from bpk.recording.record import Record
 from bpk.sweeps.functions import SideBySide, reach_functions
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.shared import SharedSweeps
-from bpk.sweeps.sweep import Gradient, Observer, not_by_hand
+from bpk.sweeps.sweep import Gradient, Observer, not_by_hand, only_by_hand
 
 
 class Observing:
@@ -58,6 +58,11 @@ class Observing:
             if source.trained:
                 reach_functions(record, grad, first, self.spread)
                 break
+        if record.rule is None:
+            own = record.module.parameters(recurse=False)
+            left_out = len(observers) > len(first) or any(p.requires_grad for p in own)
+            if left_out and self.inspection.by_hand(record):
+                raise only_by_hand(f"'{record.path}' ({type(record.module).__name__})")
         if record.rule is None or not (trained or len(observers) > len(first)):
             return None
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}

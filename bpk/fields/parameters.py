@@ -14,7 +14,7 @@ from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
 from bpk.fields.statistics import Use, Uses
 from bpk.fields.totals import Totals
-from bpk.fields.values import own, remove_stale, value_of
+from bpk.fields.values import one_value_only, own, remove_stale, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.record import Record, calls_by_parameter
@@ -46,6 +46,7 @@ class Parameters:
         self.adds_up, self.noted, self.loss_scale = adds_up, noted, loss_scale
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
+        self.claimed: dict[tuple[int, str], str] = {}
         self.handles: list[Any] = []
         self.by_functions: set[int] = set()
         self.calls = calls_by_parameter()
@@ -209,8 +210,16 @@ class Parameters:
         if old is not None and not (extension.needs_total or torch.is_grad_enabled()):
             uses.spare = spare_memory(old)
 
+    def claim(self, param: Tensor, name: str, where: str) -> None:
+        """A module extension is about to say all of a field."""
+        if any(p is param and known == name for p, known in self.saved):
+            raise one_value_only(where, name)
+        self.claimed[id(param), name] = where
+
     def save(self, param: Tensor, name: str, value: Any) -> None:
         """Attach a result to its parameter."""
+        if (id(param), name) in self.claimed and any(p is param and known == name for p, known in self.saved):
+            raise one_value_only(self.claimed[id(param), name], name)
         if isinstance(value, Tensor):
             value = value.to(param.dtype)
             value = value if value.requires_grad else value.detach()  # a view would keep its base alive
@@ -236,3 +245,4 @@ class Parameters:
             handle.remove()
         self.totals.clear()
         self.handles, self.states, self.saved, self.calls, self.by_module = [], {}, [], {}, {}
+        self.claimed = {}

@@ -84,6 +84,17 @@ def holds(model: nn.Module, param: Tensor) -> bool:
     return id(param) in parameters_in(model)
 
 
+def one_value_only(where: str, name: str) -> UnsupportedLayer:
+    """The refusal of a second value for a field that a module extension has given."""
+    return UnsupportedLayer(
+        explain(
+            f"A parameter of '{where}' has a module extension for '{name}', and is used more than once.",
+            "a module extension gives the field of one call, and nothing is known of how fields of several add up.",
+            "write a rule (bpk.register) in place of it, or let each call have its own parameter.",
+        )
+    )
+
+
 def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
     """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
     for name, param in params.items():

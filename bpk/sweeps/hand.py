@@ -32,11 +32,16 @@ class Handwritten(Protocol):
 
 
 class Hand:
-    """What a user wrote for one extension; `save` puts a value on a parameter."""
+    """What a user wrote for one extension; `save` puts a value on a parameter, which `claim` has found without one."""
 
-    def __init__(self, extension: Quantity, save: Callable[[Tensor, str, Any], None]) -> None:
+    def __init__(
+        self,
+        extension: Quantity,
+        claim: Callable[[Tensor, str, str], None],
+        save: Callable[[Tensor, str, Any], None],
+    ) -> None:
         self.extension = extension
-        self.save = save
+        self.claim, self.save = claim, save
 
     def serves(self, step: Step) -> bool:
         """Whether something was written for a layer."""
@@ -51,12 +56,13 @@ class Hand:
         """The same for a recorded call, whose output is at `node` and has this gradient."""
         module, written = record.module, self.extension.module_extension(record.module)
         assert written is not None and node is not None
-        if record.recomputed is not None:
+        if record.recomputed is not None or vars(module).get("output") is not record.left:  # those of another call
             record.leave()
         g_inp, g_out = gradients_at_inputs(record, node, grad), (grad,)
         for name in written.params:
             param = getattr(module, name)
             if param is not None and is_trained(param):
+                self.claim(param, self.extension.savefield, record.path)
                 value = written.extract(name, self.extension, module, g_inp, g_out, quantity)
                 self.save(param, self.extension.savefield, value)
         return written.backpropagate(self.extension, module, g_inp, g_out, quantity)

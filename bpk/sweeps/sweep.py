@@ -141,6 +141,17 @@ def not_by_hand(where: str) -> UnsupportedLayer:
     )
 
 
+def only_by_hand(where: str) -> UnsupportedLayer:
+    """A layer without a rule, of which one extension in the context knows by hand, and another one does not."""
+    return UnsupportedLayer(
+        explain(
+            f"An extension has no module extension for {where}, and there is no rule for this layer.",
+            "another extension in this context has one, so that the layer is not left to autograd.",
+            "write one for each of them, register a rule, or use them in passes of their own.",
+        )
+    )
+
+
 def play(plan: Plan, players: Iterable[Player], when_passed: Callable[[Step], None]) -> None:
     """Let sweeps pass all calls of a plan, consumers first.
 
@@ -154,5 +165,7 @@ def play(plan: Plan, players: Iterable[Player], when_passed: Callable[[Step], No
         if not step.runs:
             continue
         for player in players:
+            if step.rule is None and not (player.hand is not None and player.hand.serves(step)):
+                raise only_by_hand(step.where)
             player.visit(step)
         when_passed(step)

@@ -71,3 +71,15 @@ def test_replaced_parameters_and_old_states_are_refused() -> None:
     model[2] = nn.Linear(3, 3).double()
     with pytest.raises(ValueError, match=r"(?s)'2.weight' is another one.*after layers are replaced"):
         take_step(model, preconditioner, x, y)
+
+
+@pytest.mark.parametrize("make", [kfac, ekfac, diagonal])
+def test_curvature_that_is_not_finite_stops_the_step(make: Make) -> None:
+    """The running mean would stay so; one batch had made all later gradients NaN."""
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), data()
+    preconditioner = make(model)
+    take_step(model, preconditioner, x, y)
+    x[2, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"(?s)'0.weight'.*not finite.*first batch"):
+        take_step(model, preconditioner, x, y)
