@@ -16,7 +16,7 @@ from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 from bpk.jacobians.second_order.weight_norm import corrected
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond, quieten_inside
-from bpk.recording.graph_nodes import Edge, is_linear, leaf_of
+from bpk.recording.graph_nodes import Edge, is_linear
 from bpk.recording.ports import Port
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
@@ -121,25 +121,6 @@ class Source:
         found = pull_columns([gradient_edge(self.stretch)], self.trained, (self.entrance.to_graph(mat),))
         pairs = zip(self.trained, found, strict=True)
         return [mat.new_zeros(len(mat), *p.shape) if g is None else g for p, g in pairs]
-
-    def pull_to_edges(self, mat: Tensor, places: Sequence[GradientEdge]) -> list[Tensor | None]:
-        """The same in what other nodes of the stretch return."""
-        assert self.stretch is not None
-        return pull_columns([gradient_edge(self.stretch)], places, (self.entrance.to_graph(mat),))
-
-    def repetitions(self, rows: int) -> list[GradientEdge]:
-        """Where each parameter is repeated for all rows; nothing, unless each enters in one such place alone."""
-        entries = [
-            (id(p), node) for node in self.nodes for e in node.next_functions if (p := leaf_of(e[0])) is not None
-        ]
-        found = []
-        for param in self.trained:
-            nodes = [node for of, node in entries if of == id(param)]
-            shapes = [engine.output_shapes(node)[0] for node in nodes if node.name() == "ExpandBackward0"]
-            if len(nodes) != 1 or not shapes or shapes[0].numel() != rows * param.numel() or shapes[0][0] != rows:
-                return []
-            found.append(GradientEdge(nodes[0], 0))
-        return found
 
     def target_edges(self) -> list[GradientEdge]:
         """The outputs of the calls that feed the stretch."""

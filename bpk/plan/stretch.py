@@ -7,17 +7,18 @@ the next call reads. Parameters that functions use directly are parameters of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt, index_of
-from bpk.jacobians.core.numeric import like_columns
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
-from bpk.plan.decoding import all_different
+from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source
+from bpk.plan.spread import SpreadColumns
 
 
 class StretchCall(Call):
@@ -43,6 +44,7 @@ class StretchCall(Call):
         self.n = n
         self.samples = samples
         self.latest: tuple[Tensor, bool, list[Tensor]] | None = None
+        self.spread: SpreadColumns | None = None
 
     @property
     def merged(self) -> bool:
@@ -63,7 +65,7 @@ class StretchCall(Call):
     def subset(self, samples: Sequence[int]) -> StretchCall:
         chosen = tuple(samples) if self.samples is None else tuple(self.samples[k] for k in samples)
         part = StretchCall(self.source, self.output, self.inputs, self.samples_of_rows, self.n, chosen)
-        part.rows_of_inputs = self.rows_of_inputs
+        part.rows_of_inputs, part.spread = self.rows_of_inputs, self.spread
         return part
 
     def index(self, device: torch.device) -> Tensor:
@@ -89,43 +91,22 @@ class StretchCall(Call):
         All parameters are found at once, and kept for the next one that is asked for.
         """
         if self.latest is None or self.latest[0] is not mat or self.latest[1] != together:
-            if together:
-                found = self.source.pull_to_parameters(mat)
-            else:
-                found = self.repeated(mat) or self.row_by_row(mat)
+            found = self.source.pull_to_parameters(mat) if together else self.rows(mat)
             self.latest = mat, together, found
         return self.latest[2]
 
-    def row_by_row(self, mat: Tensor) -> list[Tensor]:
-        """Rows `[V, R, *p]`, in one pass for each."""
-        numbers = range(mat.shape[1]) if self.samples is None else self.samples
-        each = [self.source.pull_to_parameters(self.at_row(n, mat[:, k])) for k, n in enumerate(numbers)]
-        return [torch.stack(rows, 1) for rows in zip(*each, strict=True)]
-
-    def repeated(self, mat: Tensor) -> list[Tensor]:
-        """The same in one pass, where all parameters are repeated for every row (`b.expand(N, ...)`); else nothing.
-
-        What arrives at a repetition are rows of their own. That they are those of the output's rows is tested: with a
-        weight for each row of the output, all different, every row has to be multiplied by its own.
-        """
-        rows = self.output.shape[0]
-        places = self.source.repetitions(rows)
-        if not places or mat.shape[1] < 3:
-            return []
-        weights = all_different(rows, mat.device).to(mat.dtype)
-        columns = self.widen(mat)
-        scale = weights.reshape(-1, *[1] * (mat.dim() - 2))
-        plain, weighted = (self.source.pull_to_edges(m, places) for m in (columns, columns * scale))
-        found = []
-        for param, one, other in zip(self.params.values(), plain, weighted, strict=True):
-            if one is None or other is None:
-                return []
-            one, other = (x.reshape(len(mat), rows, *param.shape) for x in (one, other))
-            error = (one * like_columns(weights, one[0]) - other).abs().amax()
-            if not error <= torch.finfo(mat.dtype).eps ** 0.625 * other.abs().amax():
-                return []
-            found.append(self.narrow(one))
-        return found
+    def rows(self, mat: Tensor) -> list[Tensor]:
+        """Rows `[V, R, *p]` of all parameters: of those that are only spread in one pass, of others in one for each."""
+        if self.spread is None:
+            self.spread = SpreadColumns(self.source, draw(self.output.shape, mat[:0], 0))
+        found = {k: self.narrow(x) for k, x in self.spread.rows(self.widen(mat)).items()}
+        rest = [k for k in range(len(self.source.trained)) if k not in found]
+        if rest:
+            numbers = range(mat.shape[1]) if self.samples is None else self.samples
+            part = replace(self.source, trained=tuple(self.source.trained[k] for k in rest))
+            each = [part.pull_to_parameters(self.at_row(n, mat[:, k])) for k, n in enumerate(numbers)]
+            found.update({k: torch.stack(rows, 1) for k, rows in zip(rest, zip(*each, strict=True), strict=True)})
+        return [found[k] for k in range(len(self.source.trained))]
 
     def at_row(self, number: int, mat: Tensor) -> Tensor:
         """Columns `[V, ...]` at one row of the output, zero at all others."""

@@ -50,6 +50,7 @@ ENTRIES = (
     "torch.nn.parallel.distributed._DDPSink._backward_cls",
     "torch.ones(1, requires_grad=True).exp().grad_fn._saved_result",
     "torch.ones(1, requires_grad=True).exp().grad_fn._raw_saved_result",
+    "torch.ones(1, requires_grad=True).exp().grad_fn._raw_saved_result.unpack_hook",
     "torch.ones(1, requires_grad=True).exp().grad_fn.next_functions[0][0].variable",
     "super(torch.autograd.Function, torch.autograd.Function).apply",
 )
@@ -235,6 +236,14 @@ def others(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
     assert hooks is not None
     handle.remove()
     return hooks
+
+
+def keeps_tensor(node: Node, name: str) -> bool:
+    """Whether a node keeps a tensor under a name as it is, and not what a hook for saved tensors has made of it.
+
+    If it goes: nothing counts as kept, which is slower."""
+    kept = getattr(node, f"_raw{SAVED}{name}", None)
+    return kept is not None and hasattr(kept, "unpack_hook") and kept.unpack_hook is None
 
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:

@@ -18,12 +18,13 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
 from bpk.plan.samples import to_samples
+from bpk.plan.spread import SpreadColumns, summed
+from bpk.plan.spread_places import Spread, side_by_side
 from bpk.plan.step import matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
-from bpk.sweeps.spread import side_by_side, spread_rows
 from bpk.sweeps.sweep import Gradient
 
 
@@ -38,7 +39,7 @@ class SideBySide:
         self.parameters = parameters
         self.known = 0
         self.expected: set[int] = set()
-        self.spreads: dict[int, dict[Node, float]] = {}
+        self.spreads: dict[int, dict[Node, Spread]] = {}
 
     def find(self) -> None:
         """Look at all stretches that were found until now."""
@@ -51,10 +52,10 @@ class SideBySide:
             usual = rows is None and not (attribution.mixed or self.inspection.hands)
             found = side_by_side(source, n) if usual and source.trained else {}
             for k, p in enumerate(source.trained):
-                if k not in found or not all(engine.will_run(node) for node, _ in found[k]):
+                if k not in found or not all(use.start is None and engine.will_run(use.node) for use in found[k]):
                     refused.add(id(p))
-                for node, factor in found.get(k, ()):
-                    self.spreads.setdefault(id(p), {})[node] = factor
+                for use in found.get(k, ()):
+                    self.spreads.setdefault(id(p), {})[use.node] = use
         if refused & self.expected:
             what = "A parameter that functions spread over samples is used otherwise behind another loss."
             reason = "autograd adds up both, and was already expected to bring individual gradients."
@@ -69,9 +70,9 @@ class SideBySide:
         for p in source.trained:
             uses = {} if id(p) in self.expected else self.spreads[id(p)]
             self.expected.add(id(p))
-            for node, factor in uses.items():
+            for node, use in uses.items():
                 state = self.parameters.state_of(p)
-                reached = partial(self.collect, state, source, sweeps, n, factor)
+                reached = partial(self.collect, state, source, sweeps, n, use)
                 expect_use(self.parameters, node, [state], reached)
         return True
 
@@ -81,13 +82,13 @@ class SideBySide:
         source: Source,
         sweeps: Mapping[Hashable, Gradient],
         n: int,
-        factor: float,
+        use: Spread,
         grad: Tensor,
     ) -> None:
         """Autograd is at a function that spreads a parameter."""
-        shape = state.param.shape
-        goal = (n, *(1,) * (grad.dim() - 1 - len(shape)), *shape[max(0, len(shape) - grad.dim() + 1) :])
-        rows = (grad * factor).sum_to_size(goal).reshape(n, *shape).to(state.param.dtype)
+        shape, dims = state.param.shape, grad.dim()
+        used = shape[max(0, len(shape) - dims + 1) :]  # a first axis of size one is where rows are
+        rows = summed(use.times(grad)[None], 0, n, used)[0].reshape(n, *shape).to(state.param.dtype)
         for key, sweep in sweeps.items():
             columns = Columns()
             columns.add_to_parameter("0", "gradient", sweep.rows(rows)[None])
@@ -110,7 +111,7 @@ def reach_functions(record: Record, grad: Tensor, sweeps: Mapping[Hashable, Grad
     found = at_inputs_by_rule(record, grad, sources) if by_rule else at_inputs(record, grad, sources)
     for source, at_end in found:
         whole = StretchCall(source, at_end, (), rows, n)
-        side = {} if whole.merged else spread_rows(source, at_end)
+        whole.spread = None if whole.merged else SpreadColumns(source, at_end)
         for key, sweep in sweeps.items():
             call = whole if sweep.samples is None else whole.subset(sweep.samples)
             column, columns = sweep.rows(at_end)[None], Columns()
@@ -118,8 +119,7 @@ def reach_functions(record: Record, grad: Tensor, sweeps: Mapping[Hashable, Grad
                 if whole.merged:
                     found_rows = STRETCH.jac_t_mat_prod(call, column, name)[:, None]
                 else:
-                    known = sweep.rows(side[name])[None] if name in side else None
-                    found_rows = STRETCH.jac_t_mat_prod(call, column, name, sum_batch=False) if known is None else known
+                    found_rows = STRETCH.jac_t_mat_prod(call, column, name, sum_batch=False)
                     found_rows = found_rows if rows is None else to_samples(found_rows, rows, n)
                 columns.add_to_parameter(name, "gradient", found_rows)
             for name, param in call.params.items():

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bpk
-from bpk.extensions import BatchGrad
-from bpk.sweeps import functions, spread
+from bpk.extensions import BatchDiagGGNExact, BatchGrad, SqrtGGNExact
+from bpk.plan import spread
+from bpk.sweeps import functions
 
 N, T, D = 18, 3, 4
 """More samples than one power of two for each: numbers 0 and 16 differ in the second digit alone."""
@@ -41,20 +44,30 @@ SIDE_BY_SIDE = {
     "bias": (lambda x, p: (p + x).tanh(), (D,)),
     "difference": (lambda x, p: torch.sub(x, p, alpha=2) - 3 * x, (T, D)),
     "token": (lambda x, p: torch.cat([p.expand(len(x), -1, -1), x], 1), (1, 1, D)),
-    "time first": (lambda x, p: (x.transpose(0, 1) + p).transpose(0, 1), (T, 1, D)),
-}
-BY_AUTOGRAD = ("positions", "bias", "difference", "token")
-"""Where autograd brings them itself: rows stay along axis 0 all the way."""
-ROW_BY_ROW = {
     "twice": (lambda x, p: (x + p) * p, (D,)),
     "scalar": (lambda x, p: p * x, ()),
     "scale": (lambda x, p: x + x.sin() * p, (D,)),
+    "time first": (lambda x, p: (x.transpose(0, 1) + p).transpose(0, 1), (T, 1, D)),
+    "square": (lambda x, p: x + p.square(), (D,)),
+    "both": (lambda x, p: (x + p) * p.exp(), (D,)),
+    "weight of a normalisation": (lambda x, p: F.layer_norm(x, (D,), p).tanh(), (D,)),
+    "bias of a normalisation": (lambda x, p: F.layer_norm(x, (D,), None, p) * x, (D,)),
+    "both of a normalisation": (lambda x, p: F.layer_norm(x.mT, (T,), p.exp(), p).mT, (T,)),
+    "one more": (lambda x, p: x.tanh() * (1 + p), (D,)),
+    "channels": (lambda x, p: (x.mT.square() * p[:, None]).mT, (D,)),
+    "in parts": (lambda x, p: x * p.chunk(2)[0] + x.sin() * p.chunk(2)[1].exp(), (2 * D,)),
+    "a function of a function": (lambda x, p: x * (1 + p) + x.sin() * (1 + p).square(), (D,)),
+}
+OF_A_NORMALISATION = ("weight of a normalisation", "bias of a normalisation")
+BY_AUTOGRAD = ("positions", "bias", "difference", "token", "twice", "scalar", "scale", *OF_A_NORMALISATION)
+"""Where autograd brings them itself: rows stay along axis 0 all the way."""
+ROW_BY_ROW = {
     "backwards": (lambda x, p: (x + p).flip(0), (T, D)),
     "one row further": (lambda x, p: x + p + (x + p).roll(1, 0), (T, D)),
     "16 rows further": (lambda x, p: far(x * p), (D,)),
+    "quotient": (lambda x, p: x / p, (D,)),
+    "product with a scaled row": (lambda x, p: x * p + (x * p).roll(1, 0) * p, (D,)),
     "mean": (lambda x, p: (x + p) - (x * p).mean(0), (D,)),
-    "square": (lambda x, p: x + p.square(), (D,)),
-    "both": (lambda x, p: (x + p) * p.exp(), (D,)),
     "its own batch axis": (lambda x, p: x + p, (N, 1, D)),
     "half of the rows": (lambda x, p: torch.cat([x[: N // 2] + p, x[N // 2 :]]), (D,)),
 }
@@ -77,9 +90,10 @@ def test_rows_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch
     model = Spreads(*(SIDE_BY_SIDE | ROW_BY_ROW)[name]).double()  # type: ignore[arg-type]
     x = torch.randn(N, T, D, dtype=torch.float64)
     taken: list[int] = []
+    columns = spread.SpreadColumns.rows
 
-    def spy(*given: Any) -> dict[str, Tensor]:
-        taken.append(len(found := spread.spread_rows(*given)))
+    def spy(self: spread.SpreadColumns, mat: Tensor) -> dict[int, Tensor]:
+        taken.append(len(found := columns(self, mat)))
         return found
 
     brought: list[bool] = []
@@ -88,13 +102,13 @@ def test_rows_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch
         brought.append(EXPECT(*given))
         return brought[-1]
 
-    monkeypatch.setattr(functions, "spread_rows", spy)
+    monkeypatch.setattr(spread.SpreadColumns, "rows", spy)
     monkeypatch.setattr(functions.SideBySide, "expect", expect)
     found = rows(model, x)
     assert brought == [name in BY_AUTOGRAD]
     assert taken == ([] if name in BY_AUTOGRAD else [int(name in SIDE_BY_SIDE)])
     monkeypatch.setattr(functions, "side_by_side", lambda *given: {})
-    monkeypatch.setattr(functions, "spread_rows", lambda *given: {})
+    monkeypatch.setattr(spread.SpreadColumns, "rows", lambda *given: {})
     torch.testing.assert_close(found, rows(model, x))
     if name in SIDE_BY_SIDE:
         for n in range(N):
@@ -131,3 +145,34 @@ def test_several_readers_of_one_sum(mix: Callable[[Tensor], Tensor], subsampling
     for row, n in zip(model.spread.grad_batch, subsampling or range(5), strict=True):
         loss = nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / 5
         torch.testing.assert_close(row, torch.autograd.grad(loss, model.spread)[0])
+
+
+MIXING = ("one row further", "16 rows further", "product with a scaled row", "mean")
+"""Refused in second order."""
+
+
+@pytest.mark.parametrize("name", [name for name in (*SIDE_BY_SIDE, *ROW_BY_ROW) if name not in MIXING])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_columns_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Second order: as many columns as the prediction has entries."""
+    torch.manual_seed(0)
+    model = bpk.extend(Spreads(*(SIDE_BY_SIDE | ROW_BY_ROW)[name]).double())  # type: ignore[arg-type]
+    loss_fn, x, y = bpk.extend(nn.CrossEntropyLoss()), torch.randn(N, T, D, dtype=torch.float64), torch.arange(N) % 3
+    found = []
+    for _ in range(2):
+        with bpk.backpack(BatchDiagGGNExact(), SqrtGGNExact()):
+            loss_fn(model(x), y).backward()
+        found.append((model.spread.diag_ggn_exact_batch, model.spread.sqrt_ggn_exact))
+        monkeypatch.setattr(spread.SpreadColumns, "rows", lambda *given: {})
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_hooks_keep_is_not_read() -> None:
+    """A checkpoint hands out a tensor once."""
+    torch.manual_seed(0)
+    plain, x = Spreads(lambda x, p: x.tanh() * p, (D,)).double(), torch.randn(N, T, D, dtype=torch.float64)
+    again = Spreads(lambda x, p: checkpoint(lambda x: x.tanh() * p, x, use_reentrant=False), (D,)).double()
+    again.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(rows(again, x), rows(plain, x))
+    torch.testing.assert_close(again.spread.grad, plain.spread.grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -37,9 +37,12 @@ class Normalised(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def precision() -> None:
+def double_precision() -> Iterator[None]:
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
 
 
 def hessian(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
