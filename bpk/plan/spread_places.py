@@ -8,14 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.plan.dependence import in_between
+from bpk.plan.dependence import POINTWISE, in_between
 from bpk.plan.graph import Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.graph_nodes import Edge, leaf_of
-from bpk.recording.identity import function_name, words
+from bpk.recording.identity import function_name
 
-ROW_BY_ROW = words("Add Div Expand Gelu Identity Mul NativeDropout Neg Relu Silu Sub Tanh")
+ROW_BY_ROW = POINTWISE | {"Expand"}
 """Functions that take entries one by one, where arguments are broadcast."""
 
 Factor = float | str
