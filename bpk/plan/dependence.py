@@ -32,9 +32,10 @@ Parts = list[Tensor | None]
 Spread = Callable[[Node, Sequence[Tensor]], Parts]
 """From what comes to the outputs of a node, `[V, *out]` each, to what its arguments may get."""
 
-REARRANGING = words("""Alias Cat ConstantPadNd Diagonal Expand Flip Mean Permute Repeat Roll Select Slice
-Split SplitWithSizes Squeeze Stack Sum T Transpose Unbind Unfold UnsafeSplit UnsafeView Unsqueeze UpsampleBilinear2D
-UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D View""")
+REARRANGING = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Mean Permute Repeat
+ReshapeAlias Roll Select Slice Split SplitWithSizes Squeeze Stack Sum T Transpose Unbind Unfold UnsafeSplit
+UnsafeView Unsqueeze UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D
+UpsampleTrilinear3D View""")
 """Linear functions whose coefficients are no data, and not negative."""
 
 POINTWISE = words("""Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin Clone
@@ -45,7 +46,7 @@ Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCop
 Where Xlogy""")
 """Functions of entries one by one, with broadcasting."""
 
-ALONG = words("Cumprod Cumsum LogSoftmax Logcumsumexp Softmax Sort")
+ALONG = words("Cumprod Cumsum LogSoftmax Logcumsumexp SafeSoftmax Softmax Sort")
 """Functions that keep the shape, and mix all entries along one axis."""
 
 REDUCING = words("Amax Amin LinalgVectorNorm Logsumexp Max Median Min Norm Prod Std Var")
