@@ -129,7 +129,7 @@ class Backward:
         self.sweeps.clear()
         self.at_losses.clear()
         self.hooks.clear()
-        self.kept, self.reached, self.sharded = [], {}, None
+        self.kept, self.reached, self.sharded, CTX.no_loss = [], {}, None, ""
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------

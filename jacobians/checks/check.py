@@ -210,7 +210,8 @@ def _check_layer(case: Case, obstacle: str | None) -> None:
 def unnamed(rule: Rule, module: nn.Module, inputs: Sequence[Tensor]) -> list[str]:
     """Parameters that a layer uses and its rule does not name."""
     known = set(() if isinstance(rule, Loss) else rule.params_of(module))
-    others = {n: p for n, p in module.named_parameters() if n not in known and p.requires_grad}
+    named = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n in known}
+    others = {n: p for n, p in module.named_parameters() if id(p) not in named and p.requires_grad}
     if not others:
         return []
     with torch.enable_grad():

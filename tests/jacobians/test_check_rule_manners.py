@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import bpk
+from bpk.extensions import KFLR, KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.rule import Rule
+from tests.helpers import registered
 from tests.jacobians.test_check_rule import ONLY64, Linear, Tanh, WrongPerSample, finding
 
 
@@ -188,3 +190,32 @@ def test_a_parameter_of_an_inner_layer_that_is_not_named() -> None:
 def test_an_example_without_shape_is_refused(given: Any) -> None:
     with pytest.raises(RuleError, match=r"(?s)The example of Pair has .*shapes=\(\(4, 3\), \(4, 2\)\) for two inputs"):
         case(Pair, **given)
+
+
+class TwoNames(nn.Module):
+    """A layer whose two parameters are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(3))
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tanh(self.a * x) + self.b
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a",), ("b",)], ids=str)
+def test_two_names_of_one_parameter(names: tuple[str, ...]) -> None:
+    """Each name that a rule gives is differentiated by itself, together with those that it leaves out."""
+    rule = Autodiff(TwoNames, params=names, examples=[case(TwoNames, shape=(4, 3))])
+    assert check_rule(rule).checks > 100
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), TwoNames(), nn.Linear(3, 2))
+    x, y = torch.randn(5, 4), torch.randint(2, (5,))
+    with registered(rule):
+        result = bpk.verify(
+            model, nn.CrossEntropyLoss(), x, y, BatchGrad(), DiagGGNExact(), DiagHessian(), KFLR(), KFRA()
+        )
+    assert "WRONG" not in str(result) and result, result
+    refused = "KFRA cannot be computed for '1' (TwoNames): 'a' and 'b' are one parameter."
+    assert (refused in str(result)) == (len(names) > 1)
