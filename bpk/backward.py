@@ -97,6 +97,7 @@ class Backward:
             CTX.check_transforms(bool(self.parameters.states))
             containers, wholes = around(self.reached)
             require_whole("", *containers)
+            self.inspection.require_fields(wholes, self.parameters.states)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(wholes)
             self.hooks.run_last()
