@@ -21,7 +21,6 @@ from bpk.kernels.passes import HalfSquaredError
 from bpk.kernels.predictive import only
 from bpk.operators import GGN as GGNOperator
 
-
 MOST_AXES = 4
 """Of parameters for which laplace-torch knows Kronecker factors."""
 

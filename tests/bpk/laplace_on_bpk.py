@@ -278,7 +278,13 @@ def refusals() -> list[str]:
     steps = nn.Flatten(), nn.Unflatten(1, (4, 9))
     transposed = nn.Sequential(*steps, nn.ConvTranspose1d(4, 4, 1), nn.Flatten(), nn.Linear(36, 3))
     volumes = nn.Sequential(nn.Unflatten(1, (1, 1)), nn.Conv3d(1, 1, 1), nn.Flatten(), nn.Linear(36, 3))
-    for model, structure in ((volumes, "kron"), (shifted, "kron"), (table, "kron"), (transposed, "kron"), (unused, "diag")):
+    for model, structure in (
+        (volumes, "kron"),
+        (shifted, "kron"),
+        (table, "kron"),
+        (transposed, "kron"),
+        (unused, "diag"),
+    ):
         try:
             laplace_torch.Laplace(model, "classification", "all", structure).fit(loader("classification"))
         except ValueError as error:

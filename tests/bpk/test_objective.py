@@ -227,7 +227,7 @@ def test_a_parameter_that_is_used_behind_losses_only_is_named(objective: Callabl
     expected = torch.autograd.grad(objective(model, loss_fn(model(X), Y)), model.layer.weight)[0]
     torch.testing.assert_close(model.layer.weight.grad_batch.sum(0), expected)
     for extension in (E.DiagGGNExact(), E.ClippedGrad(1.0)):
-        with pytest.raises(NotImplementedError, match="nonlinear function|'scale' of Scaled gets no field"):
+        with pytest.raises(NotImplementedError, match=r"nonlinear function|'scale' of Scaled gets no field"):
             passes(extension, objective(model, loss_fn(model(X), Y)))
         assert not any(hasattr(p, extension.savefield) for p in model.parameters())
 

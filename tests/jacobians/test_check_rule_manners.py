@@ -16,6 +16,8 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.losses.pointwise import PointwiseLoss
 from bpk.jacobians.rule import Rule
 from tests.helpers import registered
 from tests.jacobians.test_check_rule import ONLY64, Linear, Tanh, WrongPerSample, finding
@@ -219,3 +221,72 @@ def test_two_names_of_one_parameter(names: tuple[str, ...]) -> None:
     assert "WRONG" not in str(result) and result, result
     refused = "KFRA cannot be computed for '1' (TwoNames): 'a' and 'b' are one parameter."
     assert (refused in str(result)) == (len(names) > 1)
+
+
+# ---- samples ------------------------------------------------------------------------------------------
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Contrast(nn.Module):
+    """Couples samples."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (x @ x.T).logsumexp(1).mean()
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return ((x - target).square() * torch.rand_like(x)).mean()
+
+
+class Quartic(nn.Module):
+    """Claims the mean over entries, whatever it divides by."""
+
+    reduction = "mean"
+
+    def __init__(self, divisor: int = 0) -> None:
+        super().__init__()
+        self.divisor = divisor
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        terms = (x - target) ** 4
+        return terms.sum() / (self.divisor or terms.numel())
+
+
+LOSS = {"shape": (4, 3), "target": torch.randn}
+
+
+def test_a_layer_that_mixes_samples_is_one_finding() -> None:
+    message = finding(Autodiff(Centred, examples=[case(Centred, shape=(4, 3))]))
+    assert "found 1 error" in message and "The layer of 'Centred() on 4x3' mixes samples." in message
+    assert "output of sample 0 depends on input 0 of sample 1" in message
+    report = check_rule(Autodiff(Centred, examples=[case(Centred, shape=(1, 3))]))
+    assert "the batch of the example is a single one" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (AutodiffLoss(Contrast, examples=[case(Contrast, **LOSS)]), "it couples the samples of a batch"),
+        (
+            AutodiffLoss(Noisy, examples=[case(Noisy, **LOSS)]),
+            "Nothing of (?s:.*) could be checked(?s:.*)random numbers",
+        ),
+        (
+            PointwiseLoss("(x-t)**4", Quartic, examples=[case(Quartic, 7, **LOSS)]),
+            "divides_by is wrong(?s:.*)one by one",
+        ),
+    ],
+    ids=["couples", "draws", "divisor"],
+)
+def test_losses_that_are_none(rule: Rule, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bpk.jacobians.checks.check.SHOWN", 100)
+    with pytest.raises(RuleError, match=message):
+        check_rule(rule)
+
+
+def test_what_a_loss_divides_by_is_checked() -> None:
+    rule = PointwiseLoss("(x-t)**4", Quartic, examples=[case(Quartic, **LOSS)])
+    assert check_rule(rule).passed["divides_by"] == 1
