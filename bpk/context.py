@@ -69,6 +69,14 @@ class backpack(Settings):
                     )
                 )
         check_fields(extensions)
+        if extension_hook is not None and not callable(extension_hook):
+            raise ValueError(
+                explain(
+                    f"backpack(..., extension_hook={extension_hook!r}) cannot be called.",
+                    "it is called with each module whose fields are there.",
+                    "pass a function of a module: extension_hook=lambda module: ...",
+                )
+            )
         chunk_size, memory = positive("chunk_size", chunk_size), positive("memory", memory)
         super().__init__(extensions, extension_hook, debug, retain_graph, chunk_size, memory, grad_scaler=grad_scaler)
         self._opened: list[Opened] = []
@@ -149,7 +157,7 @@ def check_extension(extension: object) -> None:
         explain(
             f"backpack(...) got {extension!r}, which is not an extension.",
             "it takes instances of the classes in bpk.extensions.",
-            "write for example backpack(BatchGrad(), KFAC()).",
+            "write for example backpack(BatchGrad(), KFAC()); for a list of extensions, backpack(*extensions).",
         )
     )
 

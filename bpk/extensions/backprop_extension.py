@@ -97,6 +97,14 @@ class BackpropExtension:
         Raises:
             ValueError: If the class already has one and `overwrite` is false.
         """
+        if not isinstance(extension, ModuleExtension):
+            raise ValueError(
+                explain(
+                    f"{type(self).__name__} got {extension!r} for {module_cls.__name__}, which is no module extension.",
+                    "it is called with the layer, and must have a method for each of its parameters.",
+                    "pass an instance of a subclass of ModuleExtension (first order: FirstOrderModuleExtension).",
+                )
+            )
         if module_cls in self._module_exts and not overwrite:
             raise ValueError(
                 explain(

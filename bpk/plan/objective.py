@@ -129,9 +129,10 @@ def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
             explain(
                 f"The gradient at '{touched.path}' ({type(touched.module).__name__}) is not that of the extended "
                 "losses.",
-                "something else is part of the objective (a penalty by plain functions), and its curvature would be "
-                "missing.",
-                "write the whole objective as one module and extend it, or use first-order extensions.",
+                "something else is part of the objective (a loss that is not extended, a penalty by plain functions), "
+                "and its curvature would be missing.",
+                "extend every loss (bpk.extend), or write the whole objective as one module and extend that, or use "
+                "first-order extensions.",
             )
         )
 

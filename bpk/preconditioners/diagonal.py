@@ -50,7 +50,7 @@ class DiagonalGGN(Preconditioner):
         super().__init__(model, extension, damping, decay, interval, kl_clip, lr, grad_scaler, group)
 
     def renew(self) -> None:
-        self.current = self.at(self.damping)
+        self.current = self.damping_now()
 
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         return gradient / (self.means[name][0] + self.current)

@@ -65,6 +65,9 @@ def check_rule(
     >>> check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=(3, 2))]).checks > 30
     True
     """
+    if not isinstance(rule, Rule):
+        do = "pass the rule, such as Elementwise('tanh(x)', MyTanh), not the layer or a class."
+        raise RuleError(explain(f"{rule!r} is no rule.", "it is rules that have derivatives and examples.", do))
     chosen = tuple(rule.examples if examples is None else examples)
     report = Report(rule.name)
     if not chosen:
