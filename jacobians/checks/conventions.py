@@ -14,7 +14,8 @@ from bpk.jacobians.core.errors import explain
 def mixes(case: Case) -> bool:
     """Whether samples of the output depend on other samples of an input, of which the rule says nothing: a finding."""
     reference, size = case.reference, case.call.batch_size
-    if case.rule.mixing(case.call) is not None:
+    output = reference.output
+    if case.rule.mixing(case.call) is not None or not output.dim() or len(output) != size:
         return False
     if size == 1:
         case.skip("whether samples stay apart: the batch of the example is a single one")
@@ -22,11 +23,11 @@ def mixes(case: Case) -> bool:
         if not x.requires_grad or len(x) != size:
             continue
         for n in range(size):
-            mat = torch.zeros_like(reference.output)
+            mat = torch.zeros_like(output)
             mat[n] = torch.linspace(1, 2, mat[n].numel()).reshape(
                 mat[n].shape
             )  # no draw, which would change later ones
-            pulled = reference.pull(mat, wrt).nan_to_num().abs().flatten(1).amax(1)
+            pulled = reference.pull(mat, wrt).nan_to_num().abs().reshape(size, -1).sum(1)
             other = next((k for k in range(size) if k != n and pulled[k] > 1e-9 * pulled.max()), None)
             if other is not None:
                 _report_mixing(case, wrt, n, other)

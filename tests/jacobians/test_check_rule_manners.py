@@ -290,3 +290,8 @@ def test_losses_that_are_none(rule: Rule, message: str, monkeypatch: pytest.Monk
 def test_what_a_loss_divides_by_is_checked() -> None:
     rule = PointwiseLoss("(x-t)**4", Quartic, examples=[case(Quartic, **LOSS)])
     assert check_rule(rule).passed["divides_by"] == 1
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3)], ids=str)
+def test_samples_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
+    assert check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=shape)], ONLY64).checks > 20
