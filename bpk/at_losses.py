@@ -18,6 +18,7 @@ from bpk.plan.support import announce
 from bpk.recording import engine
 from bpk.recording.opened import Settings
 from bpk.recording.record import Record
+from bpk.recording.state import CTX
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.limits import columns_at_a_time
 from bpk.sweeps.shared import SharedSweeps
@@ -130,6 +131,8 @@ class AtLosses:
 
 def nothing_arrived(record: Record) -> str:
     """Why there is nothing at a layer: no loss stands behind it."""
+    if CTX.no_loss:
+        return CTX.no_loss
     return explain(
         f"Nothing was backpropagated to '{record.path}' ({type(record.module).__name__}).",
         "second-order quantities start at an extended loss, and none stands behind this layer.",

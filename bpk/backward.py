@@ -100,6 +100,7 @@ class Backward:
             CTX.check_transforms(bool(self.parameters.states))
             containers, wholes = around(self.reached)
             require_whole("", *containers)
+            self.inspection.require_fields(wholes, self.parameters.states)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(wholes)
             self.hooks.run_last()
@@ -132,7 +133,7 @@ class Backward:
         self.sweeps.clear()
         self.at_losses.clear()
         self.hooks.clear()
-        self.kept, self.reached, self.sharded = [], {}, None
+        self.kept, self.reached, self.sharded, CTX.no_loss = [], {}, None, ""
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+from torch import nn
 from torch.amp import GradScaler
 
 from bpk.backward import Backward, Ending
@@ -16,6 +17,9 @@ from bpk.recording.state import CTX
 from bpk.recording.surroundings import require_eager
 
 __all__ = ["CTX", "backpack", "disable"]
+
+TAKEN = frozenset(dir(nn.Parameter))
+"""Names of what a parameter has without any extension."""
 
 
 class backpack(Settings):
@@ -69,6 +73,14 @@ class backpack(Settings):
                     )
                 )
         check_fields(extensions)
+        if extension_hook is not None and not callable(extension_hook):
+            raise ValueError(
+                explain(
+                    f"backpack(..., extension_hook={extension_hook!r}) cannot be called.",
+                    "it is called with each module whose fields are there.",
+                    "pass a function of a module: extension_hook=lambda module: ...",
+                )
+            )
         chunk_size, memory = positive("chunk_size", chunk_size), positive("memory", memory)
         super().__init__(extensions, extension_hook, debug, retain_graph, chunk_size, memory, grad_scaler=grad_scaler)
         self._opened: list[Opened] = []
@@ -132,9 +144,28 @@ def check_fields(extensions: Sequence[BackpropExtension]) -> None:
         fields[extension.savefield] = extension
 
 
+def check_field(extension: BackpropExtension) -> None:
+    """Refuse an extension that cannot save its values, or would overwrite what torch has on a parameter."""
+    name = type(extension).__name__
+    try:
+        field = extension.savefield
+    except AttributeError as error:
+        do = "call super().__init__() in its __init__."
+        raise ValueError(explain(f"{name} has no savefield.", "its base class was not initialised.", do)) from error
+    if field in TAKEN:
+        raise ValueError(
+            explain(
+                f"{name} saves its values in '{field}', which every tensor has.",
+                "parameters would lose what torch keeps there.",
+                'take another name: field = "..." in the class, or savefield=.',
+            )
+        )
+
+
 def check_extension(extension: object) -> None:
     """Refuse a class instead of an instance, or anything else, saying what to write."""
     if isinstance(extension, BackpropExtension):
+        check_field(extension)
         return
     if isinstance(extension, type) and issubclass(extension, BackpropExtension):
         name = extension.__name__
@@ -149,7 +180,7 @@ def check_extension(extension: object) -> None:
         explain(
             f"backpack(...) got {extension!r}, which is not an extension.",
             "it takes instances of the classes in bpk.extensions.",
-            "write for example backpack(BatchGrad(), KFAC()).",
+            "write for example backpack(BatchGrad(), KFAC()); for a list of extensions, backpack(*extensions).",
         )
     )
 

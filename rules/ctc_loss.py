@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.example import case
 from bpk.jacobians.losses.loss import AutodiffLoss
 from bpk.jacobians.losses.targets import both
@@ -66,6 +67,10 @@ class CTC(AutodiffLoss):
         if target.dim() == 1:
             padded = nn.utils.rnn.pad_sequence(list(padded.split(outs.tolist())), batch_first=True)
         return Binding(module, (log_p, padded, ins, outs), axes=(1, 0, 0, 0))
+
+    def divides_by(self, call: Call) -> int | None:
+        """The mean is that of the samples' terms, each divided by the length of its target."""
+        return None if call.options.reduction == "sum" else call.batch_size
 
 
 def named(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any) -> tuple[Any, Any, Any, Any]:

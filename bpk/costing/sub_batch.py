@@ -203,7 +203,7 @@ class SubBatches:
 def not_cut(meant: int, problem: str) -> str:
     """The refusal of a batch from which samples cannot be taken."""
     return explain(
-        f"bpk.cost(...) took {meant} samples of the batch, and {problem}.",
+        f"bpk.cost(...) took {meant} samples of the batch, and {problem.rstrip('.')}.",
         "time and memory of a batch are foretold from those of its first samples; they are the first entries of every "
         "input along batch_axis, and of every target along its first axis.",
         "pass batch_axis=, or inputs and targets of which each sample is an entry.",

@@ -142,7 +142,7 @@ def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], 
     if rules and not per_sample:
         raise ValueError(
             explain(
-                f"It is not said where {', '.join(rules)} go.",
+                f"It is not said where to put {', '.join(rules)}.",
                 "they have a row for each sample of the data set, which may be more than fits into memory.",
                 "pass per_sample=folder for memory-mapped arrays, callback=function(batch_index, fields), or "
                 "per_sample=True to keep all rows in memory.",

@@ -144,8 +144,16 @@ class Runner:
         share = [(d, d0) for d, d0 in zip(seen.divisors, first.divisors, strict=False) if d is not None and d0]
         alike = [d is None for d in seen.divisors] == [d is None for d in first.divisors]
         ratios = {round(d / d0 / (share[0][0] / share[0][1]), 6) for d, d0 in share}
-        mixed = self.divisor is None and share and len(share) < len(seen.divisors)
-        if not alike or len(ratios) > 1 or seen.factors != first.factors or mixed:
+        if self.divisor is None and None in seen.divisors and any(seen.divisors):
+            raise ValueError(
+                explain(
+                    f"Some losses of batch {number} average, and others sum.",
+                    f"they divide by {seen.divisors} (None: a loss that sums). One large batch would weigh them in "
+                    "another way than its parts do.",
+                    "use losses that all average or all sum, or call accumulate(...) for each.",
+                )
+            )
+        if not alike or len(ratios) > 1 or seen.factors != first.factors:
             raise ValueError(
                 explain(
                     f"The losses of batch {number} are not weighted against each other as those of batch 0.",

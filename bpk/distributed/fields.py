@@ -165,7 +165,7 @@ def rule_of(
     elif rule.approximates and not batch_averages:
         reason, do = rule.approximates, "use KFLR or KFAC, or batch_averages=True for the batches' weighted mean."
     if reason or not isinstance(rule, OverBatches):
-        raise ValueError(explain(refused.format(extension), f"{reason}.", do))
+        raise ValueError(explain(refused.format(extension), f"{reason.rstrip('.')}.", do))
     return rule
 
 

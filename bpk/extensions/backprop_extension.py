@@ -33,7 +33,7 @@ class BackpropExtension:
             Divisors stay the full batch's.
     """
 
-    field: str
+    field: str = ""
     """The name of the field, of an extension that is not told it."""
     second_order = False
     """Whether something beside the gradient must travel backwards."""
@@ -78,6 +78,14 @@ class BackpropExtension:
     ) -> None:
         if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
             raise ValueError(f"fail_mode must be FAIL_ERROR, FAIL_WARN or FAIL_SILENT, got {fail_mode!r}.")
+        if not savefield:
+            raise ValueError(
+                explain(
+                    f"{type(self).__name__} has no field.",
+                    "its values are saved on parameters under that name.",
+                    'declare field = "..." in the class.',
+                )
+            )
         self.savefield = savefield
         self.fail_mode = fail_mode
         self.subsampling = checked_indices(subsampling)
@@ -97,6 +105,14 @@ class BackpropExtension:
         Raises:
             ValueError: If the class already has one and `overwrite` is false.
         """
+        if not isinstance(extension, ModuleExtension):
+            raise ValueError(
+                explain(
+                    f"{type(self).__name__} got {extension!r} for {module_cls.__name__}, which is no module extension.",
+                    "it is called with the layer, and must have a method for each of its parameters.",
+                    "pass an instance of a subclass of ModuleExtension (first order: FirstOrderModuleExtension).",
+                )
+            )
         if module_cls in self._module_exts and not overwrite:
             raise ValueError(
                 explain(
@@ -131,7 +147,7 @@ class BackpropExtension:
 
     def value(self, uses: Any) -> Any:
         """The value of the field, from what the sweep has brought to the parameter (`bpk.fields.statistics.Uses`)."""
-        raise TypeError(f"{type(self).__name__} declares a sweep but no value")
+        raise TypeError(f"{type(self).__name__} declares a sweep but no value: write a method value(self, uses)")
 
     def share(self, uses: Any) -> Tensor:
         """What a parameter adds to the total of the pass (`needs_total`): a tensor, of the same shape for all."""
@@ -164,7 +180,10 @@ class BackpropExtension:
 
     def combine(self, before: Any, value: Any) -> Any:
         """The value of all columns, from that of the first ones (which may be overwritten) and that of the others."""
-        raise TypeError(f"{type(self).__name__} does not combine values")
+        raise TypeError(
+            f"{type(self).__name__} does not combine values: write a method combine(self, before, value), or leave out "
+            "`combines`"
+        )
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         """What the field must be, in terms of plain autograd; its shape is said by `form`."""

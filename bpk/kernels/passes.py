@@ -35,6 +35,9 @@ class OfGradients(GradientExtension):
 class OfRoot(SquareRootExtension):
     """A statistic of the columns of a square root of the GGN, exact or sampled."""
 
+    def __str__(self) -> str:
+        return "This quantity"  # of a function (bpk.ntk, ...), which has no extension that users know
+
     def __init__(self, field: str, compute: Compute, mc_samples: int | None = None) -> None:
         self.field, self.compute, self.mc_samples = field, compute, mc_samples
         super().__init__()

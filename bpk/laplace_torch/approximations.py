@@ -11,7 +11,7 @@ from laplace.curvature import CurvatureInterface, CurvlinopsGGN
 from torch import Tensor, nn
 
 from bpk.kernels.predictive import predicted
-from bpk.laplace_torch.backends import GGN
+from bpk.laplace_torch.backends import GGN, no_factors
 from bpk.laplace_torch.posterior import posterior_of
 
 
@@ -49,6 +49,9 @@ class KronLaplace(WithoutJacobians, laplace.KronLaplace):
 
     _key = ("all", "kron", "bpk")
 
+    def _init_H(self) -> None:
+        self.H = no_factors({name: p for name, p in self.model.named_parameters() if p.requires_grad})
+
 
 class LowRankLaplace(WithoutJacobians, laplace.LowRankLaplace):
     """`laplace.LowRankLaplace`; eigenpairs of the GGN, `backend_kwargs={"rank": 10}`."""
@@ -72,6 +75,9 @@ class KronLLLaplace(WithoutJacobians, laplace.KronLLLaplace):
     """`laplace.KronLLLaplace`, of the last layer."""
 
     _key = ("last_layer", "kron", "bpk")
+
+    def _init_H(self) -> None:
+        self.H = no_factors(dict(self.model.last_layer.named_parameters()))
 
 
 class Functional(laplace.FunctionalLaplace):

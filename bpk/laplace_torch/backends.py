@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from bpk.jacobians.core.side_by_side import as_rows
 from bpk.kernels.passes import HalfSquaredError
 from bpk.kernels.predictive import only
 from bpk.operators import GGN as GGNOperator
+
+MOST_AXES = 4
+"""Of parameters for which laplace-torch knows Kronecker factors."""
 
 
 class Backend(CurvatureInterface):
@@ -108,6 +112,21 @@ class Backend(CurvatureInterface):
         return only(every, [name for name, p in every.items() if id(p) in ours])
 
 
+def no_factors(params: Mapping[str, Tensor]) -> Kron:
+    """Kronecker factors that are zero, as laplace-torch has them; a scalar parameter is a vector of one entry there."""
+    for name, p in params.items():
+        if p.dim() > MOST_AXES:
+            raise ValueError(
+                explain(
+                    f"'{name}' has {p.dim()} axes.",
+                    f"laplace-torch knows Kronecker factors of parameters with up to {MOST_AXES}.",
+                    "use hessian_structure='diag', or leave the parameter out by requires_grad_(False).",
+                )
+            )
+    first = next(iter(params.values()))
+    return Kron.init_from_model([p if p.dim() else p.reshape(1) for p in params.values()], first.device, first.dtype)
+
+
 class GGN(Backend, GGNInterface):
     """The generalised Gauss-Newton matrix by `bpk`'s rules, as laplace-torch's `backend=`.
 
@@ -135,7 +154,7 @@ class GGN(Backend, GGNInterface):
         extension = KFAC(mc_samples=self.num_samples) if self.stochastic else KFLR()
         orders = extension.orders = {}
         loss, found = self.quantity(x, y, extension)
-        expected = Kron.init_from_model(self.params, self.params[0].device, self.params[0].dtype).kfacs
+        expected = no_factors(self.params_dict).kfacs
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
         for name, p, ours, theirs in zip(self.params_dict, self.params, found, expected, strict=True):
             sizes = [[list(factor.shape) for factor in factors] for factors in (ours, theirs)]

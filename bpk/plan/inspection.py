@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -14,6 +14,7 @@ from bpk.plan.objective import (
     Outside,
     inside_of_loss,
     outside_of_losses,
+    require_fields,
     require_linear,
     require_losses_only,
     require_no_penalty,
@@ -146,6 +147,11 @@ class Inspection:
             if self.second_order and root.is_loss:
                 require_losses_only(above, part)
             require_no_penalty((*above, root), self.sources, part)
+
+    def require_fields(self, models: Iterable[nn.Module], reached: Container[int]) -> None:
+        """The pass is over: say which parameters it has trained without passing an extended loss."""
+        if self._outside is not None and self._outside.leaves:
+            require_fields(models, self._outside, reached, self.extensions)
 
     def check(self, record: Record) -> None:
         """Refuse empty batches, what some active extension cannot do at a call, and samples that are not there."""

@@ -8,19 +8,24 @@ extended losses: it is read anew in every backward pass, and usually has no node
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
+from bpk.plan.quantity import FAIL_ERROR, FAIL_WARN, Quantity
 from bpk.plan.sources import Sources
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
 from bpk.recording.graph_nodes import Edge, is_linear
 from bpk.recording.ownership import owner_of
 from bpk.recording.record import Record
+
+TOLD: WeakSet[nn.Module] = WeakSet()
+"""Models of which the user knows that some of their parameters get no fields."""
 
 
 @dataclass
@@ -124,9 +129,10 @@ def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
             explain(
                 f"The gradient at '{touched.path}' ({type(touched.module).__name__}) is not that of the extended "
                 "losses.",
-                "something else is part of the objective (a penalty by plain functions), and its curvature would be "
-                "missing.",
-                "write the whole objective as one module and extend it, or use first-order extensions.",
+                "something else is part of the objective (a loss that is not extended, a penalty by plain functions), "
+                "and its curvature would be missing.",
+                "extend every loss (bpk.extend), or write the whole objective as one module and extend that, or use "
+                "first-order extensions.",
             )
         )
 
@@ -148,3 +154,37 @@ def require_no_penalty(records: Iterable[Record], sources: Sources, outside: Out
                         "backward() outside of backpack(...): .grad adds up.",
                     )
                 )
+
+
+def require_fields(
+    models: Iterable[nn.Module], outside: Outside, reached: Container[int], extensions: Iterable[Quantity]
+) -> None:
+    """Refuse, or tell of once, parameters of extended models that get a gradient, but pass no extended loss.
+
+    Args:
+        models: The outermost extended modules.
+        outside: What the objective has beside extended losses.
+        reached: By `id`: the parameters that get fields.
+        extensions: The active ones.
+    """
+    leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad}
+    for model in models:
+        missing = [name for name, p in model.named_parameters() if id(p) in leaves and id(p) not in reached]
+        stops = [e for e in extensions if e.fail_mode == FAIL_ERROR]
+        warns = [e for e in extensions if e.fail_mode == FAIL_WARN]
+        if not missing or not (stops or (warns and model not in TOLD)):
+            continue
+        one = len(missing) == 1
+        who = f"{'Parameter' if one else 'Parameters'} {', '.join(map(repr, missing))}"
+        message = explain(
+            f"{who} of {type(model).__name__} {'gets' if one else 'get'} no field of "
+            f"{', '.join(map(str, stops or warns))}.",
+            f"the objective uses {'it' if one else 'them'} behind or beside the extended losses (a weight of the loss, "
+            "a penalty); that gradient passes none of them, and is not split into samples.",
+            "write the whole objective as one loss module that is given the parameter as a part of the prediction, or "
+            f"do without {'its' if one else 'their'} fields (first-order ones of all others are right).",
+        )
+        if stops:
+            raise UnsupportedLayer(message)
+        TOLD.add(model)
+        warn(message)

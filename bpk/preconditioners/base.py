@@ -24,6 +24,7 @@ from bpk.preconditioners.parameters import require_fits, take_up, trained
 from bpk.preconditioners.shares import are_several
 from bpk.recording.state import CTX
 from bpk.recording.surroundings import is_sharded, may_shard
+from bpk.utils.damped import positive_damping
 from bpk.utils.kroneckers import reordered
 
 Schedule = float | Callable[[int], float]
@@ -118,6 +119,10 @@ class Preconditioner(ABC):
     def at(self, schedule: Schedule) -> float:
         """The value of a schedule in this step."""
         return schedule(self.steps) if callable(schedule) else schedule
+
+    def damping_now(self) -> float:
+        """The damping in this step."""
+        return positive_damping(self.at(self.damping))
 
     def due(self, interval: Schedule) -> bool:
         """Whether something that happens in every so manieth step happens in this one."""

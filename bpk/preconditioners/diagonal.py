@@ -51,7 +51,7 @@ class DiagonalGGN(Preconditioner):
         super().__init__(model, extension, damping, decay, interval, kl_clip, lr, grad_scaler, group)
 
     def renew(self) -> None:
-        self.current = self.at(self.damping)
+        self.current = self.damping_now()
         for name, (mean,) in self.means.items() if self.due(self.interval) else ():
             if not mean.isfinite().all():
                 raise ValueError(

@@ -94,7 +94,7 @@ class EKFAC(Preconditioner):
         return {name: [pairs[name, k][1] for k in range(len(mine))] for name, mine in factors.items()}
 
     def renew(self) -> None:
-        self.current = self.at(self.damping)
+        self.current = self.damping_now()
         if self.looks < 2 or not self.due(self.renewal):  # the first bases are those of the first look
             return
         for name, found in self.eigenvectors({name: means[:-1] for name, means in self.means.items()}).items():

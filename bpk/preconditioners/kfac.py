@@ -71,7 +71,7 @@ class KFAC(Preconditioner):
         pairs = decomposed({(name, k): f for name in late for k, f in enumerate(self.means[name])}, self.group)
         for name in late:
             mine = [pairs[name, k] for k in range(len(self.means[name]))]
-            self.inverses[name] = DampedInverse.of_pairs(mine, self.at(self.damping))
+            self.inverses[name] = DampedInverse.of_pairs(mine, self.damping_now())
 
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         return self.in_order(name, self.inverses[name], gradient)

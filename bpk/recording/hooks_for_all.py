@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,3 +35,20 @@ class Watch:
     def end(self) -> None:
         """Look no more."""
         self.handle.remove()
+
+
+def all_hooks(watch: Watch | None) -> str:
+    """The users' hooks for all modules, in words: what is called, and where it is written."""
+    own = None if watch is None else watch.note
+    return ", ".join(described(hook) for hook in engine.GLOBAL_FORWARD_HOOKS.values() if hook != own)
+
+
+def described(hook: Callable[..., Any]) -> str:
+    """A hook by its name, and its place if it is a function."""
+    function = inspect.unwrap(hook)
+    if inspect.ismethod(function):
+        function = function.__func__
+    if not inspect.isfunction(function):
+        return f"an object of the class {type(hook).__name__}"
+    code = function.__code__
+    return f"'{function.__qualname__}' ({code.co_filename}:{code.co_firstlineno})"

@@ -14,7 +14,7 @@ from bpk.jacobians.core.binding import Binding, substitute, tensors_in
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.families.several import SeveralOutputs
-from bpk.jacobians.losses.loss import GENERIC_LOSS, is_loss
+from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss, is_loss
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import leave_on
@@ -28,7 +28,7 @@ from bpk.recording.ownership import OWNER, give
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
 from bpk.recording.treatment import Treatment, treatment_of
-from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_unrecorded, note_transform
+from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_reason, leave_unrecorded, note_transform
 from bpk.rules import REGISTRY
 
 
@@ -61,6 +61,8 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         params = read_parameters(module, rule)
         if comes_late(module, record, tensors) or (before is not None and before.misses(binding.inputs)):
             before, treatment = None, Treatment.LEAVE if params == {} else Treatment.PASSAGE
+            if isinstance(rule, Loss):
+                leave_reason(module, tensors)
         else:
             treatment = treatment_of(module, rule, binding, results, params)
         if treatment is Treatment.RECORD and params is not None:

@@ -26,7 +26,8 @@ class Context(threading.local):
     of its tensors, and `data` is the first of them. `passing` is the recorded call through which `bpk` differentiates,
     if any. Extended `modules` are those of all threads, each with what undoes that. `transformed` is the path of the
     layer that ran last under a transform of `torch.func`, if any did since the last pass. While a model runs, `watch`
-    sees what layers return, if there are hooks for all modules that may change it.
+    sees what layers return, if there are hooks for all modules that may change it. `no_loss` says why a loss that the
+    present pass has come through was not recorded as one.
     """
 
     modules: ClassVar[weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]]] = weakref.WeakKeyDictionary()
@@ -44,6 +45,7 @@ class Context(threading.local):
         self.multithreaded = True
         self.transformed: list[str] = []
         self.watch: Watch | None = None
+        self.no_loss = ""
 
     def enter(self, opened: Opened) -> None:
         """From now on, a context is the active one, and backward passes of this thread stay in it."""
@@ -69,6 +71,7 @@ class Context(threading.local):
         self.entered.remove(opened)
         if not self.entered:
             engine.set_multithreaded(self.multithreaded)
+            self.no_loss = ""
             self.called, self.given, self.data = None, (), None  # a forward pass that was interrupted calls no hooks
 
     def get_active_exts(self) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
 from bpk.recording.activations import leave_on
+from bpk.recording.hooks_for_all import all_hooks
 from bpk.recording.membership import path_of
 from bpk.recording.ownership import take_away
 from bpk.recording.state import CTX
@@ -39,6 +40,32 @@ def comes_late(module: nn.Module, recorder: Callable[..., Any], results: Sequenc
         return False
     hooks.move_to_end(mine, last=False)  # type: ignore[attr-defined]
     return True
+
+
+def leave_reason(module: nn.Module, results: Sequence[Tensor]) -> None:
+    """On a loss that a hook has changed, and that is therefore none: let a pass that misses it know why."""
+    hooks = all_hooks(CTX.watch)
+    if hooks:
+        who = f"a hook for all modules (register_module_forward_hook), {hooks}, runs before"
+        do = "remove the hook, let it leave losses as they are (return None)"
+    else:
+        who = "a forward hook that was put in front (prepend=True) ran before"
+        do = "run the forward pass again (from the next one on, the loss is seen first)"
+    message = explain(
+        f"The loss '{path_of(module)}' ({type(module).__name__}) was not seen as a loss.",
+        f"{who} bpk's own, and may have changed what it returned; second-order quantities start at what the loss "
+        "itself returns.",
+        f"{do}, or use first-order extensions.",
+    )
+    for result in results:
+        if result.grad_fn is not None:
+            result.grad_fn.register_prehook(partial(note_reason, message))
+
+
+def note_reason(message: str, grads: tuple[Tensor | None, ...]) -> None:
+    """The hook on the result of such a loss."""
+    if CTX.get_active_exts() and not CTX.quiet:
+        CTX.no_loss = message
 
 
 def note_transform(module: nn.Module) -> None:

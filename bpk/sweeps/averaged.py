@@ -31,7 +31,15 @@ from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import known, split_rows
-from bpk.sweeps.means import blocks_between, mean_between, pull_mean, pull_means, require_samples, uses_of_two_kinds
+from bpk.sweeps.means import (
+    blocks_between,
+    mean_between,
+    pull_mean,
+    pull_means,
+    require_one_name,
+    require_samples,
+    uses_of_two_kinds,
+)
 from bpk.sweeps.sweep import Player, Settle, not_by_hand, positive_factor, times_root_of_factor
 
 Tensors = Step | tuple[int, bool]
@@ -114,6 +122,7 @@ class Averaged(Player):
             self.pass_by_hand(step, matrix, row)
             return
         require_samples(step, step.samples_of_rows is None)
+        require_one_name(step)
         view = step.view(self.samples)
         self.collect(step, Averages(matrix, self.meet(step, row)))
         self.keep(step, matrix, row)

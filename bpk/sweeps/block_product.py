@@ -40,6 +40,14 @@ class BlockProduct:
 
     def __call__(self, mat: Tensor) -> Tensor:
         """Multiply `mat`, or every `mat[v]`, with the block: the number of axes says which."""
+        if not isinstance(mat, Tensor):
+            raise TypeError(
+                explain(
+                    f"The product got {type(mat).__name__}, which is no tensor.",
+                    "it multiplies vectors of the parameter's shape, dtype and device.",
+                    "convert it: torch.as_tensor(v, dtype=p.dtype, device=p.device).",
+                )
+            )
         several = mat.dim() == self.param.dim() + 1
         if mat.shape[several:] != self.param.shape:
             shape = ", ".join(map(str, self.param.shape))

@@ -94,6 +94,20 @@ def uses_of_two_kinds(param: Tensor, step: Step) -> UnsupportedLayer:
     )
 
 
+def require_one_name(step: Step) -> None:
+    """Refuse a parameter that a layer has under several names: what crosses from one to the other is not averaged."""
+    if len({id(p) for p in step.params.values()}) == len(step.params):
+        return
+    shared = [name for name, p in step.params.items() if sum(p is other for other in step.params.values()) > 1]
+    raise UnsupportedLayer(
+        explain(
+            f"KFRA cannot be computed for {step.where}: {' and '.join(map(repr, shared))} are one parameter.",
+            "its recursion averages what belongs to each name by itself, and not what crosses between them.",
+            "use KFLR or KFAC.",
+        )
+    )
+
+
 def require_samples(step: Step, are_rows: bool) -> None:
     """Means run over samples, which have to be the rows of every call."""
     if not are_rows:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +44,7 @@ class DampedInverse:
         return made
 
     def _set(self, pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> None:
-        if not damping > 0:
-            raise ValueError(
-                explain(
-                    f"damping must be positive, got {damping}.",
-                    "Kronecker factors are singular where there are fewer samples than rows.",
-                    "pass a positive number, such as damping=1e-3.",
-                )
-            )
+        positive_damping(damping)
         self.bases = [basis for _, basis in pairs]
         self.scale = 1 / (reduce(torch.kron, [values.clamp(min=0) for values, _ in pairs]) + damping)
 
@@ -87,6 +82,19 @@ def eigenvectors(factor: Tensor, where: str = "a Kronecker factor") -> tuple[Ten
     index = torch.arange(len(factor), device=factor.device).expand(2, -1)
     ones = torch.ones(len(factor), dtype=factor.dtype, device=factor.device)
     return diagonal(factor), torch.sparse_coo_tensor(index, ones, factor.shape, is_coalesced=True)
+
+
+def positive_damping(damping: Any) -> float:
+    """A damping that curvature can be inverted with; anything else is refused."""
+    if not isinstance(damping, (Real, Tensor)) or not float(damping) > 0:
+        raise ValueError(
+            explain(
+                f"damping must be positive, got {damping!r}.",
+                "curvature has eigenvalues that are zero (Kronecker factors, where there are fewer samples than rows).",
+                "pass a positive number, such as damping=1e-3 (or a function of the step that returns one).",
+            )
+        )
+    return float(damping)
 
 
 def split_damping(factors: Sequence[Tensor], damping: float) -> list[float]:

@@ -9,6 +9,7 @@ import torch
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.definition import Form
 from bpk.extensions.registry import REGISTRY
+from bpk.jacobians.core.errors import explain
 from bpk.verification.defined import (
     BoundedProduct,
     Defined,
@@ -123,4 +124,14 @@ def by_definition(extension: BackpropExtension) -> Check | None:
     its_own = "definition" in vars(cls) or REGISTRY.find(cls.__name__) is cls
     if not its_own or cls.definition is BackpropExtension.definition:
         return None
-    return CHECKS[extension.form](extension)
+    try:
+        form = extension.form
+    except AttributeError as error:
+        raise ValueError(
+            explain(
+                f"{cls.__name__} has a definition and does not say what form its field has.",
+                "the form tells which numbers of the field and the definition belong together.",
+                "declare form = Form.BATCH (for [*p]), Form.SAMPLES (for [N, *p]), or another one.",
+            )
+        ) from error
+    return CHECKS[form](extension)

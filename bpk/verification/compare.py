@@ -92,6 +92,10 @@ def row_of(quantity: str, check: Check, pair: Pair, relative: float, floor: floa
     """The comparison of one parameter, factor by factor."""
     name, result = pair.place.name, Comparison()
     for k, expected in enumerate(pair.expected):
+        if pair.found[0][k].dim() != expected.dim():
+            shapes = f"{list(expected.shape)}, the field {list(pair.found[0][k].shape)}"
+            note = f"the definition gives, for the entries looked at, {shapes}: is its form right?"
+            return Row(name, quantity, Verdict.WRONG, note=note)
         cut = tuple(slice(size) for size in expected.shape)
         found = pair.found if check.is_drawn(k) else pair.found[:1]
         passes = torch.stack([read[k][cut].double() for read in found])

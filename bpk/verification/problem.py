@@ -95,9 +95,9 @@ class Problem:
             if not isinstance(module, nn.Module):
                 raise ValueError(
                     explain(
-                        f"verify(...) got {type(module).__name__} as {what}, which is no module (nn.Module).",
+                        f"verify(...) got {kind_of(module)} as {what}, which is no module (nn.Module).",
                         "model and loss are extended, which takes modules.",
-                        "use for example nn.CrossEntropyLoss() instead of a function.",
+                        "use for example nn.CrossEntropyLoss() instead of a function or of the class.",
                     )
                 )
         assert loss is not None
@@ -197,3 +197,8 @@ def differentiable_twice() -> Iterator[None]:
             yield
     finally:
         torch.backends.mkldnn.set_flags(_enabled=mkldnn, _fp32_precision=None)
+
+
+def kind_of(thing: object) -> str:
+    """What something is, in words."""
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"

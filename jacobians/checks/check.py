@@ -11,7 +11,7 @@ from bpk.jacobians.checks import conventions as check_conventions
 from bpk.jacobians.checks import overrides as check_overrides
 from bpk.jacobians.checks import products as check_products
 from bpk.jacobians.checks.case import Case, evaluate, product_of, raised
-from bpk.jacobians.checks.loss import loss_hessian
+from bpk.jacobians.checks.loss import couples, divisor, loss_hessian
 from bpk.jacobians.checks.reference import Reference
 from bpk.jacobians.checks.report import Report
 from bpk.jacobians.checks.taylor import taylor
@@ -19,6 +19,7 @@ from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import RuleError, explain, raised_at
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.families.several import SeveralOutputs
+from bpk.jacobians.losses.by_autograd import COUPLES
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 
@@ -43,8 +44,8 @@ def check_rule(
     to each input and parameter, `<J v, u> = <v, J^T u>`, the per-sample form, the declared structure of the
     residual, its products and columns (also jointly over inputs and parameters), Taylor coefficients, every overridden
     shortcut against the default in `Rule`, gradients through a product, subsets of the samples, that no
-    product writes to what it was given, and that NaN stays in its sample. For a `Loss`, all forms of
-    its Hessian.
+    product writes to what it was given, that NaN stays in its sample, and that samples do not mix where the rule
+    does not say so. For a `Loss`, all forms of its Hessian, and what it divides by.
 
     Args:
         rule: The rule, registered or not.
@@ -64,6 +65,9 @@ def check_rule(
     >>> check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=(3, 2))]).checks > 30
     True
     """
+    if not isinstance(rule, Rule):
+        do = "pass the rule, such as Elementwise('tanh(x)', MyTanh), not the layer or a class."
+        raise RuleError(explain(f"{rule!r} is no rule.", "it is rules that have derivatives and examples.", do))
     chosen = tuple(rule.examples if examples is None else examples)
     report = Report(rule.name)
     if not chosen:
@@ -97,6 +101,9 @@ def check_rule(
                     report.failures.append(raised(product or f"the layer of {rule.name}", about, error))
     if report.failures:
         raise RuleError(_message(report))
+    if not report.checks:
+        what, do = f"Nothing of {rule.name} could be checked.", "give examples to which this does not apply."
+        raise RuleError(explain(what, f"{'; '.join(report.skipped)}.", do))
     return report
 
 
@@ -189,6 +196,10 @@ def _check_example(
         if obstacle is None:
             check_products.forward(case)
             loss_hessian(case, rule)
+            if case.exact:
+                divisor(case, rule)
+        elif obstacle == COUPLES and case.exact:
+            couples(case)
     else:
         _check_layer(case, obstacle)
     if obstacle is not None:
@@ -196,6 +207,8 @@ def _check_example(
 
 
 def _check_layer(case: Case, obstacle: str | None) -> None:
+    if check_conventions.mixes(case):
+        return
     check_products.first_order(case)
     if obstacle is None:
         check_products.second_order(case)
@@ -210,7 +223,8 @@ def _check_layer(case: Case, obstacle: str | None) -> None:
 def unnamed(rule: Rule, module: nn.Module, inputs: Sequence[Tensor]) -> list[str]:
     """Parameters that a layer uses and its rule does not name."""
     known = set(() if isinstance(rule, Loss) else rule.params_of(module))
-    others = {n: p for n, p in module.named_parameters() if n not in known and p.requires_grad}
+    named = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n in known}
+    others = {n: p for n, p in module.named_parameters() if id(p) not in named and p.requires_grad}
     if not others:
         return []
     with torch.enable_grad():

@@ -8,6 +8,43 @@ from torch import Tensor
 from bpk.jacobians.checks.case import Case
 from bpk.jacobians.checks.products import NO_DOUBLE_BACKWARD, pull, push
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.errors import explain
+
+
+def mixes(case: Case) -> bool:
+    """Whether samples of the output depend on other samples of an input, of which the rule says nothing: a finding."""
+    reference, size = case.reference, case.call.batch_size
+    output = reference.output
+    if case.rule.mixing(case.call) is not None or not output.dim() or len(output) != size:
+        return False
+    if size == 1:
+        case.skip("whether samples stay apart: the batch of the example is a single one")
+    for wrt, x in enumerate(reference.inputs):
+        if not x.requires_grad or len(x) != size:
+            continue
+        for n in range(size):
+            mat = torch.zeros_like(output)
+            mat[n] = torch.linspace(1, 2, mat[n].numel()).reshape(
+                mat[n].shape
+            )  # no draw, which would change later ones
+            pulled = reference.pull(mat, wrt).nan_to_num().abs().reshape(size, -1).sum(1)
+            other = next((k for k in range(size) if k != n and pulled[k] > 1e-9 * pulled.max()), None)
+            if other is not None:
+                _report_mixing(case, wrt, n, other)
+                return True
+    return False
+
+
+def _report_mixing(case: Case, wrt: int, n: int, other: int) -> None:
+    """Once for all precisions."""
+    message = explain(
+        f"The layer of {case.about.rpartition(' in ')[0]} mixes samples.",
+        f"the output of sample {n} depends on input {wrt} of sample {other}, and the rule says nothing of it: "
+        "quantities of single samples would be wrong.",
+        "move what looks at several samples out of the layer, or let mixing(call) of the rule say it.",
+    )
+    if message not in case.report.failures:
+        case.report.failures.append(message)
 
 
 def conventions(case: Case) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.checks.case import Case
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.curvature import Curvature
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
@@ -62,6 +63,26 @@ def loss_hessian(case: Case, rule: Loss) -> None:
         _expectation(case, joint, hessian, definite)
 
 
+def divisor(case: Case, rule: Loss) -> None:
+    """What the rule says that the loss divides by: times this, the loss adds up over samples."""
+    call, about = case.call, "the sum over samples, one by one"
+    if any(not x.dim() or len(x) != call.batch_size for x in call.inputs):
+        return
+    try:
+        found = [case.recall([x[n : n + 1] for x in call.inputs]) for n in range(call.batch_size)]
+        whole, *parts = [_undivided(rule, one) for one in (call, *found) if one is not None]
+    except UnsupportedLayer:  # the rule does not say, and who needs it asks the user
+        return
+    if len(parts) == call.batch_size:
+        case.same("divides_by", whole, torch.stack(parts).nan_to_num().sum(0), against=about)
+
+
+def _undivided(rule: Loss, call: Call) -> Tensor:
+    """The sum of the terms of a loss, if it divides by what its rule says."""
+    by = rule.divides_by(call)
+    return call.output.detach() * (1 if by is None else by)
+
+
 def dense_hessian(case: Case, joint: Joint) -> Tensor | None:
     """The Hessian's blocks `[N, D, D]`; reports a loss whose samples are coupled."""
     reference, samples = case.reference, case.call.batch_size
@@ -85,9 +106,18 @@ def dense_hessian(case: Case, joint: Joint) -> Tensor | None:
     blocks = found.detach().reshape(samples, size, samples, size)
     own = blocks[range(samples), :, range(samples)]
     if not torch.isclose(own.square().sum(), found.square().sum()):
-        case.fail("the Hessian", "the loss couples samples: its Hessian is not block-diagonal.", "it is no Loss.")
+        couples(case)
         return None
     return own
+
+
+def couples(case: Case) -> None:
+    """Report a loss that couples samples."""
+    case.fail(
+        "the loss",
+        "it couples the samples of a batch (its Hessian is not block-diagonal), so that no term belongs to one sample.",
+        "write the loss as a sum or mean over samples; one that cannot be is no Loss, and needs no rule.",
+    )
 
 
 def _differences(loss: Callable[[Tensor], Tensor], point: Tensor, error: str) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bpk.jacobians.core.again import with_tied
 from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.side_by_side import as_rows
@@ -40,7 +41,8 @@ class Reference:
         fresh = tuple(x * 1 if x.requires_grad else x for x in inputs)  # in-place layers refuse leaves
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one that can be differentiated twice
             given = self.given(fresh)
-            out = torch.func.functional_call(self.module, self.params, given)
+            params = with_tied(self.module, self.params)
+            out = torch.func.functional_call(self.module, params, given, tie_weights=False)
             binding = self.rule.bind(self.module, given, {})
             return self.rule.join(binding, tensors_in(out), self.used)[0]
 

@@ -21,9 +21,22 @@ def call_again(
     module: Any, params: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """`torch.func.functional_call` of what lies between the hooks on a module."""
-    named = {f"{INSIDE}.{name}": p for name, p in params.items()}
+    named = {f"{INSIDE}.{name}": p for name, p in with_tied(module, params).items()}
     with without_backward_hooks(module):
-        return torch.func.functional_call(Unhooked(module), named, args, dict(kwargs or {}))
+        return torch.func.functional_call(Unhooked(module), named, args, dict(kwargs or {}), tie_weights=False)
+
+
+def with_tied(module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values of parameters by name; of a parameter under several names, those not given follow the first that is.
+
+    Names that are given keep their own values: a rule differentiates with respect to one name at a time.
+    """
+    state = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    first: dict[int, Tensor] = {}
+    for name, own in state:
+        if name in params:
+            first.setdefault(id(own), params[name])
+    return dict(params) | {name: first[id(own)] for name, own in state if name not in params and id(own) in first}
 
 
 class Unhooked(nn.Module):

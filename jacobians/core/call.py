@@ -187,7 +187,7 @@ class Call:
         def pull(vector: Tensor) -> Tensor:
             return torch.autograd.grad(results[0], live[0], vector, retain_graph=True)[0]
 
-        every = dict(module.named_parameters())
+        every = dict(module.named_parameters(remove_duplicate=False))
         own = {n: p for n in params if (p := every.get(n)) is not None}
         if rule is None:
             return cls(module, [x.detach() for x in live], own, results[0].detach(), pull)

@@ -51,6 +51,14 @@ class Collected(ABC, Generic[T]):
     def remove(self, member: T) -> None:
         """Take one out again."""
         self.fill()
+        if member not in self._members:
+            raise ValueError(
+                explain(
+                    f"{member!r} is not registered.",
+                    "what is taken out is the object that was added, not another one like it.",
+                    "keep what you add (rule = bpk.register(...)), and pass that.",
+                )
+            )
         self._members.remove(member)
         self._owners = {key: m for key, m in self._owners.items() if m is not member}
         self.changed()

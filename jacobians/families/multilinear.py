@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,8 +23,9 @@ class Multilinear(LinearInEach):
 
     `pattern` names axes by words separated by spaces, operands by commas, the result after `->`.
     The first axis of every input and of the output is the batch axis and has the same name; parameters
-    lack it. `inputs` is the number of inputs (operands left over by `params`), `bias` optionally
-    names a parameter added along the last axes of the output.
+    lack it. `...` stands for any number of axes: `"n ... i, o i -> n ... o"`; where it comes first, the batch
+    axis is any of them: `"... i, o i -> ... o"`. The last operands are the parameters named in `params`; `bias`
+    optionally names one that is added along the last axes of the output.
 
     >>> from bpk.jacobians.core.call import Call
     >>> class Mixer(nn.Module):
@@ -53,43 +53,50 @@ class Multilinear(LinearInEach):
         self.pattern = pattern
         self.factors = tuple(params)
         self.added = (bias,) if bias else ()
-        self._axes, self._out = _parse(pattern, len(self.factors))
-        self._free = next(c for c in _LETTERS if c not in self._letters)
+        self._operands, self._result = _parse(pattern, len(self.factors))
 
-    @cached_property
-    def _letters(self) -> set[str]:
-        return set(self._out).union(*self._axes)
+    def acts_on(self, call: Call) -> int | None:
+        """The axes behind `...`, where inputs and output begin with it and these are equally many."""
+        several = {len(axes) - 1 for axes in (*self._operands[: self._inputs], self._result)}
+        return several.pop() if self._result[0] == ANY and len(several) == 1 else None
 
     @property
-    def _batch(self) -> str:
-        return self._out[0]
+    def _inputs(self) -> int:
+        return len(self._operands) - len(self.factors)
 
     def _names(self) -> tuple[Wrt, ...]:
-        count = len(self._axes) - len(self.factors)
-        return (*range(count), *self.factors)
+        return (*range(self._inputs), *self.factors)
 
-    def _values(self, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[Tensor]:
+    def _fitted(self, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Axes], Axes]:
+        """The operands, their axes and those of the output, with `...` written out; refuses what does not fit."""
         values = [*inputs, *(params[name] for name in self.factors)]
-        lengths: dict[str, int] = {}
-        fits = len(values) == len(self._axes)
-        for axes, value in zip(self._axes, values, strict=False):
-            fits = fits and value.dim() == len(axes)
-            for axis, length in zip(axes, value.shape, strict=False):
-                fits = fits and lengths.setdefault(axis, length) == length
-        if not fits:
-            shapes = ", ".join(str(list(v.shape)) for v in values)
-            raise RuleError(
-                explain(
-                    f"'{self.pattern}' does not fit operands of shapes {shapes}.",
-                    f"every axis has one length; first seen: {_spell(self.pattern, lengths)}.",
-                    "correct the pattern or the operands.",
-                )
-            )
-        return values
+        lengths = (x.dim() - len(axes) + 1 for axes, x in zip(self._operands, values, strict=False) if ANY in axes)
+        count = max(next(lengths, 0), int(self._result[0] == ANY))
+        operands = [_written_out(axes, count) for axes in self._operands]
+        if why := self._misfit(values, operands):
+            shapes = ", ".join(str(list(x.shape)) for x in values)
+            what = f"'{self.pattern}' does not fit operands of shapes {shapes}."
+            raise RuleError(explain(what, why, "correct the pattern or the operands."))
+        return values, operands, _written_out(self._result, count)
+
+    def _misfit(self, values: Sequence[Tensor], operands: Sequence[Axes]) -> str | None:
+        """What does not fit, in words."""
+        if len(values) != len(operands):
+            return f"the pattern has {len(operands)} operands, the layer {len(values)} (inputs, then {self.factors})."
+        seen: dict[str, tuple[int, str]] = {}
+        for name, axes, value in zip(self._names(), operands, values, strict=True):
+            whose = f"input {name}" if isinstance(name, int) else f"parameter '{name}'"
+            if value.dim() != len(axes):
+                return f"{whose} has {_counted(value.dim())}, and in the pattern {_counted(len(axes))}."
+            for axis, length in zip(axes, value.shape, strict=True):
+                known, first = seen.setdefault(axis, (length, whose))
+                if known != length:
+                    return f"the axis '{axis}' is {known} long in {first} and {length} long in {whose}."
+        return None
 
     def forward(self, options: Any, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        values = self._values(inputs, params)
-        out = torch.einsum(f"{','.join(self._axes)}->{self._out}", *values)
+        values, operands, result = self._fitted(inputs, params)
+        out = _einsum(operands, result, values)
         for name in self.added:
             if name in params:
                 out = out + params[name]
@@ -98,38 +105,47 @@ class Multilinear(LinearInEach):
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         if wrt in self.added:
             return spread(mat[:, None], call.output.shape[1:], 2).expand(-1, *call.output.shape).clone()
+        values, operands, result = self._fitted(call.inputs, call.params)
         k = self._names().index(wrt)
-        values = self._values(call.inputs, call.params)
-        terms = [*self._axes]
-        terms[k], values[k] = self._free + terms[k], mat
-        return torch.einsum(f"{','.join(terms)}->{self._free}{self._out}", *values)
+        operands[k], values[k] = (COLUMNS, *operands[k]), mat
+        return _einsum(operands, (COLUMNS, *result), values)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         if isinstance(wrt, str) and wrt in self.added:
             rows = collect(mat, call.params[wrt].shape, 2)
             return rows.sum(1) if sum_batch else rows.clone()
-        k, values = self._names().index(wrt), self._values(call.inputs, call.params)
-        terms, axes = [*self._axes], self._axes[k]
-        terms[k], values[k] = self._free + self._out, mat
-        present = set("".join(terms))
+        values, operands, result = self._fitted(call.inputs, call.params)
+        k = self._names().index(wrt)
+        axes = operands[k]
+        operands[k], values[k] = (COLUMNS, *result), mat
+        present = {axis for operand in operands for axis in operand}
         for axis, length in zip(axes, call.shape_of(wrt), strict=True):
             if axis not in present:  # what only the operand has is spread over
-                terms.append(axis)
+                operands.append((axis,))
                 values.append(mat.new_ones(length))
-        target = axes if isinstance(wrt, int) or sum_batch else self._batch + axes
-        return torch.einsum(f"{','.join(terms)}->{self._free}{target}", *values)
+        batch = () if isinstance(wrt, int) or sum_batch else result[:1]
+        return _einsum(operands, (COLUMNS, *batch, *axes), values)
 
 
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+Axes = tuple[str, ...]
+"""The names of a tensor's axes."""
+
+ANY = "..."
+"""Stands for any number of axes, which are the same wherever it stands."""
+
+MOST = 52
+"""How many axes `torch.einsum` can tell apart."""
+
+COLUMNS = "columns of a block"
+"""An axis that no pattern can name."""
 
 
-def _parse(pattern: str, params: int) -> tuple[list[str], str]:
-    """Translate axis words into letters, and refuse what is not multilinear."""
+def _parse(pattern: str, params: int) -> tuple[list[Axes], Axes]:
+    """The axes of all operands and of the output; refuses what is not multilinear."""
     left, arrow, right = pattern.partition("->")
-    operands = [part.split() for part in left.split(",")]
-    out = right.split()
+    operands = [tuple(part.split()) for part in left.split(",")]
+    out = tuple(right.split())
     reason = ""
-    words = list(dict.fromkeys(word for part in (*operands, out) for word in part))
     inputs = operands[: len(operands) - params]
     if not arrow or not out:
         reason = "it needs '->' followed by the axes of the output."
@@ -143,17 +159,33 @@ def _parse(pattern: str, params: int) -> tuple[list[str], str]:
         reason = "an operand or the output repeats an axis."
     elif unknown := [word for word in out if not any(word in part for part in operands)]:
         reason = f"axis '{unknown[0]}' of the output is in no operand."
-    elif len(words) >= len(_LETTERS):
-        reason = f"it has {len(words)} axes."
+    elif (count := len({word for part in operands for word in part})) >= MOST:
+        reason = f"it has {count} axes."
+    elif wrong := [word for part in operands for word in part if "." in word and word != ANY]:
+        reason = f"'{wrong[0]}' is no name of an axis ('{ANY}' is a word by itself)."
     if reason:
         raise RuleError(
             explain(f"'{pattern}' is not a multilinear pattern.", reason, "write, e.g., 'n t i, o i -> n t o'.")
         )
-    letter = dict(zip(words, _LETTERS, strict=False))
-    return ["".join(letter[w] for w in part) for part in operands], "".join(letter[w] for w in out)
+    return operands, out
 
 
-def _spell(pattern: str, lengths: Mapping[str, int]) -> str:
-    """Axis lengths under the words of the pattern."""
-    words = list(dict.fromkeys(pattern.replace("->", " ").replace(",", " ").split()))
-    return ", ".join(f"{w}={lengths[c]}" for w, c in zip(words, _LETTERS, strict=False) if c in lengths)
+def _written_out(axes: Axes, count: int) -> Axes:
+    """Axes with names for those that `...` stands for."""
+    if ANY not in axes:
+        return axes
+    k = axes.index(ANY)
+    return (*axes[:k], *(f"{ANY}[{j}]" for j in range(count)), *axes[k + 1 :])
+
+
+def _einsum(operands: Sequence[Axes], result: Axes, values: Sequence[Tensor]) -> Tensor:
+    """`torch.einsum`, with axes by name."""
+    numbers: dict[str, int] = {}
+    given: list[Any] = []
+    for axes, value in zip(operands, values, strict=True):
+        given += [value, [numbers.setdefault(axis, len(numbers)) for axis in axes]]
+    return torch.einsum(*given, [numbers[axis] for axis in result])
+
+
+def _counted(axes: int) -> str:
+    return "1 axis" if axes == 1 else f"{axes} axes"

@@ -25,6 +25,9 @@ from bpk.jacobians.second_order.structure import Couplings, dense_blocks
 LARGEST = 4096
 """Up to how many coupled entries of one prediction a Hessian is factorised."""
 
+COUPLES = "it couples the samples of a batch"
+"""Why a loss has no Hessian of single samples."""
+
 T = TypeVar("T")
 
 FORMATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -171,7 +174,7 @@ def problem(rule: Rule, call: Call) -> str | None:
     same = torch.isclose(value, before_value, rtol=1e-2, atol=1e-6)
     if value.isfinite() and before_value.isfinite() and not same:
         return "called again it returns another value: it depends on a state that has changed since"
-    return "it couples the samples of a batch" if couples_samples(rule, call) else None
+    return COUPLES if couples_samples(rule, call) else None
 
 
 def parts_of(call: Call) -> list[torch.Size]:

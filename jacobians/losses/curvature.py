@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.gradient import Linearised
 from bpk.jacobians.losses.loss_call import evaluate, filled
+
+REDUCTIONS = ("mean", "sum", "batchmean")
+"""What losses do with their terms: the mean over all, their sum, and this divided by the batch size."""
 
 
 class Curvature(Autodiff):
@@ -89,7 +93,25 @@ class Curvature(Autodiff):
     # ---- divisors ---------------------------------------------------------------------------------
     def divisor(self, call: Call, count: int) -> int:
         """By what the loss divides the sum of its `count` terms."""
-        return {"mean": count, "sum": 1, "batchmean": call.batch_size}[call.options.reduction]
+        return {"mean": count, "sum": 1, "batchmean": call.batch_size}[self.reduction(call)]
+
+    def reduction(self, call: Call) -> str:
+        """What the loss does with its terms, as its module says."""
+        try:
+            found: str = call.options.reduction
+        except AttributeError as error:
+            raise RuleError(self._no_reduction("which it does not have")) from error
+        if found not in REDUCTIONS:
+            raise RuleError(self._no_reduction(f"which is {found!r}"))
+        return found
+
+    def _no_reduction(self, what: str) -> str:
+        return explain(
+            f"{self.name} reads the attribute 'reduction' of the module, {what}.",
+            "the rule knows the terms of the loss; whether they are added up or averaged is said there.",
+            f"set self.reduction in the module, to one of {', '.join(map(repr, REDUCTIONS))}; for other divisors, "
+            "write an AutodiffLoss.",
+        )
 
     # ---- a loss as a layer ------------------------------------------------------------------------
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:

@@ -87,7 +87,7 @@ class PointwiseLoss(Loss):
         return terms.sum_to_size(x.shape) / self.divisor(call, terms.numel())
 
     def divides_by(self, call: Call) -> int | None:
-        return None if call.options.reduction == "sum" else self.divisor(call, self._terms(call).numel())
+        return None if self.reduction(call) == "sum" else self.divisor(call, self._terms(call).numel())
 
     def _terms(self, call: Call) -> Tensor:
         """The second derivative of every term, in the shape in which the loss has them."""

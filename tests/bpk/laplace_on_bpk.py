@@ -251,12 +251,18 @@ def scalars() -> float:
     params = dict(model.named_parameters())
     jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(params)
     rows = torch.cat([jacobians[name].reshape(4, 3, -1) for name in params], 2).detach()
-    for structure in ("diag", "full"):
+    for structure in ("diag", "kron", "full"):
         laplace = laplace_torch.Laplace(model, "regression", "all", structure)
         laplace.fit(loader("regression"))
         variance = laplace._glm_predictive_distribution(x)[1]
         precision = laplace.posterior_precision
-        inverse = torch.linalg.inv(precision if structure == "full" else precision.diag())
+        if structure == "kron":
+            inverse = precision.bmm(torch.eye(rows.shape[2]), exponent=-1)
+            whole = laplace_torch.Laplace(model, "regression", "all", "diag")
+            whole.fit(loader("regression"))
+            errors.append(difference(laplace.H.to_matrix().diagonal()[-1], whole.H[-1]))  # exact for a single number
+        else:
+            inverse = torch.linalg.inv(precision if structure == "full" else precision.diag())
         errors.append(difference(variance, torch.einsum("ncp,pq,ndq->ncd", rows, inverse, rows)))
     return max(errors)
 
@@ -271,7 +277,14 @@ def refusals() -> list[str]:
     unused.forward = lambda x: unused["used"](x.flatten(1))
     steps = nn.Flatten(), nn.Unflatten(1, (4, 9))
     transposed = nn.Sequential(*steps, nn.ConvTranspose1d(4, 4, 1), nn.Flatten(), nn.Linear(36, 3))
-    for model, structure in ((shifted, "kron"), (table, "kron"), (transposed, "kron"), (unused, "diag")):
+    volumes = nn.Sequential(nn.Unflatten(1, (1, 1)), nn.Conv3d(1, 1, 1), nn.Flatten(), nn.Linear(36, 3))
+    for model, structure in (
+        (volumes, "kron"),
+        (shifted, "kron"),
+        (table, "kron"),
+        (transposed, "kron"),
+        (unused, "diag"),
+    ):
         try:
             laplace_torch.Laplace(model, "classification", "all", structure).fit(loader("classification"))
         except ValueError as error:

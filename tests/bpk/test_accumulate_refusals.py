@@ -157,7 +157,7 @@ def test_averages_over_the_batch_are_refused_unless_asked_for() -> None:
 def test_subsampling_and_rows_without_a_place_are_refused() -> None:
     with pytest.raises(ValueError, match="Subset"):
         bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], E.DiagGGNExact(subsampling=[0]))
-    with pytest.raises(ValueError, match=r"where grad_batch go.*\n.*\n.*callback="):
+    with pytest.raises(ValueError, match=r"where to put grad_batch.*\n.*\n.*callback="):
         bpk.accumulate(mlp(), nn.CrossEntropyLoss(), [], E.BatchGrad())
 
 
@@ -261,3 +261,16 @@ def test_adding_a_batch_is_merging_it(rule: OverBatches) -> None:
     rule.add(totals, few, {"weight": second}, many)
     merged = rule.merge(rule.scaled(first, few), few, rule.scaled(second, many), many)
     torch.testing.assert_close(totals["weight"], merged)
+
+
+def test_losses_that_average_beside_others_that_sum_are_refused() -> None:
+    model, total = nn.Linear(4, 3), bpk.extend(nn.MSELoss(reduction="sum"))
+    data = [(torch.randn(5, 4), torch.randn(5, 3)) for _ in range(2)]
+
+    def both(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        loss: Tensor = loss_fn(model(x), y) + total(model(x), y)
+        return loss
+
+    with pytest.raises(ValueError, match=r"^Some losses of batch 0 average, and others sum(?s:.*)None, 15.0"):
+        bpk.accumulate(model, nn.MSELoss(), data, E.DiagGGNExact(), step=both)

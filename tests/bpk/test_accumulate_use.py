@@ -362,3 +362,24 @@ def test_progress_is_silent_unless_asked_for(capsys: pytest.CaptureFixture[str],
     bpk.accumulate(model, nn.CrossEntropyLoss(), split(x, y, 3, 4), progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and lines[1].startswith("batch 2 of 2, 0:00:00 left, 7 samples") and "\r" not in lines[0]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_sequences_of_labels(reduction: str) -> None:
+    """`CTCLoss` takes steps of time before the batch axis; its mean is over samples."""
+    torch.manual_seed(0)
+    model, loss_fn = nn.Linear(4, 3).double(), nn.CTCLoss(reduction=reduction)
+    x, labels = torch.randn(6, 5, 4).double(), torch.randint(1, 3, (6, 2))
+    steps, lengths = torch.tensor([5, 4, 5, 5, 4, 5]), torch.tensor([2, 1, 2, 2, 2, 1])
+
+    def step(model: nn.Module, loss_fn: nn.Module, some: list[int]) -> Tensor:
+        log_p = model(x[some]).log_softmax(-1).transpose(0, 1)
+        loss: Tensor = loss_fn(log_p, labels[some], steps[some], lengths[some])
+        return loss
+
+    found = bpk.accumulate(model, loss_fn, [[0, 1], [2, 3, 4, 5]], E.SumGradSquared(), step=step)
+    expected = torch.autograd.grad(step(model, loss_fn, list(range(6))), model.weight)[0]
+    scale = 6 if reduction == "mean" else 1
+    each = [torch.autograd.grad(step(model, loss_fn, [n]) / scale, model.weight)[0] for n in range(6)]
+    torch.testing.assert_close(found["weight"]["grad"], expected)
+    torch.testing.assert_close(found["weight"]["sum_grad_squared"], torch.stack(each).square().sum(0))

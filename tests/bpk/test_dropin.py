@@ -212,6 +212,7 @@ def test_a_backend_of_laplace_without_jacobians(on_laplace: dict[str, float]) ->
         assert on_laplace[name] < 1e-10, name
     assert on_laplace["without_jacobians"] is True
     words = (
+        "'1.weight' has 5 axes",
         "has Kronecker factors of the sizes",
         "embeddings",
         "transposed convolutions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -194,3 +195,59 @@ def test_the_engine_called_from_elsewhere(model: nn.Module, loss_fn: nn.Module) 
     with bpk.backpack(E.DiagHessian()):
         torch.autograd.grad(loss_fn(model(X), Y), list(model.parameters()))
     assert model[0].weight.diag_h.shape == (5, 4)
+
+
+class Scaled(nn.Module):
+    """Holds a weight of the loss, which `forward` does not use unless `hands_on`."""
+
+    def __init__(self, hands_on: bool = False) -> None:
+        super().__init__()
+        self.layer, self.scale, self.hands_on = nn.Linear(4, 3), nn.Parameter(torch.tensor([0.3])), hands_on
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.layer(x)
+        return (out, self.scale.expand(len(x), 1)) if self.hands_on else out
+
+
+OBJECTIVES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a factor": lambda model, loss: (torch.exp(-model.scale) * loss + model.scale).sum(),
+    "a penalty": lambda model, loss: loss + model.scale.square().sum(),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_a_parameter_that_is_used_behind_losses_only_is_named(objective: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """It has a gradient and no field: first order tells, second order and what must be complete refuse."""
+    model, loss_fn = bpk.extend(Scaled().double()), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.warns(UserWarning, match="Parameter 'scale' of Scaled gets no field of BatchGrad, Variance") as told:
+        for _ in range(2):
+            with bpk.backpack(E.BatchGrad(), E.Variance()):
+                objective(model, loss_fn(model(X), Y)).backward()
+    assert sum("gets no field" in str(one.message) for one in told) == 1
+    expected = torch.autograd.grad(objective(model, loss_fn(model(X), Y)), model.layer.weight)[0]
+    torch.testing.assert_close(model.layer.weight.grad_batch.sum(0), expected)
+    for extension in (E.DiagGGNExact(), E.ClippedGrad(1.0)):
+        with pytest.raises(NotImplementedError, match=r"nonlinear function|'scale' of Scaled gets no field"):
+            passes(extension, objective(model, loss_fn(model(X), Y)))
+        assert not any(hasattr(p, extension.savefield) for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+def test_a_weight_of_the_loss_that_is_part_of_the_prediction_has_all_fields() -> None:
+    """The way out that the error names."""
+
+    class Weighted(nn.Module):
+        def forward(self, out: Tensor, scale: Tensor, target: Tensor) -> Tensor:
+            return (torch.exp(-scale) * F.cross_entropy(out, target, reduction="none")[:, None] + scale).mean()
+
+    model, loss_fn = bpk.extend(Scaled(hands_on=True).double()), bpk.extend(Weighted())
+    with bpk.backpack(E.BatchGrad(), E.DiagHessian()):
+        loss_fn(*model(X), Y).backward()
+
+    def objective(scale: Tensor) -> Tensor:
+        terms = F.cross_entropy(model.layer(X).detach(), Y, reduction="none")
+        return (torch.exp(-scale) * terms + scale).mean()
+
+    hessian = torch.autograd.functional.hessian(objective, model.scale.detach())
+    torch.testing.assert_close(model.scale.diag_h, hessian[0])
+    torch.testing.assert_close(model.scale.grad_batch.sum(0), model.scale.grad)

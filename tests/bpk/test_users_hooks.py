@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
 
 import bpk
 from bpk import extensions as E
@@ -338,3 +342,34 @@ def test_hooks_of_another_model_run_inside_an_extension_hook() -> None:
     with bpk.backpack(E.BatchGrad(), extension_hook=hook):
         loss_fn(model(torch.rand(3, 2)), torch.rand(3, 2)).backward()
     assert len(calls) == 4  # two layers, the container, the loss
+
+
+def doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    return 2 * output if isinstance(module, nn.MSELoss) else None
+
+
+def test_a_hook_for_all_modules_that_changes_a_loss_is_named() -> None:
+    model, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(nn.MSELoss())
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+    with register_module_forward_hook(doubled):
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(model(x), y).backward()
+        assert torch.allclose(model.weight.grad_batch.sum(0), model.weight.grad)
+        message = (
+            r"was not seen as a loss(?s:.*)register_module_forward_hook\), 'doubled' \(.*test_users_hooks.py:\d+\)"
+        )
+        with bpk.backpack(E.DiagGGNExact()), pytest.raises(RuntimeError, match=message):
+            loss_fn(model(x), y).backward()
+    with bpk.backpack(E.DiagGGNExact()), pytest.raises(RuntimeError, match="none stands behind this layer"):
+        model(x).sum().backward()
+
+
+def test_a_hook_put_in_front_of_a_loss_is_named() -> None:
+    model, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(nn.MSELoss())
+    loss_fn.register_forward_hook(doubled, prepend=True)
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+    with bpk.backpack(E.DiagGGNExact()):
+        with pytest.raises(RuntimeError, match=r"put in front \(prepend=True\)(?s:.*)run the forward pass again"):
+            loss_fn(model(x), y).backward()
+        loss_fn(model(x), y).backward()
+    assert torch.allclose(model.bias.diag_ggn_exact, torch.full((3,), 2 * 2 / 3))

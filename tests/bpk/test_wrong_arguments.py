@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk import preconditioners as P
+from bpk.jacobians.core.errors import RuleError
+from bpk.jacobians.families.elementwise import Elementwise
+from bpk.jacobians.losses.pointwise import PointwiseLoss
 from tests.bpk.test_errors import ids, refuses, works_afterwards
-from tests.helpers import FIELDS, backward, data, extended
+from tests.helpers import FIELDS, backward, data, extended, registered
 
 
 # ---- arguments ---------------------------------------------------------------------------------------
@@ -66,3 +70,66 @@ def test_vector_of_the_wrong_shape(field: str) -> None:
     for shape in ((4, 3), (2, 4, 3), (12,), (2, 3, 5)):
         with pytest.raises(ValueError, match="shape"):
             product(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0, float("nan"), "0.1", None], ids=str)
+@pytest.mark.parametrize("kind", [P.KFAC, P.EKFAC, P.DiagonalGGN])
+def test_damping_is_not_positive(kind: type[P.Preconditioner], bad: Any) -> None:
+    """Gradients would be divided by anything."""
+    model, loss_fn = extended()
+    preconditioner = kind(model, damping=bad)  # type: ignore[call-arg]
+    with preconditioner:
+        x, y = data()
+        loss_fn(model(x), y).backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with pytest.raises(ValueError, match=r"damping must be positive, got(?s:.*)Do:"):
+        preconditioner.step()
+    assert all(torch.equal(g, p.grad) for g, p in zip(before, model.parameters(), strict=True))
+
+
+class NoReduction(nn.Module):
+    """Does not say what it does with its terms."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x - y).square().mean()
+
+
+class Averaging(NoReduction):
+    reduction = "avg"
+
+
+@pytest.mark.parametrize(("loss", "what"), [(NoReduction, "does not have"), (Averaging, "which is 'avg'")])
+def test_a_pointwise_loss_without_a_reduction(loss: type[nn.Module], what: str) -> None:
+    with registered(PointwiseLoss("(x-t)**2", loss)):
+        model, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(loss())
+        with bpk.backpack(E.DiagGGNExact()), pytest.raises(RuleError, match=f"reads the attribute 'reduction'.*{what}"):
+            loss_fn(model(torch.ones(2, 4)), torch.zeros(2, 3)).backward()
+
+
+def product_of_an_array() -> None:
+    model, loss_fn = extended()
+    backward(model, loss_fn, *data(), E.HMP())
+    weight = next(model.parameters())
+    bpk.fields_of(weight).hmp(weight.detach().numpy())  # type: ignore[arg-type]
+
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a hook that is none": (lambda: bpk.backpack(extension_hook=3), "extension_hook=3(?s:.*)cannot be called"),  # type: ignore[arg-type]
+    "a list": (lambda: bpk.backpack([E.BatchGrad()]), r"backpack\(\*extensions\)"),  # type: ignore[arg-type]
+    "a norm in words": (lambda: E.ClippedGrad("1"), "max_norm must be a positive number, got '1'"),  # type: ignore[arg-type]
+    "a layer as rule": (lambda: bpk.check_rule(nn.Tanh), "is no rule(?s:.*)pass the rule"),  # type: ignore[arg-type]
+    "a rule not registered": (lambda: bpk.unregister(Elementwise("x", NoReduction)), "is not registered"),
+    "a module extension": (lambda: E.KFAC().set_module_extension(nn.Linear, 3), "3 for Linear, which is no module ext"),  # type: ignore[arg-type]
+    "a loss class": (
+        lambda: bpk.verify(nn.Linear(2, 2), nn.MSELoss, torch.ones(2, 2)),
+        "got the class MSELoss as loss",
+    ),  # type: ignore[arg-type]
+    "no batch axis": (lambda: bpk.ntk(nn.Linear(2, 2), torch.ones(2)), "This quantity cannot pass layer"),
+    "an array": (product_of_an_array, "got ndarray, which is no tensor"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
+def test_other_things_than_are_asked_for(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        call()

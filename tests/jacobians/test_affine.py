@@ -214,5 +214,9 @@ def test_misfit_names_pattern_shapes_and_lengths() -> None:
     rule = Multilinear("n t i, o i -> n t o", Mixer, params=("weight",))
     with pytest.raises(RuleError) as error:
         rule.forward(None, [torch.ones(2, 3, 4)], {"weight": torch.ones(5, 6)})
-    for part in ("'n t i, o i -> n t o'", "[2, 3, 4], [5, 6]", "n=2, t=3, i=4, o=5"):
+    for part in (
+        "'n t i, o i -> n t o'",
+        "[2, 3, 4], [5, 6]",
+        "'i' is 4 long in input 0 and 6 long in parameter 'weight'",
+    ):
         assert part in str(error.value)

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import bpk
+from bpk.extensions import KFLR, KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.losses.pointwise import PointwiseLoss
 from bpk.jacobians.rule import Rule
+from tests.helpers import registered
 from tests.jacobians.test_check_rule import ONLY64, Linear, Tanh, WrongPerSample, finding
 
 
@@ -188,3 +192,106 @@ def test_a_parameter_of_an_inner_layer_that_is_not_named() -> None:
 def test_an_example_without_shape_is_refused(given: Any) -> None:
     with pytest.raises(RuleError, match=r"(?s)The example of Pair has .*shapes=\(\(4, 3\), \(4, 2\)\) for two inputs"):
         case(Pair, **given)
+
+
+class TwoNames(nn.Module):
+    """A layer whose two parameters are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(3))
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tanh(self.a * x) + self.b
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a",), ("b",)], ids=str)
+def test_two_names_of_one_parameter(names: tuple[str, ...]) -> None:
+    """Each name that a rule gives is differentiated by itself, together with those that it leaves out."""
+    rule = Autodiff(TwoNames, params=names, examples=[case(TwoNames, shape=(4, 3))])
+    assert check_rule(rule).checks > 100
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), TwoNames(), nn.Linear(3, 2))
+    x, y = torch.randn(5, 4), torch.randint(2, (5,))
+    with registered(rule):
+        result = bpk.verify(
+            model, nn.CrossEntropyLoss(), x, y, BatchGrad(), DiagGGNExact(), DiagHessian(), KFLR(), KFRA()
+        )
+    assert "WRONG" not in str(result) and result, result
+    refused = "KFRA cannot be computed for '1' (TwoNames): 'a' and 'b' are one parameter."
+    assert (refused in str(result)) == (len(names) > 1)
+
+
+# ---- samples ------------------------------------------------------------------------------------------
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Contrast(nn.Module):
+    """Couples samples."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (x @ x.T).logsumexp(1).mean()
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return ((x - target).square() * torch.rand_like(x)).mean()
+
+
+class Quartic(nn.Module):
+    """Claims the mean over entries, whatever it divides by."""
+
+    reduction = "mean"
+
+    def __init__(self, divisor: int = 0) -> None:
+        super().__init__()
+        self.divisor = divisor
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        terms = (x - target) ** 4
+        return terms.sum() / (self.divisor or terms.numel())
+
+
+LOSS = {"shape": (4, 3), "target": torch.randn}
+
+
+def test_a_layer_that_mixes_samples_is_one_finding() -> None:
+    message = finding(Autodiff(Centred, examples=[case(Centred, shape=(4, 3))]))
+    assert "found 1 error" in message and "The layer of 'Centred() on 4x3' mixes samples." in message
+    assert "output of sample 0 depends on input 0 of sample 1" in message
+    report = check_rule(Autodiff(Centred, examples=[case(Centred, shape=(1, 3))]))
+    assert "the batch of the example is a single one" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (AutodiffLoss(Contrast, examples=[case(Contrast, **LOSS)]), "it couples the samples of a batch"),
+        (
+            AutodiffLoss(Noisy, examples=[case(Noisy, **LOSS)]),
+            "Nothing of (?s:.*) could be checked(?s:.*)random numbers",
+        ),
+        (
+            PointwiseLoss("(x-t)**4", Quartic, examples=[case(Quartic, 7, **LOSS)]),
+            "divides_by is wrong(?s:.*)one by one",
+        ),
+    ],
+    ids=["couples", "draws", "divisor"],
+)
+def test_losses_that_are_none(rule: Rule, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bpk.jacobians.checks.check.SHOWN", 100)
+    with pytest.raises(RuleError, match=message):
+        check_rule(rule)
+
+
+def test_what_a_loss_divides_by_is_checked() -> None:
+    rule = PointwiseLoss("(x-t)**4", Quartic, examples=[case(Quartic, **LOSS)])
+    assert check_rule(rule).passed["divides_by"] == 1
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3)], ids=str)
+def test_samples_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
+    assert check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=shape)], ONLY64).checks > 20

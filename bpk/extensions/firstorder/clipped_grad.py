@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 from torch import Tensor
 
@@ -41,9 +42,9 @@ class ClippedGrad(WeightedGrad):
         loss_reduction: str = "mean",
         subsampling: Sequence[int] | None = None,
     ) -> None:
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm!r}.")
-        self.max_norm = max_norm
+        if not isinstance(max_norm, (Real, Tensor)) or not max_norm > 0:
+            raise ValueError(f"max_norm must be a positive number, got {max_norm!r}.")
+        self.max_norm: float = max_norm
         super().__init__(self.clip, per, loss_reduction, subsampling)
 
     def clip(self, norms: Tensor) -> Tensor:
