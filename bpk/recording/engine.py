@@ -239,9 +239,7 @@ def others(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
 
 
 def keeps_tensor(node: Node, name: str) -> bool:
-    """Whether a node keeps a tensor under a name as it is, and not what a hook for saved tensors has made of it.
-
-    If it goes: nothing counts as kept, which is slower."""
+    """Whether a node keeps a tensor as it is, not what a hook for saved tensors made of it (if it goes: never)."""
     kept = getattr(node, f"_raw{SAVED}{name}", None)
     return kept is not None and hasattr(kept, "unpack_hook") and kept.unpack_hook is None
 
