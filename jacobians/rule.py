@@ -20,7 +20,7 @@ from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding, bind_tensors, in_front
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import Reader
-from bpk.jacobians.core.errors import require_distinct
+from bpk.jacobians.core.errors import require_declared, require_distinct
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.kronecker import Kronecker
 from bpk.jacobians.core.outer import Outer
@@ -68,6 +68,7 @@ class Rule(Kronecker, TaylorProduct):
         params: Sequence[str] = (),
         examples: Sequence[Example] = (),
     ) -> None:
+        require_declared(type(self).__name__, modules, params, examples)
         self.modules = tuple(modules)
         self.functions = tuple(functions)
         self.readers: dict[Any, Reader] = dict(functions) if isinstance(functions, Mapping) else {}

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -73,6 +74,26 @@ class UnsupportedLayer(NotImplementedError):
 
 class RuleError(ValueError):
     """A rule is registered twice, incomplete, or its products disagree."""
+
+
+def require_declared(kind: str, modules: Sequence[Any], params: Sequence[str], examples: Sequence[Any]) -> None:
+    """Refuse what is easily written in the place of a rule's classes, and of its lists."""
+    wrong = next((x for x in modules if not isinstance(x, type)), None)
+    found = None
+    if wrong is not None:
+        found = (
+            f"{kind}(...) got {wrong!r}, which is no class.",
+            "a rule serves all layers of a class.",
+            "pass the class.",
+        )
+    elif isinstance(params, str):
+        why = "it names parameters one by one, and would take each letter for one."
+        found = f"{kind}(...) got params={params!r}.", why, f"write params=({params!r},)."
+    elif not isinstance(examples, Sequence):
+        why = "examples are a list, of which there may be one."
+        found = f"{kind}(...) got examples={examples!r}.", why, "write examples=[case(...)]."
+    if found is not None:
+        raise RuleError(explain(*found))
 
 
 def require_distinct(rule: str, params: Sequence[str]) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bpk
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
+from bpk.jacobians.core.example import case
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.contraction import Contraction
 from bpk.jacobians.families.elementwise import Elementwise
@@ -62,3 +64,18 @@ def test_what_was_declared_must_be_given() -> None:
         rule.residual_mat_prod(call, x, {0: x[None]})
     with pytest.raises(TypeError, match="needs columns"):
         rule.squares_of_diagonal(call, x, "weight")
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_slips_in_a_declaration_are_named() -> None:
+    """An object in the place of its class, a string in the place of names, one example in the place of several."""
+    with pytest.raises(RuleError, match="which is no class"):
+        bpk.Autodiff(Doubled())  # type: ignore[arg-type]
+    with pytest.raises(RuleError, match=r"write params=\('weight',\)"):
+        bpk.Autodiff(Doubled, params="weight")
+    with pytest.raises(RuleError, match=r"write examples=\[case"):
+        bpk.Autodiff(Doubled, examples=case(Doubled, shape=(4, 3)))  # type: ignore[arg-type]
