@@ -70,18 +70,18 @@ class SpreadColumns:
             p = self.source.trained[k]
             known = [(use, axis, grad) for use, axis in uses if (grad := pulled[use.node]) is not None]
             parts = [
-                self.at_parameter(summed(use.times(grad), axis, self.count, use.shape), use, p)
-                for use, axis, grad in known
+                at_parameter(summed(use.times(grad), axis, self.count, use.shape), use, p) for use, axis, grad in known
             ]
             found[k] = (add_up(parts) if parts else mat.new_zeros(len(mat), self.count, *p.shape)).to(mat.dtype)
         return found
 
-    def at_parameter(self, rows: Tensor, use: Spread, param: Tensor) -> Tensor:
-        """Rows `[V, R, ...]` at what a function spreads as rows of the parameter that this is computed from."""
-        if use.start is None:
-            return rows
-        (found,) = pull_columns([gradient_edge(use.start)], [param], (rows.flatten(0, 1),))
-        return rows.new_zeros(*rows.shape[:2], *param.shape) if found is None else found.unflatten(0, rows.shape[:2])
+
+def at_parameter(rows: Tensor, use: Spread, param: Tensor) -> Tensor:
+    """Rows `[V, R, ...]` of what a function spreads as rows of the parameter that this is computed from."""
+    if use.start is None:
+        return rows
+    (found,) = pull_columns([gradient_edge(use.start)], [param], (rows.flatten(0, 1),))
+    return rows.new_zeros(*rows.shape[:2], *param.shape) if found is None else found.unflatten(0, rows.shape[:2])
 
 
 def summed(grad: Tensor, axis: int, count: int, shape: Sequence[int]) -> Tensor:

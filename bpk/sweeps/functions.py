@@ -18,7 +18,7 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
 from bpk.plan.samples import to_samples
-from bpk.plan.spread import SpreadColumns, summed
+from bpk.plan.spread import SpreadColumns, at_parameter, summed
 from bpk.plan.spread_places import Spread, side_by_side
 from bpk.plan.step import matched
 from bpk.plan.stretch import STRETCH, StretchCall
@@ -52,7 +52,7 @@ class SideBySide:
             usual = rows is None and not (attribution.mixed or self.inspection.hands)
             found = side_by_side(source, n) if usual and source.trained else {}
             for k, p in enumerate(source.trained):
-                if k not in found or not all(use.start is None and engine.will_run(use.node) for use in found[k]):
+                if k not in found or not all(engine.will_run(use.node) for use in found[k]):
                     refused.add(id(p))
                 for use in found.get(k, ()):
                     self.spreads.setdefault(id(p), {})[use.node] = use
@@ -86,9 +86,9 @@ class SideBySide:
         grad: Tensor,
     ) -> None:
         """Autograd is at a function that spreads a parameter."""
-        shape, dims = state.param.shape, grad.dim()
-        used = shape[max(0, len(shape) - dims + 1) :]  # a first axis of size one is where rows are
-        rows = summed(use.times(grad)[None], 0, n, used)[0].reshape(n, *shape).to(state.param.dtype)
+        used = use.shape[max(0, len(use.shape) - grad.dim() + 1) :]  # a first axis of size one is where rows are
+        spread = summed(use.times(grad)[None], 0, n, used).reshape(1, n, *use.shape)
+        rows = at_parameter(spread, use, state.param)[0].to(state.param.dtype)
         for key, sweep in sweeps.items():
             columns = Columns()
             columns.add_to_parameter("0", "gradient", sweep.rows(rows)[None])

@@ -59,7 +59,21 @@ SIDE_BY_SIDE = {
     "a function of a function": (lambda x, p: x * (1 + p) + x.sin() * (1 + p).square(), (D,)),
 }
 OF_A_NORMALISATION = ("weight of a normalisation", "bias of a normalisation")
-BY_AUTOGRAD = ("positions", "bias", "difference", "token", "twice", "scalar", "scale", *OF_A_NORMALISATION)
+BY_AUTOGRAD = (
+    "positions",
+    "bias",
+    "difference",
+    "token",
+    "twice",
+    "scalar",
+    "scale",
+    "square",
+    "both",
+    "one more",
+    "in parts",
+    "a function of a function",
+    *OF_A_NORMALISATION,
+)
 """Where autograd brings them itself: rows stay along axis 0 all the way."""
 ROW_BY_ROW = {
     "backwards": (lambda x, p: (x + p).flip(0), (T, D)),
