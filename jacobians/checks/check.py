@@ -101,7 +101,7 @@ def check_rule(
                     report.failures.append(raised(product or f"the layer of {rule.name}", about, error))
     if report.failures:
         raise RuleError(_message(report))
-    if not report.checks:
+    if not report.checks and torch.float64 in dtypes:  # torch evaluates some layers in no shorter format
         what, do = f"Nothing of {rule.name} could be checked.", "give examples to which this does not apply."
         raise RuleError(explain(what, f"{'; '.join(report.skipped)}.", do))
     return report
