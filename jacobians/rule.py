@@ -41,12 +41,13 @@ class Rule(Kronecker, TaylorProduct):
 
     from_output: bool = False
     """Whether the products are right when `call.inputs[0]` holds the output (layers that work in place)."""
-
     knows_diagonals: bool = False
     reads_values: bool = True
     """Whether the products depend on the values of the inputs, and not on their shapes alone."""
     reads_output: bool = True
     """Whether the products of parameters depend on the values of the output, and not on its shape alone."""
+    sums_by_product: bool = False
+    """Whether individual gradients of a parameter are summed by one product, without being made."""
     inputs_first: bool = False
     """Whether sending columns to the inputs prepares the squares of parameters."""
     is_loss: bool = False
@@ -209,8 +210,7 @@ class Rule(Kronecker, TaylorProduct):
     ) -> Tensor:
         """`sum_v w_vn (J_n^T m_vn)^2`, of `[V, N, *out]` and `[V, N]`: `[*p]`, or `[N, *p]` where `per_sample`."""
         rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).square()
-        if weights is not None:
-            rows = rows * weights.reshape(weights.shape + (1,) * (rows.dim() - 2))
+        rows = rows if weights is None else rows * weights.reshape(weights.shape + (1,) * (rows.dim() - 2))
         return rows.sum(0) if per_sample else rows.sum((0, 1))
 
     def squared_sum_of_blocks(

@@ -19,6 +19,9 @@ from bpk.recording.known_gradient import KnownGradient, nobody_looks
 from bpk.recording.record import Record
 from bpk.recording.state import CTX
 
+WORTH_WAITING = 1 << 20
+"""From how many multiplications on (at most so many) it pays to wait for the gradient that autograd computes."""
+
 
 def expect_use(
     parameters: Parameters,
@@ -48,9 +51,15 @@ def expect_use(
 
 
 def expect_gradients(parameters: Parameters, record: Record, states: dict[str, ParameterState]) -> None:
-    """Catch the gradients that autograd is about to compute for a call, where an extension wants them."""
+    """Catch the gradients that autograd is about to compute for a call, where an extension wants them.
+
+    A small one is not waited for: it costs less to compute it once more.
+    """
     if not parameters.wants_gradients:
         return
+    if record.rule is not None and record.rule.sums_by_product:
+        size = record.output.numel()
+        states = {name: state for name, state in states.items() if size * state.param.numel() > WORTH_WAITING}
     edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
     for name, (node, position) in edges.items():
         states[name].awaited_gradients += 1

@@ -32,7 +32,7 @@ ALONE = handles_of_one_variable()
 """Versions of Python differ: a reference more or less is counted for each function that is called."""
 
 
-WORTH = 1 << 14
+WORTH = 1 << 16
 """How many numbers a field has whose memory is worth the question: small blocks are handed out again anyway."""
 
 

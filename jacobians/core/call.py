@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binder, tensors_in
+from bpk.jacobians.core.numeric import is_differentiated, sum_of_squares
 from bpk.jacobians.core.random_state import RandomState
 
 Wrt = int | str
@@ -64,6 +66,7 @@ class Call:
         self.sums: dict[str, Tensor] | None = None
         self.whole: Call | None = None
         self._memo: dict[Hashable, Any] = {}
+        self._squared: tuple[weakref.ref[Tensor], int, Tensor | None, Tensor] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -104,6 +107,18 @@ class Call:
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]
+
+    def squares_of(self, mat: Tensor, weights: Tensor | None) -> Tensor:
+        """`sum_of_squares`, computed once for all parameters that the same columns come to, one after the other."""
+        if is_differentiated():
+            return sum_of_squares(mat, weights)
+        if self._squared is not None:
+            of, version, weighted, found = self._squared
+            if of() is mat and version == mat._version and weighted is weights:
+                return found
+        found = sum_of_squares(mat, weights)
+        self._squared = weakref.ref(mat), mat._version, weights, found
+        return found
 
     def without_output(self) -> Call:
         """The same call for rules that do not read the output: it has a shape, takes no memory, and holds NaN."""

@@ -36,6 +36,14 @@ def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty, views: boo
     return out
 
 
+def outer_products(x: Tensor, m: Tensor, empty: Empty) -> Tensor:
+    """`m x^T` for every sample, with vectors `[N, I]` and columns `[V, N, O]`: `[V, N, O, I]`."""
+    left, right = m[..., None], x[:, None]
+    if torch.is_grad_enabled():
+        return left * right
+    return torch.mul(left, right, out=empty((*m.shape, x.shape[1]), m))
+
+
 def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Tensor, average: bool) -> Tensor:
     """`sum_n sum_t a a^T`, averaged over groups: `[I, I]`; positions are averaged first where `average`."""
     total: Tensor | None = None

@@ -25,6 +25,10 @@ ONE_BY_ONE = 2 * WORTH_ONEDNN
 """From how many multiplications on products of a batch go to oneDNN one after the other."""
 
 
+FEW_NUMBERS = 1 << 14
+"""Up to so many numbers, what one call of a function costs is more than what it does with them."""
+
+
 def is_differentiated() -> bool:
     """Whether results have to be differentiable themselves: no buffers then, and nothing may be kept for later."""
     return torch.is_grad_enabled() or is_transformed()
@@ -99,9 +103,10 @@ def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
 
 def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
     """`sum_v w_vn m_vn^2` of columns `[V, N, ...]`: `[N, ...]`. Large ones are not all squared at once."""
-    if m[:1].numel() < LARGE:
+    if m.numel() < LARGE * len(m):
         squares = wide(m).square()
-        return (squares if weights is None else squares * like_columns(weights, m)).sum(0)
+        squares = squares if weights is None else squares * like_columns(weights, m)
+        return squares[0] if len(m) == 1 else squares.sum(0)
     total = torch.zeros_like(wide(m[0]))
     for v, column in enumerate(m):
         x = wide(column)
@@ -111,7 +116,7 @@ def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
 
 def times_squares(left: Tensor, x: Tensor) -> Tensor:
     """`left^T x^2` `[O, I]`: a few samples at a time, so that squares stay in cache and no new memory is touched."""
-    step = max(1, at_once(x.shape[1], x.device) // 2)
+    step = 4 * at_once(x.shape[1], x.device)
     if len(x) <= step:
         return linear(left.T, x.square().T)
     total, buffer = left.new_zeros(left.shape[1], x.shape[1]), x.new_empty(step, x.shape[1])
@@ -119,6 +124,13 @@ def times_squares(left: Tensor, x: Tensor) -> Tensor:
         squares = torch.mul(some, some, out=buffer[: len(some)])
         total.addmm_(factors.T, squares)
     return total
+
+
+def squares_of_rows(x: Tensor) -> Tensor:
+    """Squared norms `[N]` of rows `[N, D]`; the way of `vecdot` costs less per call, and more per number."""
+    if torch.is_grad_enabled() or x.numel() < FEW_NUMBERS:
+        return torch.linalg.vecdot(x, x)
+    return torch.linalg.vector_norm(x, dim=1).square()
 
 
 def squared_length(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import cost, gemm, squares
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.numeric import linear, sum_of_squares, wide
+from bpk.jacobians.core.numeric import linear, squares_of_rows, times_squares, wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.room import require_room
 from bpk.jacobians.families.linear_in_each import LinearInEach
@@ -30,6 +30,7 @@ class Affine(LinearInEach):
 
     knows_diagonals = True
     reads_output = False
+    sums_by_product = True
 
     # ---- what a layer declares -------------------------------------------------------------------
     @abstractmethod
@@ -114,9 +115,7 @@ class Affine(LinearInEach):
     ) -> Tensor:
         if torch.is_grad_enabled():
             return super().squared_sum(call, mat, param, weights, per_sample)
-        if param == "weight":
-            return self._squares_of_weight(call, [mat], weights, per_sample)
-        return self._squares_of_bias(call, [mat], weights, per_sample)
+        return self._squares(call, [mat], param, weights, per_sample)
 
     def squared_sum_of_blocks(
         self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
@@ -124,17 +123,18 @@ class Affine(LinearInEach):
         """All blocks at once, so that the patches are gathered and multiplied once for all of them."""
         if torch.is_grad_enabled() or (param == "weight" and self.positions(call) == 1):
             return None
-        way = self._squares_of_weight if param == "weight" else self._squares_of_bias
-        return way(call, mats, weights, per_sample)
+        return self._squares(call, mats, param, weights, per_sample)
 
-    def _squares_of_bias(self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, per_sample: bool) -> Tensor:
-        rows = [self._over_positions(call, mat) for mat in mats]
-        found = sum_of_squares(rows[0] if len(rows) == 1 else torch.cat(rows), weights)
-        return (found if per_sample else found.sum(0)).to(mats[0].dtype)
-
-    def _squares_of_weight(
-        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, per_sample: bool
+    def _squares(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
     ) -> Tensor:
+        x = self.vectors(call)
+        if param != "weight":
+            rows = [mat if x is not None else self._over_positions(call, mat) for mat in mats]
+            found = call.squares_of(rows[0] if len(rows) == 1 else torch.cat(rows), weights)
+            return (found.clone() if per_sample else found.sum(0)).to(mats[0].dtype)
+        if x is not None and len(mats) == 1 and not per_sample:
+            return times_squares(call.squares_of(mats[0], weights), wide(x)).to(mats[0].dtype)
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
         patches, shown = partial(self.patches, call), self.adding_up(call)
         return self.as_weight(call, squares.squared_sum(patches, blocks, width, weights, per_sample, call.empty, shown))
@@ -159,6 +159,10 @@ class Affine(LinearInEach):
         return rows if per_sample else rows.sum(0)
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        x = self.vectors(call)
+        if x is not None:
+            found = squares_of_rows(wide(grad_out))
+            return (found if param != "weight" else found * squares_of_rows(wide(x))).to(grad_out.dtype)
         if param != "weight":
             return wide(self._over_positions(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
@@ -220,14 +224,17 @@ class Affine(LinearInEach):
             return self._congruence_of_sample(call.subset([0]), matrix, 0)
         if isinstance(wrt, int):
             return super().congruence(call, matrix, wrt)
-        size, out = matrix.shape[0], call.output.shape[1:]
-        one = call.subset([0])
-        half = self._over_positions(one, matrix.reshape(size, 1, *out))[:, 0]  # [D, G O]
+        one, out = call.subset([0]), call.output.shape[1:]
+        half = self._over_positions(one, matrix.reshape(len(matrix), 1, *out))[:, 0]  # [D, G O]
         return self._over_positions(one, half.T.reshape(half.shape[1], 1, *out))[:, 0]
 
     def views(self, call: Call) -> bool:
         """Whether patches are views of the input."""
         return False
+
+    def vectors(self, call: Call) -> Tensor | None:
+        """Patches as `[N, I]`, where there is one position and one group, and columns come as `[V, N, O]`."""
+        return None
 
     def positions(self, call: Call) -> int:
         """`T`."""

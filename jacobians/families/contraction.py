@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.gemm import outer_products
 from bpk.jacobians.core.numeric import linear, products
 from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.affine import Affine
@@ -100,6 +101,15 @@ class Contraction(Affine):
     def views(self, call: Call) -> bool:
         return len(call.inputs) == 1
 
+    def vectors(self, call: Call) -> Tensor | None:
+        return call.inputs[0] if self.is_plain and call.output.dim() == 2 else None
+
+    def positions(self, call: Call) -> int:
+        return call.output.shape[1:-1].numel()
+
+    def _matrix_shape(self, call: Call) -> torch.Size:
+        return torch.Size((1, *call.params["weight"].shape)) if self.is_plain else super()._matrix_shape(call)
+
     def as_columns(self, call: Call, mat: Tensor) -> Tensor:
         if call.output.dim() < 2:
             what = f"{self.name} has no individual gradients."
@@ -149,11 +159,21 @@ class Contraction(Affine):
         return x.moved(value, [c.movedim(1, 0) / factorial(k) for k, c in enumerate(terms, start=1)])
 
     # ---- products --------------------------------------------------------------------------------
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        x = None if isinstance(wrt, int) else self.vectors(call)
+        if x is None:
+            return super().jac_t_mat_prod(call, mat, wrt, sum_batch)
+        if wrt != "weight":
+            return mat.sum(1) if sum_batch else mat.clone()
+        return self.weight_adjoint(call, mat) if sum_batch else outer_products(x, mat, call.empty)
+
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         x = self.features(call.inputs).flatten(0, -2)
         return torch.matmul(x, self.matrix(mat).mT).reshape(mat.shape[0], *call.output.shape)
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
+        if len(mat) == 1 and (vectors := self.vectors(call)) is not None:
+            return linear(mat[0].T, vectors.T)[None]
         x = self.features(call.inputs).flatten(0, -2)
         columns = mat.reshape(mat.shape[0], x.shape[0], mat.shape[-1])
         rows = products(columns.mT, x.T.expand(len(columns), -1, -1))

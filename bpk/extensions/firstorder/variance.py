@@ -117,12 +117,12 @@ EXTENSIONS = (Variance,)
 def cancels(squares: Tensor, total: Tensor, n: int) -> bool:
     """Whether `squares - (total / n)^2` is rounding, or not much more, in some entry."""
     share = min(ROUNDINGS * torch.finfo(squares.dtype).eps, 1 / 16)
-    pieces = [(squares, total)]
-    if squares.is_contiguous() and total.is_contiguous():  # in pieces that stay in the processor's cache
-        size = CHUNK if squares.device.type == "cpu" else max(1, squares.numel())
-        pieces = list(zip(squares.view(-1).split(size), total.view(-1).split(size), strict=True))
     scale = -1 / (n**2 * (1 - share))
-    return any(bool(x.numel()) and bool(torch.addcmul(x, g, g, value=scale).min() < 0) for x, g in pieces)
+    whole = squares.numel() <= CHUNK or squares.device.type != "cpu"
+    if whole or not (squares.is_contiguous() and total.is_contiguous()):
+        return bool(squares.numel()) and torch.addcmul(squares, total, total, value=scale).min().item() < 0
+    pieces = zip(squares.view(-1).split(CHUNK), total.view(-1).split(CHUNK), strict=True)  # these stay in cache
+    return any(torch.addcmul(x, g, g, value=scale).min().item() < 0 for x, g in pieces)
 
 
 def shifted(uses: Uses) -> Tensor:
