@@ -59,12 +59,12 @@ class ByLibrary(Affine):
             goal.copy_(row)
         return out
 
-    def _squares_of_weight(
-        self, call: Call, mats: Sequence[Tensor], weights: Tensor | None, per_sample: bool
+    def _squares(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
     ) -> Tensor:
-        rows, shape = self.one_by_one(call, mats), call.params["weight"].shape
+        rows, shape = self.one_by_one(call, mats) if param == "weight" else None, call.params["weight"].shape
         if rows is None:
-            return super()._squares_of_weight(call, mats, weights, per_sample)
+            return super()._squares(call, mats, param, weights, per_sample)
         factors = [1.0] * call.batch_size if weights is None else weights[0].tolist()
         total = call.empty((call.batch_size, *shape) if per_sample else shape, mats[0]).zero_()
         for n, (row, factor) in enumerate(zip(self.shown_sums(call, rows), factors, strict=True)):
