@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
+from bpk.plan.coupling import caution_coupling
 from bpk.plan.objective import (
     Outside,
     inside_of_loss,
@@ -104,6 +105,8 @@ class Inspection:
                     self.by_functions.update(map(id, source.trained))
         if root.is_loss and not placement.left:  # calls that were left to autograd are seen
             require_layers(root, above, self.sources)
+        if root.is_loss:
+            caution_coupling(root, node, self.extensions, placement.rows.get(id(root)), placement.n)
         for record in above:
             self.check(record)
 

@@ -1,0 +1,83 @@
+"""Losses that couple samples, such as contrastive ones: then no term of the objective belongs to one sample.
+
+Individual gradients are those of single terms. Second order asks a loss for its Hessian, and refuses one that couples
+samples. First order needs no Hessian: rows are what the outputs of a sample add to the gradient, whatever the loss is.
+So the user is told, once for each loss without a declared Hessian. Its module is not called again for that, because it
+may have a state; the graph of the present pass is differentiated twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.errors import explain, warn
+from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.second_order.structure import Couplings
+from bpk.plan.graph import gradient_edge, quieten_layer
+from bpk.plan.quantity import FAIL_SILENT, Quantity
+from bpk.recording.record import Record
+from bpk.recording.state import CTX
+
+LOOKED_AT: WeakSet[nn.Module] = WeakSet()
+"""Losses of which it is known whether they couple samples, and whose user has been told if they do."""
+
+
+def caution_coupling(
+    loss: Record, node: Node, extensions: Iterable[Quantity], rows: Tensor | None = None, n: int | None = None
+) -> None:
+    """Tell the user once that a loss, whose output is at `node`, couples samples, where first order does not see it.
+
+    `rows` says which of `n` samples each row belongs to (by default, rows are samples).
+    """
+    module = loss.module
+    if module in LOOKED_AT or not isinstance(loss.rule, AutodiffLoss) or type(module).__module__.startswith("torch.nn"):
+        return
+    if loss.batch_size < 2 or loss.problem or loss.recomputed is not None:
+        return  # another pass may tell
+    concerned = [e for e in extensions if not e.second_order and e.fail_mode != FAIL_SILENT]
+    if concerned:
+        LOOKED_AT.add(module)
+    count = loss.batch_size
+    labels = torch.arange(count, device=loss.output.device) if rows is None else rows.clamp(min=0)
+    if concerned and couples(loss, node, labels, count if n is None else n):
+        warn(
+            explain(
+                f"The loss '{loss.path}' ({type(module).__name__}) couples the samples of a batch.",
+                "no term of it belongs to one sample: what first-order quantities take for an individual gradient is "
+                "what the outputs of a sample add to the gradient of the whole.",
+                "use them as such (they add up to .grad), or a loss that adds up terms of single samples.",
+            )
+        )
+
+
+def couples(loss: Record, node: Node, rows: Tensor, n: int) -> bool:
+    """Whether the Hessian of a loss has entries between rows of different samples (`False`: none, or nobody knows)."""
+    live = {edge: x for edge, x in zip(loss.edges, loss.inputs, strict=True) if edge[0] is not None}
+    points = list(live.values())
+    if any(x.dim() == 0 or len(x) != len(rows) or x.dtype is not points[0].dtype for x in points) or not points:
+        return False
+    quieten_layer(loss, node)
+    ends, edges = gradient_edge((node, next(iter(loss.places)))), [gradient_edge(edge) for edge in live]
+    kept = {"retain_graph": True, "allow_unused": True}
+    try:
+        with torch.enable_grad(), CTX.quietly(loss):
+            first = torch.autograd.grad([ends], edges, (torch.ones_like(loss.output),), create_graph=True, **kept)
+
+        def product(mats: Sequence[Tensor]) -> list[Tensor]:
+            pairs = [(g, mat[0]) for g, mat in zip(first, mats, strict=True) if g is not None and g.requires_grad]
+            if not pairs:
+                return [torch.zeros_like(mat) for mat in mats]
+            with CTX.quietly(loss):
+                found = torch.autograd.grad([g for g, _ in pairs], edges, [mat for _, mat in pairs], **kept)
+            return [torch.zeros_like(mat) if h is None else h[None] for h, mat in zip(found, mats, strict=True)]
+
+        samples = [rows.reshape(-1, *[1] * (x.dim() - 1)) for x in points]
+        hessian = Couplings(product, [x.shape for x in points], points[0].detach())
+        return hessian.most >= 0 and not hessian.none_between(samples, n)
+    except (RuntimeError, NotImplementedError):  # a function that cannot be differentiated twice
+        return False

@@ -1,0 +1,144 @@
+"""Losses that couple samples: first order says so once, without calling the loss again."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bpk
+from bpk.extensions import BatchGrad, DiagGGNExact
+from bpk.jacobians import UnsupportedLayer
+
+
+class Contrastive(nn.Module):
+    """Cross-entropy between two views, which counts its calls."""
+
+    calls = 0
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        self.calls += 1
+        similarity = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T
+        return F.cross_entropy(similarity / 0.1, torch.arange(len(a)))
+
+
+class Centred(nn.Module):
+    """Statistics of the batch."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x - x.mean(0) - y).square().mean()
+
+
+class Dice(nn.Module):
+    """A quotient of sums over the batch."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        p, t = x.sigmoid(), (y > 0).to(x.dtype)
+        return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())
+
+
+class LogCosh(nn.Module):
+    """A mean over samples."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x - y).cosh().log().mean()
+
+
+class Focal(nn.Module):
+    """A mean over samples of functions that couple all classes."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        each = F.cross_entropy(x, y.argmax(1), reduction="none")
+        return ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+class AtOnce(torch.autograd.Function):
+    """A sum of squares that cannot be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+class OnceOnly(nn.Module):
+    """A loss by such a function."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return AtOnce.apply(x - y)
+
+
+class Smooth(nn.Module):
+    """Neighbours in time are compared, where rows are the steps of all samples `[N T, F]`."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        steps = (x - y).unflatten(0, (-1, 3))
+        return steps.square().mean() + (steps[:, 1:] - steps[:, :-1]).square().mean()
+
+
+def warned(
+    loss: nn.Module, passes: int = 1, dtype: torch.dtype = torch.float64, extension: Any = BatchGrad
+) -> list[str]:
+    """What a user is told about a loss."""
+    torch.manual_seed(0)
+    model = bpk.extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype))
+    x, y = torch.randn(6, 4, dtype=dtype), torch.randn(6, 3, dtype=dtype)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(passes):
+            with bpk.backpack(extension()):
+                loss(model(x), model(x + 1) if isinstance(loss, Contrastive) else y).backward()
+    assert torch.equal(before, torch.get_rng_state())
+    total = sum(p.grad_batch.sum(0) for p in [model[0].weight]) if extension is BatchGrad else None
+    if total is not None:
+        torch.testing.assert_close(total * passes, model[0].weight.grad)
+    return [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", [Centred, Dice])
+def test_a_loss_that_couples_samples_is_named_once(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    message, *more = warned(bpk.extend(kind()), passes=2, dtype=dtype)
+    assert f"({kind.__name__}) couples the samples of a batch" in message
+    assert not more
+
+
+def test_the_loss_is_not_called_again_for_that() -> None:
+    loss = bpk.extend(Contrastive())
+    assert "couples the samples" in warned(loss)[0]
+    assert loss.calls == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", [LogCosh, Focal, OnceOnly])
+def test_other_losses_are_not(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    assert warned(bpk.extend(kind()), dtype=dtype) == []
+
+
+def test_second_order_refuses_them_and_does_not_warn() -> None:
+    with pytest.raises(UnsupportedLayer, match="couples the samples"):
+        warned(bpk.extend(Centred()), extension=DiagGGNExact)
+
+
+def test_rows_of_one_sample_may_be_coupled() -> None:
+    torch.manual_seed(0)
+    model, loss = bpk.extend(nn.Linear(4, 2).double()), bpk.extend(Smooth())
+    x, y = torch.randn(5, 3, 4).double(), torch.randn(15, 2).double()
+    with warnings.catch_warnings(), bpk.backpack(BatchGrad()):
+        warnings.simplefilter("error")
+        loss(model(x).flatten(0, 1), y).backward()
+    each = []
+    for n in range(5):
+        one = Smooth()(model(x[n]), y[3 * n :][:3]) / 5
+        each.append(torch.autograd.grad(one, model.weight)[0])
+    torch.testing.assert_close(model.weight.grad_batch, torch.stack(each))
