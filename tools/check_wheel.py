@@ -17,7 +17,7 @@ def check_names(wheel: Path) -> None:
     expected = {f"bpk/{p.relative_to('bpk')}" for p in Path("bpk").rglob("*.py") if not under_link(p)}
     for folder in ("rules", "jacobians"):
         expected |= {f"bpk/{p}" for p in Path(folder).rglob("*.py")}
-    expected.add("bpk/py.typed")
+    expected |= {"bpk/py.typed", "bpk/jacobians/families/derivations.json"}
     missing = sorted(expected - set(names))
     if strange or doubled or missing:
         sys.exit(f"{wheel.name}: not under bpk/: {strange}; twice: {doubled}; missing: {missing}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.losses.loss import AutodiffLoss
 from bpk.jacobians.second_order.structure import Couplings
@@ -63,17 +64,16 @@ def couples(loss: Record, node: Node, rows: Tensor, n: int) -> bool:
         return False
     quieten_layer(loss, node)
     ends, edges = gradient_edge((node, next(iter(loss.places)))), [gradient_edge(edge) for edge in live]
-    kept = {"retain_graph": True, "allow_unused": True}
     try:
         with torch.enable_grad(), CTX.quietly(loss):
-            first = torch.autograd.grad([ends], edges, (torch.ones_like(loss.output),), create_graph=True, **kept)
+            first = pull_back([ends], edges, [torch.ones_like(loss.output)], create_graph=True)
 
         def product(mats: Sequence[Tensor]) -> list[Tensor]:
             pairs = [(g, mat[0]) for g, mat in zip(first, mats, strict=True) if g is not None and g.requires_grad]
             if not pairs:
                 return [torch.zeros_like(mat) for mat in mats]
             with CTX.quietly(loss):
-                found = torch.autograd.grad([g for g, _ in pairs], edges, [mat for _, mat in pairs], **kept)
+                found = pull_back([g for g, _ in pairs], edges, [mat for _, mat in pairs])
             return [torch.zeros_like(mat) if h is None else h[None] for h, mat in zip(found, mats, strict=True)]
 
         samples = [rows.reshape(-1, *[1] * (x.dim() - 1)) for x in points]

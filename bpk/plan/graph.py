@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 from bpk.jacobians.second_order.weight_norm import corrected
 from bpk.recording import engine
@@ -158,10 +159,9 @@ def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
     def pull(vector: Tensor) -> Tensor:
         at_output = leave.one_to_graph(vector)
         with CTX.quietly(record):
-            pulled = torch.autograd.grad(
-                (gradient_edge(here),), (gradient_edge(record.edges[0]),), (at_output,), retain_graph=True
-            )
-        return enter.one_to_rule(pulled[0])
+            (pulled,) = pull_back([gradient_edge(here)], [gradient_edge(record.edges[0])], [at_output])
+        assert pulled is not None
+        return enter.one_to_rule(pulled)
 
     before = call.pull, call.saved
     call.pull, call.saved = pull, partial(engine.saved_tensor, node)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.engine import pull_back
 from bpk.plan.graph import Source, gradient_edge
 from bpk.plan.samples import Attribution
 from bpk.plan.sources import Sources
@@ -126,16 +127,8 @@ class Plan:
             if loss.module._backward_hooks:
                 make_quiet(engine.hooks_behind(node))
         with CTX.quietly(EVERY_CALL):
-            found = iter(
-                torch.autograd.grad(
-                    ends,
-                    edges,
-                    [self.of[loss].grad for loss in self.losses],
-                    retain_graph=True,
-                    allow_unused=True,
-                    create_graph=torch.is_grad_enabled(),
-                )
-            )
+            factors = [self.of[loss].grad for loss in self.losses]
+            found = iter(pull_back(ends, edges, factors, create_graph=torch.is_grad_enabled()))
         for step in steps:
             width = max(step.record.places) + 1
             grads: list[Tensor | None] = [None] * width

@@ -13,6 +13,7 @@ from bpk.fields.arrived import Columns
 from bpk.fields.awaited import expect_use
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
+from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
@@ -133,12 +134,10 @@ def at_inputs(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> li
     edges = [gradient_edge(record.edges[index]) for index in sources]
     ends = [(nr, number) for nr, number in record.places.items() if number in record.used]
     with CTX.quietly(record):
-        found = torch.autograd.grad(
+        found = pull_back(
             [gradient_edge((here, nr)) for nr, _ in ends],
             edges,
             [record.exit(number).one_to_graph(grad) for _, number in ends],
-            retain_graph=True,
-            allow_unused=True,
             create_graph=torch.is_grad_enabled(),
         )
     pairs = zip(sources.values(), found, strict=True)

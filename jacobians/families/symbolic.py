@@ -4,16 +4,21 @@ An activation is written as a string, such as `"x*sigmoid(x)"` or `"where(x <= 0
 differentiates it, a small printer turns the results into torch code. The functions that may be used
 stand in `FUNCTIONS`, each with its derivative in closed form (`sigmoid(x)*sigmoid(-x)`, not
 `exp(-x)/(1 + exp(-x))**2`). Kinks are written with `where`, whose condition says which side a kink (and
-NaN) belongs to. Nothing is simplified: sympy only applies the chain rule. sympy is imported on the
-first derivation, not with this module.
+NaN) belongs to. Nothing is simplified: sympy only applies the chain rule.
+
+Importing sympy takes a third of a second and 30 MB. What it has said of the built-in rules is therefore written in
+`derivations.json` (`python -m bpk.support.derivations`, compared by a test); it is imported for all others, for further
+derivatives, and for the documentation.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +26,10 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.functions import FUNCTIONS
-from bpk.jacobians.families.torch_code import compile_expression, compile_together
+from bpk.jacobians.families.torch_code import compile_code, compile_single, print_code
+
+WRITTEN = Path(__file__).with_name("derivations.json")
+"""What sympy has said of the expressions of built-in rules."""
 
 MACROS = ("where", "relu", "clamp", "max", "min", "pi")
 
@@ -36,18 +44,23 @@ class Derivation:
     generated code.
     """
 
+    expression: str
     hyper: tuple[str, ...]
-    compiled: tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
-    source: tuple[str, str, str]
+    compiled: tuple[Callable[..., Tensor], ...]
+    source: tuple[str, ...]
     linear: bool
-    symbolic: tuple[Any, Any, Any]
     opens_at: float | None = None
+
+    @property
+    def symbolic(self) -> tuple[Any, ...]:
+        """The three as sympy expressions."""
+        return tuple(_symbolic(self.expression, order) for order in range(3))
 
     def latex(self, order: int = 0) -> str:
         """The `order`-th derivative as LaTeX, for the documentation."""
         import sympy
 
-        expression = self.symbolic[order]
+        expression = _symbolic(self.expression, order)
         words = {s: rf"\mathrm{{{s.name}}}".replace("_", r"\_") for s in expression.free_symbols if _is_word(s.name)}
         return str(sympy.latex(expression, symbol_names=words, mul_symbol="dot"))
 
@@ -92,15 +105,24 @@ def derive(expression: str) -> Derivation:
     >>> [g(torch.tensor([-1.0, 3.0])).tolist() for g in f.compiled]
     [[0.0, 9.0], [0.0, 6.0], [0.0, 2.0]]
     """
-    hyper = hyperparameters(expression)
-    algebra = _algebra()
-    value = algebra.parse(expression, hyper)
-    first = value.diff(algebra.x)
-    second = first.diff(algebra.x)
-    orders = (value, first, second)
-    made = [compile_expression(algebra, order, hyper) for order in orders]
-    functions, sources = tuple(f for f, _ in made), tuple(s for _, s in made)
-    return Derivation(hyper, functions, sources, second == 0, orders, _opens_at(first))  # type: ignore[arg-type]
+    known = written().get(expression) or derive_by_sympy(expression)
+    source = tuple(known["source"])
+    compiled = tuple(map(compile_single, source))
+    return Derivation(expression, hyperparameters(expression), compiled, source, known["linear"], known["opens_at"])
+
+
+@cache
+def written() -> dict[str, dict[str, Any]]:
+    """By expression: what `derive_by_sympy` has said."""
+    found: dict[str, dict[str, Any]] = json.loads(WRITTEN.read_text())
+    return found
+
+
+def derive_by_sympy(expression: str) -> dict[str, Any]:
+    """The code of a function and its first two derivatives, and what is known of these, as it is written in a file."""
+    orders = [_symbolic(expression, order) for order in range(3)]
+    source = [print_code(_algebra(), (order,), hyperparameters(expression)) for order in orders]
+    return {"source": source, "linear": bool(orders[2] == 0), "opens_at": _opens_at(orders[1])}
 
 
 def _opens_at(slope: Any) -> float | None:
@@ -124,7 +146,7 @@ def derivative(expression: str, order: int) -> Callable[..., Tensor]:
     derived = derive(expression)
     if order < len(derived.compiled):
         return derived.compiled[order]
-    return compile_expression(_algebra(), _symbolic(expression, order), derived.hyper)[0]
+    return compile_single(print_code(_algebra(), (_symbolic(expression, order),), derived.hyper))
 
 
 @cache
@@ -136,14 +158,16 @@ def derivatives(expression: str, order: int) -> Callable[..., tuple[Tensor, ...]
     [1.0, 1.0]
     """
     orders = [_symbolic(expression, k) for k in range(1, order + 1)]
-    return compile_together(_algebra(), orders, derive(expression).hyper)[0]
+    return compile_code(print_code(_algebra(), orders, hyperparameters(expression)))
 
 
 @cache
 def _symbolic(expression: str, order: int) -> Any:
     """The `order`-th derivative in sympy, which applies the chain rule once to the one before."""
-    known = derive(expression).symbolic
-    return known[order] if order < len(known) else _symbolic(expression, order - 1).diff(_algebra().x)
+    algebra = _algebra()
+    if not order:
+        return algebra.parse(expression, hyperparameters(expression))
+    return _symbolic(expression, order - 1).diff(algebra.x)
 
 
 @cache

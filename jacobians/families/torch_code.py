@@ -44,39 +44,42 @@ _NAMESPACE: dict[str, Any] = {f"f_{name}": f.torch for name, f in FUNCTIONS.item
 _NAMESPACE.update(select=_select, scalar=_scalar, full_like=torch.full_like)
 
 
-def compile_expression(
-    algebra: SimpleNamespace, expression: Any, hyper: tuple[str, ...]
-) -> tuple[Callable[..., Tensor], str]:
-    """An expression as a function of a tensor `x` and numbers; half precision is computed in float32."""
-    together, source = compile_together(algebra, (expression,), hyper)
+def print_code(algebra: SimpleNamespace, expressions: Sequence[Any], hyper: tuple[str, ...]) -> str:
+    """Several expressions as one function of a tensor `x` and numbers; what occurs in more than one is computed once.
 
-    def function(x: Tensor, *values: float) -> Tensor:
-        return together(x, *values)[0]
-
-    return function, source
-
-
-def compile_together(
-    algebra: SimpleNamespace, expressions: Sequence[Any], hyper: tuple[str, ...]
-) -> tuple[Callable[..., tuple[Tensor, ...]], str]:
-    """Several expressions as one function; what occurs in more than one of them is computed once."""
+    The function is called `function`, and returns a tuple.
+    """
     roots = [_guarded(algebra, expression) for expression in expressions]
     printer = _Printer(algebra, algebra.sympy.Tuple(*roots))
     codes = [(printer.code(e), printer.is_tensor(e)) for e in roots]
     results = [code if is_tensor else f"full_like(x, {code})" for code, is_tensor in codes]
     arguments = ", ".join(["x", *(f"h_{name}" for name in hyper)])
-    source = "\n    ".join([f"def function({arguments}):", *printer.lines, f"return {', '.join(results)}"])
+    return "\n    ".join([f"def function({arguments}):", *printer.lines, f"return {', '.join(results)},"])
+
+
+def compile_code(source: str) -> Callable[..., tuple[Tensor, ...]]:
+    """What `print_code` has printed, as a function; half precision is computed in float32."""
     scope = dict(_NAMESPACE)
     exec(compile(source, "<derived from an expression>", "exec"), scope)
     compiled = scope["function"]
 
     def function(x: Tensor, *values: float) -> tuple[Tensor, ...]:
-        half = x.dtype in (torch.bfloat16, torch.float16)
-        found = compiled(x.float() if half else x, *values)
-        each = found if len(results) > 1 else (found,)
-        return tuple(y.to(x.dtype) for y in each) if half else each
+        if x.dtype in (torch.bfloat16, torch.float16):
+            return tuple([y.to(x.dtype) for y in compiled(x.float(), *values)])
+        found: tuple[Tensor, ...] = compiled(x, *values)
+        return found
 
-    return function, source
+    return function
+
+
+def compile_single(source: str) -> Callable[..., Tensor]:
+    """The same for one expression, without the tuple."""
+    compiled = compile_code(source)
+
+    def function(x: Tensor, *values: float) -> Tensor:
+        return compiled(x, *values)[0]
+
+    return function
 
 
 def _guarded(algebra: SimpleNamespace, expression: Any) -> Any:

@@ -100,8 +100,8 @@ class PointwiseLoss(Loss):
         given = {"t": call.inputs[1]}
         symbols = [tensor(given[s] if s in given else getattr(call.options, s)) for s in derived.hyper]
         weight = tensor(self.weight(call))
-        shape = torch.broadcast_shapes(x.shape, call.inputs[1].shape, weight.shape, *[s.shape for s in symbols])
-        return (derived.compiled[2](x, *symbols) * weight).expand(shape)
+        found = derived.compiled[2](x, *symbols) * weight
+        return torch.broadcast_tensors(found, x, call.inputs[1], *symbols)[0]  # broadcast_shapes imports sympy
 
     def positions(self, prediction: Tensor) -> tuple[int, ...]:
         return before_features(prediction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.func import jvp, vjp, vmap
 
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
 from bpk.jacobians.second_order.weight_norm import corrected
@@ -77,25 +79,15 @@ def vector_jacobian_products(
         create_graph: Whether products may be differentiated.
     """
 
-    def ask(at_ends: Sequence[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(
-            ends,
-            beginnings,
-            at_ends,
-            is_grads_batched=batched,
-            retain_graph=True,
-            allow_unused=True,
-            create_graph=create_graph,
-        )
-
+    ask = partial(pull_back, ends, beginnings, create_graph=create_graph)
     count = len(columns[0])
     if not count:  # what depends on what is asked nevertheless
-        found = ask([mat.new_zeros(mat.shape[1:]) for mat in columns], False)
+        found = ask([mat.new_zeros(mat.shape[1:]) for mat in columns])
         return [None if x is None else x.new_zeros(0, *x.shape) for x in found]
     if count > FEW:
         with suppress(RuntimeError):  # what else was wrong is raised again
-            return list(ask(columns, True))
-    each = [ask([mat[v] for mat in columns], False) for v in range(count)]
+            return list(ask(columns, batched=True))
+    each = [ask([mat[v] for mat in columns]) for v in range(count)]
     return [stacked([found[k] for found in each]) for k in range(len(beginnings))]
 
 
