@@ -13,6 +13,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# tests and pages start many programs, each of which would compile the package anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo examples test lint doctest docs docs-serve docs-examples release bench check-models clean
 .DEFAULT_GOAL := help
 

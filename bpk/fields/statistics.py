@@ -224,14 +224,15 @@ def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:
         return (weighted.sum(0) if per_sample else weighted.sum((0, 1))).reshape(rows.shape[1 if per_sample else 2 :])
     total = flat.new_zeros((n if per_sample else 1), flat.shape[2])
     step = max(1, CHUNK // max(1, flat.shape[2]))
-    for k in range(v):
+    several = max(1, step // max(1, n))  # small columns at once
+    for k in range(0, v, several):
         for start in range(0, n, step):
-            here = slice(start, start + step)
-            piece = flat[k, here].square()
+            columns, here = slice(k, k + several), slice(start, start + step)
+            piece = flat[columns, here].square()
             if signs is not None:
-                piece *= signs[k, here, None]
+                piece *= signs[columns, here, None]
             if per_sample:
-                total[here] += piece
+                total[here] += piece.sum(0) if several > 1 else piece[0]
             else:
-                total[0] += piece.sum(0)
+                total[0] += piece.sum((0, 1))
     return total.reshape(rows.shape[1 if per_sample else 2 :])

@@ -8,10 +8,11 @@ from typing import cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.fields import statistics
 from bpk.plan.plan import Plan
 from bpk.sweeps.lazy import Chunk, LazyColumns
 from bpk.sweeps.limits import columns_at_a_time
@@ -114,3 +115,24 @@ def test_half_of_the_memory_is_enough_for_many_columns() -> None:
         plan = SimpleNamespace(largest=features, steps=[SimpleNamespace(call=SimpleNamespace(inputs=[torch.ones(1)]))])
         found.append(columns_at_a_time(cast(Plan, plan), None, None))
     assert found == [(1 << 27) // (12 << 10), (1 << 27) // (12 << 14), (1 << 28) // (12 << 20)]
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_squares_of_columns_are_taken_several_at_a_time(
+    per_sample: bool, signed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many small columns as fit; of large ones, some samples of one."""
+    v, n, p = 7, 4, 6
+    rows, signs = torch.randn(v, n, 2, 3).double(), torch.randint(-1, 2, (v, n)) if signed else None
+    expected = torch.einsum("vn,vnab->nab", torch.ones(v, n).double() if signs is None else signs.double(), rows**2)
+    for chunk, calls in ((n * p * v, 1), (n * p * 3, 3), (n * p, v), (2 * p, 2 * v), (1, n * v)):
+        monkeypatch.setattr(statistics, "CHUNK", chunk)
+        pieces: list[int] = []
+        square = Tensor.square
+        monkeypatch.setattr(Tensor, "square", lambda x, made=pieces, square=square: made.append(x.numel()) or square(x))
+        with torch.no_grad():
+            found = statistics.squares(rows, signs, per_sample)
+        monkeypatch.setattr(Tensor, "square", square)
+        torch.testing.assert_close(found, expected if per_sample else expected.sum(0))
+        assert len(pieces) == calls and max(pieces) <= max(chunk, p)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,6 @@ import torch.distributed as dist
 
 from tests.bpk.processes import run_all
 
-ROOT = Path(__file__).parents[2]
 WORLD = 2
 
 
@@ -22,25 +18,8 @@ WORLD = 2
 )
 def test_every_setting(tmp_path: Path) -> None:
     """Static graphs included, in which torch's own node at the model's output starts the communication."""
-    arguments = [[str(rank), str(WORLD), str(tmp_path / "store")] for rank in range(WORLD)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.bpk.ddp_worker", *args],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for args in arguments
-    ]
-    try:
-        printed = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, text in zip(started, printed, strict=True):
-        assert process.returncode == 0, text
+    for status, text in run_all("tests.bpk.ddp_worker", WORLD, tmp_path):
+        assert status == 0, text
         assert text.splitlines()[-1] == "right"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bpk.distributed.sums import folded, unfolded
 from bpk.extensions.over_batches import Rows
 from tests.bpk.many_processes_worker import QUANTITIES, problem
-from tests.bpk.processes import run_all
+from tests.bpk.processes import run_worlds
 from tests.bpk.test_accumulate import assert_same, whole
 
 pytestmark = [
@@ -31,13 +31,14 @@ Found = dict[str, Any]
 def found(tmp_path_factory: Any) -> dict[tuple[int, int], Found]:
     """What all ranks of all worlds have found; with four ranks, one of them has no batch."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    for world in (1, 2, 4):
-        for rank, (status, text) in enumerate(run_all("tests.bpk.many_processes_worker", world, folder)):
+    worlds = [1, 2, 4]
+    for world, ranks in zip(worlds, run_worlds("tests.bpk.many_processes_worker", worlds, folder), strict=True):
+        for rank, (status, text) in enumerate(ranks):
             died = world > 1 and rank == world - 1
             assert status == (7 if died else 0), text
     return {
         (w, r): torch.load(folder / f"{w}-{r}.pt", weights_only=False)
-        for w in (1, 2, 4)
+        for w in worlds
         for r in range(w)
     }  # fmt: skip
 

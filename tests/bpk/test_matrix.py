@@ -222,10 +222,17 @@ ROWS = (*WRITTEN, *(row for row in DEFINED if row.field not in {written.field fo
 """Definitions that are written down here, independently of the extensions, and those of all other extensions."""
 
 
-def refusals(net: Network, extension: BackpropExtension) -> list[str]:
-    """The reasons for which `bpk.support` refuses this cell, one per call of the network."""
+@lru_cache(maxsize=2)
+def refusals(name: str) -> dict[str, list[str]]:
+    """The reasons for which `bpk.support` refuses the cells of a network by their rows, one per call of the network."""
+    net = next(n for n in NETWORKS if n.name == name)
+    return dict(zip([r.title for r in ROWS], refusals_of(net, *[row.make() for row in ROWS]), strict=True))
+
+
+def refusals_of(net: Network, *extensions: BackpropExtension) -> list[list[str]]:
+    """The reasons for which `bpk.support` refuses each extension."""
     model, lossfunc, x, targets = net.build()
-    reasons: list[str] = []
+    reasons: list[list[str]] = [[] for _ in extensions]
     asking: list[nn.Module] = []
 
     def ask(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -237,9 +244,10 @@ def refusals(net: Network, extension: BackpropExtension) -> list[str]:
             tensors = [t for t in inputs if isinstance(t, Tensor)]
             first = output if isinstance(output, Tensor) else output[0]
             call = Call(module, tensors, dict(module.named_parameters(recurse=False)), first)
-            answer = bpk.support(extension, rule, call)
-            if answer.kind is Kind.REFUSED:
-                reasons.append(answer.reason)
+            for extension, found in zip(extensions, reasons, strict=True):
+                answer = bpk.support(extension, rule, call)
+                if answer.kind is Kind.REFUSED:
+                    found.append(answer.reason)
         asking.remove(module)
 
     for module in [*model.modules(), lossfunc]:
@@ -257,10 +265,10 @@ def test_cell(net: Network, row: Row) -> None:
     try:
         model = run(net, row.make())
     except UnsupportedLayer as error:
-        reasons = refusals(net, row.make())
+        reasons = refusals(net.name)[row.title]
         assert any(r in str(error) for r in reasons), f"raised without a documented reason: {error}"
         return
-    assert not row.make().second_order or not refusals(net, row.make()), (
+    assert not row.make().second_order or not refusals(net.name)[row.title], (
         "bpk.support refuses this cell, but nothing was raised"
     )
     ref = reference(net.name)
@@ -303,7 +311,7 @@ def refused_or_finite(net: Network, row: Row) -> None:
 def test_sampled(net: Network) -> None:
     """Sampled quantities that are active together share their draws, and hold what they promise."""
     sampled = (E.SqrtGGNMC(MC), E.DiagGGNMC(MC), E.BatchDiagGGNMC(MC), E.KFAC(MC))
-    if refusals(net, sampled[0]):
+    if any(refusals_of(net, sampled[0])):
         with pytest.raises(UnsupportedLayer, match="Why:"):
             run(net, *sampled)
         return

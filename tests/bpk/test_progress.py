@@ -19,17 +19,19 @@ import pytest
 from bpk.progress import FALLBACK, Line, fitting, followed, left, remaining
 
 ROOT = Path(__file__).parents[2]
-LOOP = """
-import time
-from bpk.progress import followed
-for _ in followed("a step with a long name", range(5)):
-    time.sleep(0.12)
-"""
-VERIFY = """
+WIDTHS, NEXT = (80, 24, 7, 1, 0), "\x1e"
+RUNS = """
+import fcntl, struct, sys, termios, time
 import bpk, torch
+from bpk.progress import followed
 from torch import nn
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-result = bpk.verify(model, nn.CrossEntropyLoss(), torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1]))
+for columns in map(int, sys.argv[1:]):
+    fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    for _ in followed("a step with a long name", range(5)):
+        time.sleep(0.12)
+    bpk.verify(model, nn.CrossEntropyLoss(), torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1]))
+    print("\x1e", end="", file=sys.stderr)
 """
 RULES = """
 import time
@@ -65,10 +67,18 @@ def on_a_terminal(columns: int, *command: str) -> str:
     return written.decode()
 
 
-@pytest.mark.parametrize("columns", [80, 24, 7, 1, 0])
-def test_one_line_of_a_terminal_is_written_anew(columns: int) -> None:
-    """By a loop, and by `verify` after it."""
-    written = on_a_terminal(columns, sys.executable, "-W", "ignore", "-c", LOOP + VERIFY)
+@pytest.fixture(scope="module")
+def written_by_width() -> dict[int, str]:
+    """What a loop, and `verify` after it, write to a terminal of each width."""
+    written = on_a_terminal(80, sys.executable, "-W", "ignore", "-c", RUNS, *map(str, WIDTHS))
+    *parts, rest = written.split(NEXT)
+    assert not rest
+    return dict(zip(WIDTHS, parts, strict=True))
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_one_line_of_a_terminal_is_written_anew(columns: int, written_by_width: dict[int, str]) -> None:
+    written = written_by_width[columns]
     states = written.split("\r")
     assert "\n" not in written and len(states) > 3, written
     assert all(len(state) < (columns or FALLBACK) for state in states), "it would wrap"

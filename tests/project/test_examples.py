@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
-import resource
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, run_script
+
 SCRIPTS = sorted(p for p in (ROOT / "examples").glob("[a-z]*.py") if p.stem != "demo")  # it has tests of its own
-LIMIT = 60  # seconds of one processor: independent of what else runs
+LIMIT = 60  # seconds of one processor: independent of what else runs; a script that needs more is ended
 
 PRINTS = {
     "all_extensions": [
@@ -73,28 +71,12 @@ PRINTS = {
 """Lines, or parts of them, of what each example prints; the tutorials' shapes among them."""
 
 
-def processor_seconds() -> float:
-    """What all finished child processes have taken."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_example(script: Path) -> None:
-    before = processor_seconds()
-    done = subprocess.run(
-        [sys.executable, f"examples/{script.name}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        timeout=5 * LIMIT,
-        check=False,
-    )
+def test_example(script: Path, tmp_path: Path) -> None:
+    done = run_script(script, tmp_path, LIMIT)
     if done.stderr.startswith("skipped:"):
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert processor_seconds() - before < LIMIT
     for part in PRINTS[script.stem]:
         assert part in done.stdout, f"{part!r} is not in\n{done.stdout}"
     assert "relative error" in done.stdout or "match: True" in done.stdout, "no check was printed"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,22 @@ from tests.references.kronecker import KRONECKER, gradients, in_order, input_fac
 
 if TYPE_CHECKING:
     from tests.references.reference import Reference
+
+T = TypeVar("T")
+
+
+def once(method: Callable[..., T]) -> Callable[..., T]:
+    """A method whose values the object keeps, by its arguments: several quantities are made of the same matrices."""
+
+    @wraps(method)
+    def kept(self: Any, *args: Any) -> T:
+        values = vars(self).setdefault("kept", {})
+        key = (method.__qualname__, *args)
+        if key not in values:
+            values[key] = method(self, *args)
+        return values[key]
+
+    return kept
 
 
 class Chain:
@@ -31,6 +49,7 @@ class Chain:
             x = out
         assert torch.equal(x, ref.pred)
 
+    @once
     def output_grads(self) -> list[Tensor]:
         """The loss gradient with respect to every layer's output."""
         pred = self.outputs[-1].detach().requires_grad_()
@@ -43,18 +62,21 @@ class Chain:
         """`[N, D, D]`: the Hessian of the loss."""
         return self.ref.loss_hessian
 
+    @once
     def input_jacobian(self, k: int) -> Tensor:
         """`[N, D_out, D_in]`; samples do not mix, so one entry of all samples is taken at a time."""
         flat = self.outputs[k].flatten(1)
         rows = [gradients(flat[:, d].sum(), [self.points[k]])[0].flatten(1) for d in range(flat.shape[1])]
         return torch.stack(rows, 1)
 
+    @once
     def param_jacobian(self, k: int, param: Tensor) -> Tensor:
         """`[N, D_out, P]`."""
         flat = self.outputs[k].flatten(1)
         rows = [gradients(entry, [param])[0].flatten() for entry in flat.flatten()]
         return torch.stack(rows).reshape(*flat.shape, -1)
 
+    @once
     def residual(self, k: int, grad_out: Tensor) -> Tensor:
         """`[N, D_in, D_in]`: the layer's second derivative, contracted with the gradient of its output."""
         point = self.points[k]
@@ -62,6 +84,7 @@ class Chain:
         rows = [gradients(slope[:, d].sum(), [point])[0].flatten(1) for d in range(slope.shape[1])]
         return torch.stack(rows, 1)
 
+    @once
     def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
         """`[N, P, P]`: the same with respect to a parameter."""
         rows = []
@@ -76,6 +99,7 @@ class Chain:
         found = [(f"{prefix}.{n}" if prefix else n, n, p) for n, p in layer.named_parameters()]
         return [f for f in found if f[2].requires_grad]
 
+    @once
     def pchmp(self, modify: str) -> dict[str, Tensor]:
         """`[P, P]` per parameter: residuals clipped to (or replaced by) their positive (absolute) part."""
         matrices, grads = self.start(), self.output_grads()
@@ -90,6 +114,7 @@ class Chain:
                 matrices = jac.transpose(1, 2) @ matrices @ jac + positive(self.residual(k, grads[k]), modify)
         return blocks
 
+    @once
     def kfra(self) -> dict[str, list[Tensor]]:
         """The recursion of averaged GGN blocks: `G <- mean_n J_n^T G J_n`."""
         matrix = self.ref.loss_hessian.sum(0)
@@ -123,17 +148,21 @@ class ChainOfBatch(Chain):
     def start(self) -> Tensor:
         return torch.block_diag(*self.ref.loss_hessian)[None]
 
+    @once
     def input_jacobian(self, k: int) -> Tensor:
         rows = [gradients(entry, [self.points[k]])[0].flatten() for entry in self.outputs[k].flatten()]
         return torch.stack(rows)[None]
 
+    @once
     def param_jacobian(self, k: int, param: Tensor) -> Tensor:
         return super().param_jacobian(k, param).flatten(0, 1)[None]
 
+    @once
     def residual(self, k: int, grad_out: Tensor) -> Tensor:
         point = self.points[k]
         slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0]
         return torch.stack([gradients(entry, [point])[0].flatten() for entry in slope.flatten()])[None]
 
+    @once
     def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
         return super().param_residual(k, param, grad_out).sum(0, keepdim=True)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tools.site.markdown import code_block, details, escape, table
@@ -137,13 +138,20 @@ class Script:
 
 def imported(path: Path) -> list[Path]:
     """The modules of the same folder that a file imports."""
+    found = [path.parent / f"{name}.py" for name in names_imported(path.read_text())]
+    return [file for file in found if file.exists()]
+
+
+@cache
+def names_imported(source: str) -> tuple[str, ...]:
+    """All modules that a source imports."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.append(node.module)
-    return [path.parent / f"{name}.py" for name in names if (path.parent / f"{name}.py").exists()]
+    return tuple(names)
 
 
 def scripts() -> list[Script]:
