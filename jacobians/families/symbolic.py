@@ -56,13 +56,13 @@ class Derivation:
         """The three as sympy expressions."""
         return tuple(_symbolic(self.expression, order) for order in range(3))
 
-    def latex(self, order: int = 0) -> str:
-        """The `order`-th derivative as LaTeX, for the documentation."""
-        import sympy
 
-        expression = _symbolic(self.expression, order)
-        words = {s: rf"\mathrm{{{s.name}}}".replace("_", r"\_") for s in expression.free_symbols if _is_word(s.name)}
-        return str(sympy.latex(expression, symbol_names=words, mul_symbol="dot"))
+def latex(expression: Any) -> str:
+    """An expression of sympy as LaTeX, for the documentation."""
+    import sympy
+
+    words = {s: rf"\mathrm{{{s.name}}}".replace("_", r"\_") for s in expression.free_symbols if _is_word(s.name)}
+    return str(sympy.latex(expression, symbol_names=words, mul_symbol="dot"))
 
 
 def _is_word(name: str) -> bool:
@@ -225,7 +225,7 @@ def _algebra() -> SimpleNamespace:
     def fdiff(self: Any, argindex: int = 1) -> Any:
         return parse(FUNCTIONS[type(self).__name__].derivative).xreplace({x: self.args[0]})
 
-    def latex(self: Any, printer: Any, exp: str | None = None) -> str:
+    def show(self: Any, printer: Any, exp: str | None = None) -> str:
         name, argument = type(self).__name__, printer._print(self.args[0])
         power = f"^{{{exp}}}" if exp is not None else ""
         if name == "abs":
@@ -240,6 +240,6 @@ def _algebra() -> SimpleNamespace:
         return sympy.Pow(argument, sympy.Rational(1, 2)) if argument.is_number else None
 
     for name in FUNCTIONS:
-        names[name] = type(name, (sympy.Function,), {"nargs": 1, "fdiff": fdiff, "_latex": latex})
+        names[name] = type(name, (sympy.Function,), {"nargs": 1, "fdiff": fdiff, "_latex": show})
     names["sqrt"].eval = root_of_number
     return SimpleNamespace(sympy=sympy, x=x, where=where, parse=parse)

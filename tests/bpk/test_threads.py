@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.context import CTX
+from bpk.jacobians.second_order import graph
 from bpk.recording import engine
 from tests.helpers import data, extended, mlp, saved
 from tests.references.reference import Reference
@@ -139,13 +140,13 @@ def test_backward_stays_in_the_thread_of_the_context() -> None:
 
 def test_products_outside_of_contexts_stay_in_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    plain = torch.autograd.grad
+    plain = graph.pull_back
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         seen.append(engine.multithreaded())
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(torch.autograd, "grad", watched)
+    monkeypatch.setattr(graph, "pull_back", watched)
 
     class Net(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from bpk.jacobians.core.errors import RuleError, UnsupportedLayer
 from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Elementwise
-from bpk.jacobians.families.symbolic import derive
+from bpk.jacobians.families.symbolic import derive, latex
 from bpk.rules import REGISTRY
 from bpk.rules.activation import RULES
 
@@ -143,7 +143,7 @@ def test_branches_not_taken_do_not_poison_gradients() -> None:
 
 
 def test_latex() -> None:
-    assert derive("where(x > 0, x, negative_slope*x)").latex() == (
+    assert latex(derive("where(x > 0, x, negative_slope*x)").symbolic[0]) == (
         r"\begin{cases} x & x > 0 \\ \mathrm{negative\_slope} \cdot x & \text{otherwise} \end{cases}"
     )
 

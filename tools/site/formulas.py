@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +12,7 @@ import sympy
 from bpk.jacobians.families.contraction import Contraction
 from bpk.jacobians.families.elementwise import Elementwise
 from bpk.jacobians.families.multilinear import Multilinear
-from bpk.jacobians.families.symbolic import Derivation, derive
+from bpk.jacobians.families.symbolic import Derivation, derive, latex
 from bpk.jacobians.losses.pointwise import PointwiseLoss
 from bpk.jacobians.rule import Rule
 from tools.site.docstrings import to_markdown
@@ -70,16 +69,15 @@ def symbolic(
     for choice, expression in expressions.items():
         if choose:
             parts.append(f"With `{choose}={choice!r}`:\n\n")
-        derived = with_numbers(derive(expression), values)
-        parts += [math(f"{name} = {derived.latex(k)}") + "\n\n" for k, name in enumerate(names)]
+        shown = with_numbers(derive(expression), values)
+        parts += [math(f"{name} = {latex(one)}") + "\n\n" for one, name in zip(shown, names, strict=True)]
     return "".join(parts)
 
 
-def with_numbers(derived: Derivation, values: Mapping[str, float]) -> Derivation:
+def with_numbers(derived: Derivation, values: Mapping[str, float]) -> list[Any]:
     """Numbers in the places of names: as fractions where they are such, else with six digits."""
     found = {sympy.Symbol(name, real=True): number(value) for name, value in values.items()}
-    first, second, third = (expression.subs(found) for expression in derived.symbolic)
-    return replace(derived, symbolic=(first, second, third))
+    return [expression.subs(found) for expression in derived.symbolic]
 
 
 def number(value: float) -> sympy.Number:
