@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bpk.forward.apart import agree, columns_of_samples
 from bpk.forward.carrier import Carrier, Propagation
 from bpk.forward.functions import answer
+from bpk.forward.given import require, whole
 from bpk.forward.modules import rules_answer
 from bpk.forward.rules import refusal
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -44,8 +45,8 @@ def taylor(model: nn.Module, x: Tensor, directions: Tensor, order: int) -> list[
     >>> [round(c.item(), 4) for c in bpk.taylor(torch.nn.Tanh(), x, torch.ones(1, 1, 1), order=3)]
     [0.4621, 0.7864, -0.3634, -0.0942]
     """
-    if order < 1:
-        raise ValueError(explain(f"taylor got the order {order}.", "there is nothing to derive.", "pass 1 or more."))
+    require("taylor", model, x, directions=directions)
+    whole("order", order)
     found = propagate(model, x, [spread(directions, x), *[None] * (order - 1)], None, by_sample=False)
     return [found.value, *(written_out(found, k, len(directions)) for k in range(order))]
 
@@ -84,6 +85,7 @@ def laplacian(
     >>> bpk.laplacian(Radius(), torch.tensor([[3.0, 4.0, 0.0]]))  # 2 / |x|
     tensor([0.4000])
     """
+    require("laplacian", model, x, directions=directions, weights=weights)
     directions = unit_vectors(x) if directions is None else spread(directions, x)
     weights = None if weights is None else as_weights(weights, directions)
     total: Tensor | None = None
@@ -111,6 +113,7 @@ def input_hessian_diag(model: nn.Module, x: Tensor, chunk_size: int | None = Non
     >>> bpk.input_hessian_diag(torch.nn.Tanh(), torch.zeros(3, 2)).shape
     torch.Size([3, 2, 2])
     """
+    require("input_hessian_diag", model, x)
     directions, parts = unit_vectors(x), list[Tensor]()
     for some in chunks(x, len(directions), chunk_size):
         found = propagate(model, x, [directions[some], None], None, by_sample=True)
@@ -162,8 +165,7 @@ def require_apart(model: nn.Module, x: Tensor) -> None:
 
 def chunks(x: Tensor, count: int, size: int | None) -> Iterator[slice]:
     """Slices of so many directions; what is drawn at random is the same for all."""
-    if size is not None and size < 1:
-        raise ValueError(explain(f"chunk_size is {size}.", "no direction would travel.", "pass 1 or more, or None."))
+    size = size if size is None else whole("chunk_size", size)
     before = RandomState.now(x.device)
     for start in range(0, count, size or max(1, count)):
         if start:

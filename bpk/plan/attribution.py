@@ -196,7 +196,7 @@ def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows
         if mat.shape[1] != len(of_rows):
             return False
         real = torch.view_as_real(mat) if mat.is_complex() else mat
-        plain, weighted = real.reshape(2, len(of_rows), -1).double().nan_to_num(0.0)
+        plain, weighted = real[..., None].flatten(2).double().nan_to_num(0.0)
         expected = plain * weights[of_rows.clamp(min=0)][:, None] * (of_rows >= 0)[:, None]
         if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
             return False

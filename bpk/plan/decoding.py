@@ -32,7 +32,7 @@ def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
 
     Rows that feed nothing count as the sample of their number, or as none (-1).
     """
-    flat, parts = mat.reshape(*mat.shape[:2], -1), []
+    flat, parts = mat[..., None].flatten(2), []
     for piece in flat.split(max(1, AT_ONCE // max(1, flat.shape[0] * flat.shape[2])), 1):
         real = torch.view_as_real(piece).flatten(2) if piece.is_complex() else piece
         plain, *masked = real.double().nan_to_num(0.0)

@@ -98,7 +98,7 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
     return (
         weakref.ref(record.module),
         record.rule,
-        record.settings.get("training"),
+        record.settings.plain.get("training"),
         record.given,
         shapes,
         tuple(record.binding.axes),

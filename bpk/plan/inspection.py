@@ -86,7 +86,6 @@ class Inspection:
         """Note what was found behind a loss, and refuse what is not right there."""
         above = placement.above
         self.left += placement.left
-        self.tell(root, above, placement.left)
         self.placed.update(map(id, (*above, root)))
         self.above[root] = above
         for record in above:
@@ -103,6 +102,7 @@ class Inspection:
             for source in self.sources[record].values():
                 if source.trained:
                     self.by_functions.update(map(id, source.trained))
+        self.tell(root, above, placement.left)
         if root.is_loss and not placement.left:  # calls that were left to autograd are seen
             require_layers(root, above, self.sources)
         if root.is_loss:
@@ -115,6 +115,8 @@ class Inspection:
         above = upstream(root, self.sources)
         self.onlookers.find([record.handed for record in (root, *above)])
         for record in above:
+            if record.inputs and not record.inputs[0].numel():
+                require_batch(record)
             if record.problem or record.rule is None:
                 self.require(record)
 
@@ -125,7 +127,7 @@ class Inspection:
         by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
         self.found_products |= bool(by_function)
         if left or holders:
-            tell(left, holders, self.second_order, by_function)
+            tell(left, holders, self.second_order, self.by_functions - by_function)
 
     @property
     def outside(self) -> Outside:

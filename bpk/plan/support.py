@@ -138,22 +138,21 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
         warn(message)
 
 
-def tell(
-    layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order: bool, served: Set[int] = frozenset()
-) -> None:
+def tell(layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order: bool, by_functions: Set[int]) -> None:
     """Tell the user once what takes the generic way, and why.
 
     Args:
         layers: Layers that were left to autograd; those with a rule of their own only moved the batch axis.
         holders: Modules with parameters of their own that functions use.
         second_order: Whether columns travel. Without, only parameters take more time than they would by a rule.
-        served: By `id`: parameters that a rule serves, because functions only multiply with them.
+        by_functions: By `id`: parameters that functions use behind the loss, other than those that they only multiply
+            with, which a rule serves.
     """
     new = {module: None for module in (*layers, *holders) if module not in WARNED}
     parts = []
     for module in new:
         trained = {name: id(p) for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-        own = [name for name, p in trained.items() if p not in served]
+        own = [name for name, p in trained.items() if p in by_functions]
         if trained and not own:
             continue
         where, unknown = module.__dict__.get("_bpk_path", ""), REGISTRY.find(module) is None
@@ -217,13 +216,12 @@ def require_batch(record: Record) -> None:
                 )
             )
     if not record.problem and record.inputs and record.batch_size == 0:
-        raise ValueError(
-            explain(
-                f"The batch at '{record.path}' ({type(record.module).__name__}) is empty.",
-                "individual and averaged quantities of no samples are undefined.",
-                "skip empty batches (for example drop_last=True in the DataLoader).",
-            )
-        )
+        what = f"The batch at '{record.path}' ({type(record.module).__name__}) is empty."
+        why = "individual and averaged quantities of no samples are undefined."
+        do = "skip empty batches (for example drop_last=True in the DataLoader)"
+        if not record.is_loss:
+            do += ", and a layer in whose turn there are none: 'if len(x): ...'"
+        raise ValueError(explain(what, why, f"{do}."))
 
 
 def require_axis(extension: Quantity, records: Iterable[Record]) -> None:

@@ -33,6 +33,8 @@ from bpk.rules import REGISTRY
 
 TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 """Nodes that exchange axes."""
+CAST = "ToCopyBackward0"
+"""The node that changes the precision (autocast)."""
 RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 SAME_ORDER = (
     *RESHAPES,
@@ -41,6 +43,7 @@ SAME_ORDER = (
     "SqueezeBackward1",
     "CloneBackward0",
     "AliasBackward0",
+    CAST,
 )
 """Nodes that keep the entries of a tensor in their order."""
 REPEATS = "ExpandBackward0"
@@ -122,7 +125,9 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     if any(p not in held for p in params.values()):
         return None
     x, given = engine.saved_tensor(node, name), node.next_functions[place]
-    if x is None or x.dtype != weight.dtype or parameter_behind(given[0])[0] is not None:
+    if x is None or x.is_complex() != weight.is_complex() or x.device != weight.device:
+        return None
+    if parameter_behind(given[0])[0] is not None:
         return None
     features = x.dim() - (1 if right else 2)
     width, out_width = arrangement.inverse.shape
@@ -160,12 +165,16 @@ def weight_of(node: Node | None, right: bool) -> tuple[nn.Parameter, Arrangement
 
 
 def parameter_behind(node: Node | None) -> tuple[nn.Parameter | None, list[Node]]:
-    """The parameter whose entries a node hands out, and the nodes that rearrange them, the last one first."""
+    """The parameter whose entries a node hands out, and the nodes that rearrange them, the last one first.
+
+    They may be cast once, to the precision of the product. Where they are cast back, they were rounded on purpose.
+    """
     walk: list[Node] = []
     while node is not None and (node.name() in TRANSPOSES or node.name() in SAME_ORDER):
         walk.append(node)
         node = node.next_functions[0][0]
-    return parameter_at(node), walk
+    casts = sum(one.name() == CAST for one in walk)
+    return parameter_at(node) if casts < 2 else None, walk
 
 
 def axes_of(node: Node, dim: int) -> tuple[int, ...]:

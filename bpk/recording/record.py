@@ -20,11 +20,12 @@ from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
+from bpk.recording.changed import as_seen, changed, note
 from bpk.recording.connections import Connected
 from bpk.recording.graph_nodes import Edge
 from bpk.recording.membership import path_of
 from bpk.recording.ports import Rows
-from bpk.recording.settings import as_called, settings_of
+from bpk.recording.settings import Settings
 from bpk.recording.state import CTX
 
 LIVE: set[weakref.ref[Record]] = set()
@@ -103,7 +104,7 @@ class Record(Connected):
 
     handed: Sequence[weakref.ref[Tensor]] = ()
     drawn: RandomState | None = None
-    seen: tuple[tuple[int, ...], list[Tensor], Call] | None = None
+    seen: tuple[tuple[object, ...], list[Tensor], Call] | None = None
     left: Tensor | None = None
     open = True
     released = False
@@ -126,10 +127,11 @@ class Record(Connected):
         self.rule = rule
         self.is_loss = rule is not None and rule.is_loss
         self.params = parameters_of(module, rule) if params is None else params
-        self.settings = settings_of(module)
-        self.given = CTX.given
+        self.noted = [note(p) for p in self.params.values()]
+        self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
+        self.settings = Settings(module, binding.options)
         self.reads_piece = CTX.data is not None and is_piece(inputs, edges, CTX.data)
-        self.contexts = CTX.entered
+        self.given, self.contexts = CTX.given, CTX.entered
         if self.contexts:
             self.contexts[-1].recorded = True
         if self.params:
@@ -145,8 +147,8 @@ class Record(Connected):
         return next(iter(self.results.values())) if self.results else NOTHING
 
     def trained(self) -> dict[str, Tensor]:
-        """The parameters of the call that get fields, by name."""
-        return {name: p for name, p in self.params.items() if p.requires_grad and p.is_leaf}
+        """The parameters of the call that get fields, by name: not those that were frozen when it was made."""
+        return {n: p for n, p in self.params.items() if p.requires_grad and p.is_leaf and n not in self.frozen}
 
     @property
     def path(self) -> str:
@@ -162,7 +164,7 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        form, inputs = (self.shifted, *self.used), list(self.inputs)
+        form, inputs = (self.shifted, *self.used, *changed(self.params, self.noted)), list(self.inputs)
         known = self.seen is not None and self.seen[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
             if x._version != version and self.rule is not None and self.rule.reads_values:
@@ -176,19 +178,18 @@ class Record(Connected):
 
     def call_on(self, inputs: list[Tensor]) -> Call:
         """The call with these tensors as inputs, as the rule sees them."""
+        params = as_seen(self.module, self.params, self.noted)
         if self.plain:
-            number = self.used[0]
-            out = self.results[number]
-            return Call(as_called(self.module, self.settings), inputs, self.params, out, used={number: out.shape[1:]})
+            out = self.results[self.used[0]]
+            return Call(self.settings.as_called(self.module), inputs, params, out, used={self.used[0]: out.shape[1:]})
         assert self.rule is not None
         binding, axes = self.binding, (self.shifted,)
         if self.shifted:
             binding = Binding(self.module, (), axes * len(inputs), axes * (1 + max(self.results)))
+        options = self.settings.as_called(binding.options)
         with torch.enable_grad():  # whoever asks first: what is moved has a graph
             output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])
-            return Call(
-                as_called(binding.options, self.settings), binding.seen(inputs), self.params, output, used=shapes
-            )
+            return Call(options, binding.seen(inputs), params, output, used=shapes)
 
     def unchanged(self, index: int, rule: Rule) -> Tensor:
         """An input, or in its place the output of a layer that works in place and needs no more than that."""
@@ -227,7 +228,7 @@ class Record(Connected):
         if not keeps_fields and self.left is not None:
             forget(self.module, self.left)
         self.left = None  # the graph owns the record until the loss is let go
-        self._inputs, self._results, self.seen = (), {}, None
+        self._inputs, self._results, self.seen, self.noted = (), {}, None, []
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
         self.recomputed = None

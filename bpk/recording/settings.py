@@ -4,32 +4,78 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import WithArguments
+from bpk.recording.changed import Changed, Noted, is_changed, note
 
 PLAIN = frozenset((bool, int, float, str, tuple))
 """Types of hyperparameters."""
 
 
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module, its mode (training or evaluation) among them."""
-    return {name: value for name, value in module.__dict__.items() if type(value) in PLAIN}
+class Settings:
+    """What a call depends on beside inputs and parameters.
+
+    `plain` are the plain attributes of the module, its mode (training or evaluation) among them, `buffers` its buffers
+    with what tells whether they still have their values, and `given` tells so of tensors among the `options`.
+    """
+
+    buffers: Mapping[str, tuple[Tensor, Noted]] = MappingProxyType({})
+    given: Mapping[str, Noted] = MappingProxyType({})
+
+    def __init__(self, module: nn.Module, options: Any) -> None:
+        self.module = module
+        self.plain = {name: value for name, value in module.__dict__.items() if type(value) in PLAIN}
+        if module._buffers:
+            self.buffers = {name: (x, note(x)) for name, x in module._buffers.items() if x is not None}
+        if options is not module:
+            self.given = {name: note(x) for name, x in tensors_of(options)}
+
+    def as_called(self, options: Any) -> Any:
+        """The options as they were; a module shares its parameters with its copy."""
+        if isinstance(options, nn.Module):
+            return self.module_as_called(options)
+        lost = [(name, x) for name, x in tensors_of(options) if is_changed(x, self.given.get(name))]
+        gone = {name: Changed.of(self.module, name, x) for name, x in lost}
+        if not isinstance(options, WithArguments):
+            return dataclasses.replace(options, **gone) if gone else options
+        module = self.module_as_called(options.module)
+        if not gone and module is options.module:
+            return options
+        return WithArguments(module, {**options.arguments, **gone})
+
+    def module_as_called(self, module: nn.Module) -> nn.Module:
+        """The module, or a copy that has the settings of the call."""
+        now, held = module.__dict__, module._buffers
+        for name, value in self.plain.items():
+            if now.get(name) is not value and now.get(name) != value and not name.startswith("_"):
+                return self.earlier(module)
+        for name, (x, known) in self.buffers.items():
+            if held.get(name) is not x or is_changed(x, known):
+                return self.earlier(module)
+        return module
+
+    def earlier(self, module: nn.Module) -> nn.Module:
+        """A copy as the module was."""
+        made = copy.copy(module)
+        buffers = {
+            name: Changed.of(module, name, x) if is_changed(x, known) else x
+            for name, (x, known) in self.buffers.items()
+        }
+        made.__dict__.update(self.plain, _buffers={**module._buffers, **buffers})
+        return made
 
 
-def as_called(options: Any, settings: dict[str, Any]) -> Any:
-    """The options of a call with the settings as they were; a module shares parameters and buffers with its copy."""
+def tensors_of(options: Any) -> Iterable[tuple[str, Tensor]]:
+    """The tensors among the arguments of a call that a rule does not see as inputs."""
     if isinstance(options, WithArguments):
-        module = as_called(options.module, settings)
-        return options if module is options.module else dataclasses.replace(options, module=module)
-    if not isinstance(options, nn.Module):
-        return options
-    now = options.__dict__
-    for name, value in settings.items():
-        if now.get(name) is not value and now.get(name) != value and not name.startswith("_"):
-            earlier = copy.copy(options)
-            earlier.__dict__.update(settings)
-            return earlier
-    return options
+        named = options.arguments
+    elif dataclasses.is_dataclass(options):
+        named = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    else:
+        named = {}
+    return [(name, x) for name, x in named.items() if isinstance(x, Tensor)]

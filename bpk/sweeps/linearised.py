@@ -191,12 +191,12 @@ def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[
     inner = torch.zeros((), dtype=weights.dtype, device=weights.device)
     for wrt, t in tangents.items():
         pattern, lead = ("kni,vni->vkn", 2) if isinstance(wrt, int) else ("kni,vi->vkn", 1)
-        inner = inner + torch.einsum(pattern, flat[wrt], t.reshape(*t.shape[:lead], -1))
+        inner = inner + torch.einsum(pattern, flat[wrt], t.reshape(*t.shape[:lead], -1).to(flat[wrt].dtype))
     weighted = inner * weights
     result: dict[Wrt, Tensor] = {}
     for wrt, t in tangents.items():
         pattern = "kni,vkn->vni" if isinstance(wrt, int) else "kni,vkn->vi"
-        result[wrt] = torch.einsum(pattern, flat[wrt], weighted).reshape(t.shape)
+        result[wrt] = torch.einsum(pattern, flat[wrt], weighted.to(flat[wrt].dtype)).reshape(t.shape).to(t.dtype)
     return result
 
 

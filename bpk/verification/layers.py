@@ -66,8 +66,9 @@ class Layers:
         self.elsewhere = Elsewhere(self.names, self.multiply)
         self.used_elsewhere: set[str] = set()
         self.holders: dict[int, list[nn.Module]] = {}
+        """Who holds a parameter, once for each name."""
         for module in model.modules():
-            for param in module.parameters(recurse=False):
+            for _, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 self.holders.setdefault(id(param), []).append(module)
         inside = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
         for module in model.modules():
@@ -133,7 +134,7 @@ class Layers:
     def watch_biased(
         self, module: nn.Module, weight: Tensor | None, bias: Tensor | None, offset: int, rows: Callable[..., Any]
     ) -> None:
-        """A weight beside a bias, which is looked at even if it is frozen; both are in one module only."""
+        """A weight beside a bias, which is looked at even if it is frozen; both have one name in one module only."""
         if weight is None or bias is None or any(len(self.holders[id(param)]) > 1 for param in (weight, bias)):
             return
         name, side = self.names[id(weight)], Side((weight.shape[0], weight.shape[1]), bias.requires_grad_(), offset)

@@ -108,7 +108,7 @@ class AttentionLayer(Forth):
         for dtype in dict.fromkeys((plain.p.dtype, torch.float32, precision(call.output))):
             yield redrawn(before, options.dropout, plain.p, dtype)
         if not options.weighted and options.dropout < 1:  # only then torch may choose another kernel
-            masked = options.shared is not None or bool(options.masks)
+            masked = options.attn_mask is not None or bool(options.masks)
             yield probed(before, options.dropout, plain.q, plain.p.shape[-1], masked, options.causal)
 
     # ---- the point, and columns and tangents at the heads --------------------------------------------

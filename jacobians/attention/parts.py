@@ -23,14 +23,14 @@ class Settings:
     """How one call of attention was made.
 
     `module` carries `num_heads` and `add_zero_attn`. Behind query, key and value, a call has the inputs in `masks`:
-    `"padding"` `[N, S]`, `"mask"` `[N, H, L, S]`; `shared` is a mask `[L, S]` for all samples. `weighted` says that the
+    `"padding"` `[N, S]`, `"mask"` `[N, H, L, S]`; `attn_mask` is one `[L, S]` for all samples. `weighted` says that the
     weights were asked for (a query without keys then gets NaN instead of zeros), `averaged` that they are averaged
     over heads. `dropout` is the rate at which weights are dropped in this call.
     """
 
     module: nn.Module
     masks: tuple[str, ...] = ()
-    shared: Tensor | None = None
+    attn_mask: Tensor | None = None
     causal: bool = False
     weighted: bool = True
     averaged: bool = True
@@ -80,7 +80,7 @@ def mask_at(settings: Settings, inputs: Sequence[Tensor], like: Tensor) -> Tenso
     if settings.causal:
         size = (inputs[0].shape[1], inputs[1].shape[1] + settings.appended)
         return additive(torch.ones(size, dtype=torch.bool, device=like.device).triu(1), like)
-    total = None if settings.shared is None else additive(settings.shared, like)
+    total = None if settings.attn_mask is None else additive(settings.attn_mask, like)
     for name, given in zip(settings.masks, inputs[3:], strict=True):
         mask = additive(given, like)
         total = plus(total, mask[:, None, None] if name == "padding" else mask)

@@ -15,7 +15,17 @@ def mixes(case: Case) -> bool:
     """Whether samples of the output depend on other samples of an input, of which the rule says nothing: a finding."""
     reference, size = case.reference, case.call.batch_size
     output = reference.output
-    if case.rule.mixing(case.call) is not None or not output.dim() or len(output) != size:
+    if case.rule.mixing(case.call) is None and not output.dim():
+        _report(
+            case,
+            explain(
+                f"The layer of {case.about.rpartition(' in ')[0]} returns one number for all samples.",
+                "rules of layers see the samples along the first axis of the output.",
+                "return one row for each sample; a loss has a rule of its own (PointwiseLoss, AutodiffLoss).",
+            ),
+        )
+        return True
+    if case.rule.mixing(case.call) is not None or len(output) != size:
         return False
     if size == 1:
         case.skip("whether samples stay apart: the batch of the example is a single one")
@@ -36,13 +46,17 @@ def mixes(case: Case) -> bool:
 
 
 def _report_mixing(case: Case, wrt: int, n: int, other: int) -> None:
-    """Once for all precisions."""
     message = explain(
         f"The layer of {case.about.rpartition(' in ')[0]} mixes samples.",
         f"the output of sample {n} depends on input {wrt} of sample {other}, and the rule says nothing of it: "
         "quantities of single samples would be wrong.",
         "move what looks at several samples out of the layer, or let mixing(call) of the rule say it.",
     )
+    _report(case, message)
+
+
+def _report(case: Case, message: str) -> None:
+    """Once for all precisions."""
     if message not in case.report.failures:
         case.report.failures.append(message)
 

@@ -117,7 +117,7 @@ class Elementwise(Pointwise):
         """The expression that these options select."""
         if not self.choose:
             return self.expressions[""]
-        choice = getattr(options, self.choose)
+        choice = self._read(options, self.choose)
         if choice not in self.expressions:
             raise RuleError(
                 explain(
@@ -135,7 +135,7 @@ class Elementwise(Pointwise):
         """The hyperparameters, in the order of the expression."""
         derived = self.derivation(options)
         sources = [self.hyper.get(name, name) for name in derived.hyper]
-        values = [getattr(options, s) if isinstance(s, str) else s for s in sources]
+        values = [self._read(options, s) if isinstance(s, str) else s for s in sources]
         for name, value in zip(derived.hyper, values, strict=True):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise UnsupportedLayer(
@@ -146,6 +146,19 @@ class Elementwise(Pointwise):
                     )
                 )
         return [float(value) for value in values]
+
+    def _read(self, options: Options, name: str) -> Any:
+        """An attribute of the layer."""
+        try:
+            return getattr(options, name)
+        except AttributeError as error:
+            raise RuleError(
+                explain(
+                    f"{self.name} reads '{name}', which {type(options).__name__} does not have.",
+                    "names in an expression other than x are attributes of the layer.",
+                    f"correct the name, set it in __init__, or pass hyper={{'{name}': value}}.",
+                )
+            ) from error
 
     def _derivative(self, call: Call, order: int) -> Tensor:
         # what was computed without a graph must not serve a call that differentiates through it

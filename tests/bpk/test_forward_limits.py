@@ -125,9 +125,28 @@ def test_wrong_arguments() -> None:
     model, x = nn.Linear(D, 1), torch.randn(N, D)
     with pytest.raises(ValueError, match="directions have the shape"):
         bpk.taylor(model, x, torch.randn(2, D + 1), 1)
-    with pytest.raises(ValueError, match="order 0"):
+    with pytest.raises(ValueError, match="order is 0"):
         bpk.taylor(model, x, torch.randn(2, D), 0)
     with pytest.raises(ValueError, match="weights have the shape"):
         bpk.laplacian(model, x, weights=torch.ones(D + 1))
     with pytest.raises(ValueError, match="chunk_size is 0"):
         bpk.laplacian(model, x, chunk_size=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda m, x: bpk.laplacian(m, "a"), "laplacian.* got <class 'str'> as x"),
+        (lambda m, x: bpk.laplacian(m, x.numpy()), "got <class 'numpy.ndarray'> as x"),
+        (lambda m, x: bpk.laplacian(m, x[0, 0]), r"got a tensor of shape \[\]"),
+        (lambda m, x: bpk.input_hessian_diag(m, x.long()), "got a tensor .*int64"),
+        (lambda m, x: bpk.laplacian(m, x, [1.0] * D), "got <class 'list'> as directions"),
+        (lambda m, x: bpk.laplacian(m, x, weights=[1.0] * D), "got <class 'list'> as weights"),
+        (lambda m, x: bpk.laplacian(m, x, chunk_size=1.5), "chunk_size is 1.5"),
+        (lambda m, x: bpk.taylor(m, x, x[None], "2"), "order is '2'"),
+        (lambda m, x: bpk.taylor(torch.tanh, x, x[None], 2), "taylor.* as model"),
+    ],
+)
+def test_arguments_of_another_kind(call: Callable[[nn.Module, Tensor], object], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        call(nn.Linear(D, 1), torch.randn(N, D))

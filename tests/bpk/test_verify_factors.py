@@ -215,3 +215,40 @@ def test_a_tied_table_without_curvature() -> None:
     model, _, x, _ = tied_table()
     shape = model(x).shape
     assert bpk.verify(model, nn.L1Loss(), x, torch.randn(shape), E.KFLR(), raise_on_error=True)
+
+
+@pytest.mark.parametrize("tied", ["weight_hh_l0", "bias_hh_l0"])
+def test_parameters_under_two_names_of_one_layer(tied: str) -> None:
+    """A bias of the layer stands for one name's output then: it had been taken for that of all uses."""
+    model, loss, x, y = recurrent(nn.RNN(4, 4, batch_first=True))
+    setattr(model.a, tied, getattr(model.a, tied.replace("hh", "ih")))
+    result = bpk.verify(model, loss, x, y, E.KFLR(), E.EKFLR(), E.BatchKFLR())
+    assert not [row for row in result.rows if row.verdict is Verdict.WRONG], result
+    assert [row for row in result.rows if row.verdict is Verdict.UNCHECKED], result
+
+
+def test_factors_of_a_weight_under_two_names_of_one_layer() -> None:
+    """`A` sums over uses, `G` is the block of one bias that is added to the outputs of both."""
+    model, _, x, _ = recurrent(nn.RNN(4, 4, batch_first=True))
+    model.a.weight_hh_l0 = model.a.weight_ih_l0
+    bpk.extend(model.double())
+    loss_fn, x = bpk.extend(nn.MSELoss(reduction="sum")), x.double()
+    with bpk.backpack(E.KFLR()):
+        loss_fn(model(x), torch.zeros(3, 3).double()).backward()
+
+    seen = []
+
+    def by_hand(bias: Tensor) -> Tensor:
+        h, states, layer = torch.zeros(3, 4).double(), [], model.a
+        for step in x.unbind(1):
+            seen.extend([step, h])
+            products = [F.linear(value, layer.weight_ih_l0, bias) for value in (step, h)]
+            h = torch.tanh(products[0] + products[1] + layer.bias_ih_l0 + layer.bias_hh_l0)
+            states.append(h)
+        return model.b(torch.stack(states, 1).sum(1))
+
+    jacobian = torch.autograd.functional.jacobian(by_hand, torch.zeros(4).double())
+    moment = sum((value.T @ value for value in seen), torch.zeros(4, 4).double()) / 3
+    expected = [2 * torch.einsum("nci,ncj->ij", jacobian, jacobian), moment]
+    for factor, value in zip(model.a.weight_ih_l0.kflr, expected, strict=True):
+        torch.testing.assert_close(factor, value)

@@ -295,3 +295,9 @@ def test_what_a_loss_divides_by_is_checked() -> None:
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3)], ids=str)
 def test_samples_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
     assert check_rule(Autodiff(nn.Tanh), [case(nn.Tanh, shape=shape)], ONLY64).checks > 20
+
+
+def test_a_layer_that_returns_one_number_is_one_finding() -> None:
+    """A loss under the rule of a layer had ended in an IndexError."""
+    message = finding(Autodiff(nn.MSELoss, examples=[case(nn.MSELoss, shapes=((4, 3), (4, 3)))]))
+    assert "found 1 error" in message and "returns one number for all samples" in message and "AutodiffLoss" in message

@@ -22,6 +22,7 @@ from bpk.jacobians.families.elementwise import Elementwise
 from bpk.jacobians.families.symbolic import derive, latex
 from bpk.rules import REGISTRY
 from bpk.rules.activation import RULES
+from tests.helpers import registered
 
 CASES = [(rule, example) for rule in RULES if isinstance(rule, Elementwise) for example in rule.examples]
 NAMES = [f"{rule.name}-{example}" for rule, example in CASES]
@@ -186,6 +187,21 @@ def test_hyperparameter_that_is_no_number() -> None:
             loss_fn(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
     finally:
         bpk.unregister(rule)
+
+
+@pytest.mark.parametrize("choose", [None, "beta"])
+def test_hyperparameter_that_the_layer_lacks(choose: str | None) -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    rule = Elementwise("x*beta", Plain) if choose is None else Elementwise({"a": "x*2"}, Plain, choose=choose)
+    with pytest.raises(RuleError, match=r"reads 'beta', which Plain does not have"):
+        check_rule(rule)
+    with registered(rule):
+        model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(3, 2), Plain())), bpk.extend(nn.MSELoss())
+        with pytest.raises(RuleError, match=r"reads 'beta'"), bpk.backpack(DiagGGNExact()):
+            loss_fn(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
 
 
 class Written(nn.Module):
