@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
-from bpk.kernels.passes import Inputs, Joined, OfRoot, of_outputs, outputs_of
+from bpk.kernels.passes import Inputs, Joined, OfRoot, of_outputs, outputs_of, require_tensors
 
 KINDS = ("full", "diagonal", "trace")
 FIELD = "_bpk_ntk"
@@ -39,6 +39,7 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}.")
+    require_tensors("ntk", x1=x1, x2=x1 if x2 is None else x2)
     first = x1 if isinstance(x1, tuple) else (x1,)
     split = None if x2 is None else len(first[0])
     both = first if x2 is None else joined(first, x2 if isinstance(x2, tuple) else (x2,))

@@ -86,6 +86,33 @@ class HalfSquaredError(nn.Module):
         return 0.5 * self.squares(outputs, torch.zeros_like(outputs))
 
 
+def require_tensors(function: str, **batches: object) -> None:
+    """Refuse batches that are no tensors, by the name of the argument."""
+    for name, batch in batches.items():
+        for x in batch if isinstance(batch, tuple) else (batch,):
+            if not isinstance(x, Tensor) or not x.dim():
+                raise ValueError(
+                    explain(
+                        f"{function}(...) got {type(x).__name__} as {name}.",
+                        "a batch is a tensor [N, ...], or a tuple of these, one for each argument of forward.",
+                        f"pass torch.as_tensor({name}), batch axis first.",
+                    )
+                )
+
+
+def require_loss(loss: object) -> None:
+    """Refuse what is no differentiable scalar."""
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            explain(
+                f"The loss is {what}, and not a number that depends on parameters.",
+                "one backward pass starts at it.",
+                "pass what the extended loss returns: loss_fn(model(x), y), outside of torch.no_grad().",
+            )
+        )
+
+
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require gradients, by name."""
     found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -102,9 +129,11 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 def run(model: nn.Module, loss: Tensor, *extensions: OfGradients | OfRoot, keep: bool = False) -> Summed:
     """Statistics added up over parameters; `p.grad` stays as it is."""
+    params = list(trained(model).values())
+    require_loss(loss)
     total = Summed(*(extension.field for extension in extensions))
     with backpack(*extensions, extension_hook=total, retain_graph=keep):
-        torch.autograd.grad(loss, list(trained(model).values()), retain_graph=keep, allow_unused=True)
+        torch.autograd.grad(loss, params, retain_graph=keep, allow_unused=True)
     return total
 
 

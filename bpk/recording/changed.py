@@ -16,14 +16,14 @@ from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import explain
 from bpk.recording.membership import path_of
 
-Noted = tuple[int, int | torch.SymInt, UntypedStorage] | None
+Noted = tuple[int, int | torch.SymInt, tuple[int, ...], UntypedStorage] | None
 """The version of a tensor, and where its values are in which memory (which nobody else gets meanwhile)."""
 
 
 def note(x: Tensor) -> Noted:
     """What tells later whether a tensor still has its values; `None` where it has no memory of its own."""
     try:
-        return x._version, x.storage_offset(), x.untyped_storage()
+        return x._version, x.storage_offset(), x.stride(), x.untyped_storage()
     except RuntimeError:  # it is sparse, of one of `torch.func`'s transforms, or made in inference mode
         return None
 
@@ -32,8 +32,9 @@ def is_changed(x: Tensor, noted: Noted) -> bool:
     """Whether a tensor was changed in place since, or has got other memory (`p.data = other`)."""
     if noted is None:
         return False
-    version, start, memory = noted
-    return x._version != version or x.storage_offset() != start or x.untyped_storage() is not memory
+    version, start, strides, memory = noted
+    moved = x.storage_offset() != start or x.stride() != strides or x.untyped_storage() is not memory
+    return moved or x._version != version
 
 
 def changed(params: Mapping[str, Tensor], noted: Sequence[Noted]) -> list[str]:

@@ -46,6 +46,10 @@ def by_data(p: nn.Parameter) -> None:
     p.data = torch.randn_like(p)
 
 
+def transposed(p: nn.Parameter) -> None:
+    p.data = p.data.mT  # in the same memory
+
+
 def fields(layer: Callable[[], nn.Module], change: Change | None, *names: str) -> dict[str, list[Tensor]]:
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(Between(layer()).double()), bpk.extend(nn.CrossEntropyLoss())
@@ -67,6 +71,14 @@ READ = {
     "Autodiff": (Gate, "layer.b"),
     "last": (nn.Tanh, "last.weight"),
 }
+
+
+def test_a_matrix_that_was_transposed_in_its_memory() -> None:
+    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), bpk.extend(nn.MSELoss())
+    loss = loss_fn(model(torch.randn(5, 4)), torch.randn(5, 4))
+    transposed(model[1].weight)
+    with pytest.raises(RuntimeError, match="'weight' of '1'"), bpk.backpack(E.DiagGGNExact()):
+        loss.backward()
 
 
 @pytest.mark.parametrize("change", [in_place, by_data])

@@ -364,6 +364,12 @@ def test_refusals() -> None:
         bpk.ntk(nn.Linear(3, 2).requires_grad_(False), x)
     with pytest.raises(ValueError, match="one tensor of real numbers"):
         bpk.ntk(nn.LSTM(3, 2), x[None])
+    for batches in (("a",), (x, "a"), (torch.zeros(()),), ((x, [1.0]),)):
+        with pytest.raises(ValueError, match=r"ntk\(...\) got \w+ as x[12]"):
+            bpk.ntk(model, *batches)
+    for loss in ("a", torch.zeros(()), model(x)):
+        with pytest.raises(ValueError, match=r"The loss is .*, and not a number that depends on parameters"):
+            bpk.projected_gradients(model, loss)
     with pytest.raises(ValueError, match="of must be one of"):
         bpk.eigenpairs(model, torch.zeros(()), of="hessian")
     with pytest.raises(ValueError, match="k must be"):
