@@ -24,7 +24,6 @@ WORTH_ONEDNN = 1 << 20
 ONE_BY_ONE = 2 * WORTH_ONEDNN
 """From how many multiplications on products of a batch go to oneDNN one after the other."""
 
-
 FEW_NUMBERS = 1 << 14
 """Up to so many numbers, what one call of a function costs is more than what it does with them."""
 
@@ -103,7 +102,7 @@ def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
 
 def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
     """`sum_v w_vn m_vn^2` of columns `[V, N, ...]`: `[N, ...]`. Large ones are not all squared at once."""
-    if m.numel() < LARGE * len(m):
+    if m.numel() < LARGE * max(1, len(m)):
         squares = wide(m).square()
         squares = squares if weights is None else squares * like_columns(weights, m)
         return squares[0] if len(m) == 1 else squares.sum(0)
@@ -127,17 +126,10 @@ def times_squares(left: Tensor, x: Tensor) -> Tensor:
 
 
 def squares_of_rows(x: Tensor) -> Tensor:
-    """Squared norms `[N]` of rows `[N, D]`; the way of `vecdot` costs less per call, and more per number."""
+    """Squared norms `[...]` of rows `[..., D]`; the way of `vecdot` costs less per call, and more per number."""
     if torch.is_grad_enabled() or x.numel() < FEW_NUMBERS:
         return torch.linalg.vecdot(x, x)
-    return torch.linalg.vector_norm(x, dim=1).square()
-
-
-def squared_length(x: Tensor) -> Tensor:
-    """Squared norms `[N, G]` over the last two axes."""
-    if torch.is_grad_enabled():
-        return wide(x).square().sum((2, 3))
-    return torch.linalg.vector_norm(wide(x), dim=(2, 3)).square()
+    return torch.linalg.vector_norm(x, dim=-1).square()
 
 
 def like_columns(weights: Tensor, m: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from bpk.jacobians.core.numeric import (
     chunks,
     linear,
     products,
-    squared_length,
+    squares_of_rows,
     sum_of_squares,
     times_squares,
     wide,
@@ -220,7 +220,8 @@ def norm_squared(patches: Patches, m: Tensor, width: int, views: bool = False, s
     """`|sum_t m a^T|^2` for every sample of `m` `[N, G, O, T]`: `[N]`, by Gram matrices or directly."""
     n, g, o, t = m.shape
     if t == 1:
-        return (squared_length(m) * squared_length(patches(slice(0, n)))).sum(1).to(m.dtype)
+        left, right = (squares_of_rows(wide(x).flatten(2)) for x in (m, patches(slice(0, n))))
+        return (left * right).sum(1).to(m.dtype)
     size = cost.Size(1, n, g, o, width, t)
     saved = 0.0 if shown is None else cost.gradient(size) - cost.adding_up(size)
     by_grams = cost.by_grams(size) < cost.by_rows(size) - saved

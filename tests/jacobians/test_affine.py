@@ -220,3 +220,14 @@ def test_misfit_names_pattern_shapes_and_lengths() -> None:
         "'i' is 4 long in input 0 and 6 long in parameter 'weight'",
     ):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("param", ["weight", "bias"])
+@torch.no_grad()
+def test_no_columns_have_no_squares(param: str, per_sample: bool) -> None:
+    layer = nn.Linear(3, 2)
+    rule, call = REGISTRY.find(layer), Call.of(layer, torch.randn(4, 3), params=("weight", "bias"))
+    assert rule is not None
+    found = rule.squared_sum(call, torch.zeros(0, 4, 2), param, per_sample=per_sample)
+    assert torch.equal(found, torch.zeros(*[4] * per_sample, *call.shape_of(param)))
