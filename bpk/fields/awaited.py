@@ -60,6 +60,8 @@ def expect_gradients(parameters: Parameters, record: Record, states: dict[str, P
     if record.rule is not None and record.rule.sums_by_product:
         size = record.output.numel()
         states = {name: state for name, state in states.items() if size * state.param.numel() > WORTH_WAITING}
+    if not states:
+        return
     edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
     for name, (node, position) in edges.items():
         states[name].awaited_gradients += 1

@@ -28,24 +28,21 @@ LOOKED_AT: WeakSet[nn.Module] = WeakSet()
 """Losses of which it is known whether they couple samples, and whose user has been told if they do."""
 
 
-def caution_coupling(
-    loss: Record, node: Node, extensions: Iterable[Quantity], rows: Tensor | None = None, n: int | None = None
-) -> None:
+def caution_coupling(loss: Record, node: Node, extensions: Iterable[Quantity], rows: Tensor | None, n: int) -> None:
     """Tell the user once that a loss, whose output is at `node`, couples samples, where first order does not see it.
 
-    `rows` says which of `n` samples each row belongs to (by default, rows are samples).
+    `rows` says which of `n` samples each row belongs to (`None`: rows are samples).
     """
     module = loss.module
     if module in LOOKED_AT or not isinstance(loss.rule, AutodiffLoss) or type(module).__module__.startswith("torch.nn"):
         return
     if loss.batch_size < 2 or loss.problem or loss.recomputed is not None:
         return  # another pass may tell
-    concerned = [e for e in extensions if not e.second_order and e.fail_mode != FAIL_SILENT]
-    if concerned:
-        LOOKED_AT.add(module)
-    count = loss.batch_size
-    labels = torch.arange(count, device=loss.output.device) if rows is None else rows.clamp(min=0)
-    if concerned and couples(loss, node, labels, count if n is None else n):
+    if all(e.second_order or e.fail_mode == FAIL_SILENT for e in extensions):
+        return  # nobody is to be told
+    LOOKED_AT.add(module)
+    samples = torch.arange(loss.batch_size, device=loss.output.device) if rows is None else rows.clamp(min=0)
+    if couples(loss, node, samples, n):
         warn(
             explain(
                 f"The loss '{loss.path}' ({type(module).__name__}) couples the samples of a batch.",

@@ -6,7 +6,7 @@ attention, which their rules evaluate once more, and it cannot notice `p.data = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +42,9 @@ def changed(params: Mapping[str, Tensor], noted: Sequence[Noted]) -> list[str]:
     return [name for (name, p), known in zip(params.items(), noted, strict=False) if is_changed(p, known)]
 
 
-def as_seen(module: nn.Module, params: dict[str, Tensor], noted: Sequence[Noted]) -> dict[str, Tensor]:
-    """The parameters of a call as a rule may see them now."""
-    gone = {name: Changed.of(module, name, params[name]) for name in changed(params, noted)}
-    return {**params, **gone} if gone else params
+def as_seen(module: nn.Module, params: dict[str, Tensor], gone: Collection[str]) -> dict[str, Tensor]:
+    """The parameters of a call as a rule may see them now, where the values of some are gone."""
+    return {**params, **{name: Changed.of(module, name, params[name]) for name in gone}} if gone else params
 
 
 class Changed(Tensor):

@@ -43,7 +43,6 @@ ENTRIES = (
     "torch.UntypedStorage._cdata",
     "torch.autograd.Function._backward_cls",
     "torch.autograd.Variable._execution_engine.queue_callback",
-    "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.graph._engine_run_backward.__code__.co_varnames.index('t_outputs')",
     "torch.nn.modules._functions.BackwardHookFunction._backward_cls",
@@ -100,12 +99,6 @@ def when_finished(callback: Callable[[], None]) -> None:
     If it goes: the end of the context.
     """
     Variable._execution_engine.queue_callback(callback)
-
-
-def run(end: Tensor, beginning: Tensor, vector: Tensor) -> None:
-    """`torch.autograd.grad` that keeps the graph, in half the time. If it goes: `torch.autograd.grad`."""
-    run_backward = Variable._execution_engine.run_backward
-    run_backward((end,), (vector,), True, False, (beginning,), allow_unreachable=True, accumulate_grad=False)
 
 
 multithreaded = torch._C._is_multithreading_enabled

@@ -164,21 +164,22 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        form, inputs = (self.shifted, *self.used, *changed(self.params, self.noted)), list(self.inputs)
+        gone, inputs = changed(self.params, self.noted), list(self.inputs)
+        form = (self.shifted, *self.used, *gone)
         known = self.seen is not None and self.seen[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
             if x._version != version and self.rule is not None and self.rule.reads_values:
                 inputs[index] = self.unchanged(index, self.rule)
             known = known and self.seen is not None and inputs[index] is self.seen[1][index]
         if self.seen is None or not known:
-            call = self.call_on(inputs)
+            call = self.call_on(inputs, gone)
             call.drawn = self.drawn
             self.seen = form, inputs, call
         return self.seen[2]
 
-    def call_on(self, inputs: list[Tensor]) -> Call:
-        """The call with these tensors as inputs, as the rule sees them."""
-        params = as_seen(self.module, self.params, self.noted)
+    def call_on(self, inputs: list[Tensor], gone: Sequence[str] = ()) -> Call:
+        """The call with these tensors as inputs, as the rule sees them; the values of parameters may be `gone`."""
+        params = as_seen(self.module, self.params, gone)
         if self.plain:
             out = self.results[self.used[0]]
             return Call(self.settings.as_called(self.module), inputs, params, out, used={self.used[0]: out.shape[1:]})
