@@ -20,6 +20,7 @@ from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding, bind_tensors, in_front
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import Reader
+from bpk.jacobians.core.diagonals import Diagonals
 from bpk.jacobians.core.errors import require_declared, require_distinct
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.kronecker import Kronecker
@@ -32,7 +33,7 @@ from bpk.jacobians.second_order.graph import residual_product
 from bpk.jacobians.second_order.taylor import TaylorProduct
 
 
-class Rule(Kronecker, TaylorProduct):
+class Rule(Diagonals, Kronecker, TaylorProduct):
     """A layer, described once: where it applies, its products, and what it cannot do.
 
     `modules` are the `torch.nn` classes it serves, `functions` the functions and tensor methods
@@ -41,7 +42,6 @@ class Rule(Kronecker, TaylorProduct):
 
     from_output: bool = False
     """Whether the products are right when `call.inputs[0]` holds the output (layers that work in place)."""
-    knows_diagonals: bool = False
     reads_values: bool = True
     """Whether the products depend on the values of the inputs, and not on their shapes alone."""
     reads_output: bool = True
@@ -222,10 +222,6 @@ class Rule(Kronecker, TaylorProduct):
     def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
         """The rows `[V, N, *p]` of a parameter as sums of outer products, for each part of it; `()`: none are known."""
         return ()
-
-    def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
-        """`sum_d h_nd (J_n^T e_d)^2` for `h` `[N, *out]`, without columns, by rules with `knows_diagonals`."""
-        raise TypeError(f"{self.name} needs columns")
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""

@@ -45,6 +45,8 @@ class BackpropExtension:
     """Whether values from some of the columns, and from the others, give the whole (see `combine`)."""
     sums_rows = False
     """Whether the value adds up rows, exact ones of a square root, so that each may count as a sample of its own."""
+    only_squares = False
+    """Whether the value is made of `uses.squared_sum` alone, which may be known without any columns."""
     sums_samples = False
     """Whether the value (of second order) is one of the whole batch, so that it exists where samples mix."""
     linear_in_terms = False

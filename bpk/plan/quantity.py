@@ -23,6 +23,7 @@ class Quantity(Protocol):
     second_order: bool
     combines: bool
     sums_rows: bool
+    only_squares: bool
     sums_samples: bool
     linear_in_terms: bool
     needs_rows: bool

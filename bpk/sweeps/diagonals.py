@@ -22,10 +22,15 @@ EXACT = {torch.float32, torch.float64}
 
 def takes(step: Step) -> bool:
     """Whether a diagonal may pass a call this way: one input, and parameters that nothing else uses."""
-    call, rows = step.call, step.samples_of_rows
+    return step.samples_of_rows is None and can_take(step)
+
+
+def can_take(step: Step) -> bool:
+    """The same, whichever sample a row belongs to."""
+    call = step.call
     if tied_inside(step):
         return False
-    if step.rule is None or not step.rule.knows_diagonals or not step.params or step.reused or rows is not None:
+    if step.rule is None or not step.rule.knows_diagonals or not step.params or step.reused:
         return False
     kinds = {x.dtype for x in (*call.inputs, *call.params.values(), call.output)}
     return step.runs and len(call.inputs) == 1 and len(kinds) == 1 and kinds <= EXACT

@@ -8,8 +8,7 @@ leave it at that. So `[V, N, T, ...]` stands for the columns of all positions, w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from math import prod
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ from torch import Tensor
 from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
-from bpk.plan.graph import REARRANGING
 from bpk.plan.plan import Plan
 from bpk.plan.samples import slots
 from bpk.plan.step import Step
-from bpk.plan.stretch import STRETCH
+from bpk.sweeps.closed_form import settle_last_layer
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting
+from bpk.sweeps.position_axes import axes_of_positions, behind, positions_of
 from bpk.sweeps.square_root import SquareRoot
 from bpk.sweeps.sweep import Settle, times_root_of_factor
 
@@ -45,6 +44,8 @@ class ByPosition(SquareRoot):
         joint, rows = step.joint, step.samples_of_rows
         several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
         possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()
+        if self.has_only_squares(step) and settle_last_layer(self, step):
+            return []
         root = joint.rule.sqrt_hessian_by_position(joint.call) if possible else None
         if root is None:
             return super().starting(step)
@@ -81,54 +82,13 @@ class ByPosition(SquareRoot):
 
     def send_positions(self, step: Step, index: int, key: Hashable, mat: Tensor, where: Tensor) -> list[Starting]:
         """Hand columns of all positions to what feeds an input, or return them, if they have to be written out."""
-        producer, mats, numbers = self.behind(step, index, mat, where)
-        axes = None if producer is None else self.stays_apart(producer, numbers)
+        producer, mats, numbers = behind(step.links[index], mat, where)
+        alone = producer is not None and not any(self.plan.is_shared(p) for p in producer.params.values())
+        axes = axes_of_positions(producer, numbers) if producer is not None and alone else None
         if producer is None or axes is None:
             return [written_out(mat, where, step.samples_of_rows, index, ("positions", key))]
         self.waiting.setdefault(producer, {})[key] = axes, mats
         return []
-
-    def behind(self, step: Step, index: int, mat: Tensor, where: Tensor) -> tuple[Step | None, Tensor, Tensor]:
-        """The call that feeds an input, maybe through functions that rearrange entries, with columns there."""
-        link = step.links[index]
-        producer, numbers = link.producer, where.to(mat.dtype)[None]
-        mat, numbers = link.back(mat), link.back(numbers)
-        if producer.rule is not STRETCH:
-            return producer, mat, numbers[0]
-        source = producer.source
-        if source is None or len(producer.links) != 1 or producer.params or not source.functions <= REARRANGING:
-            return None, mat, numbers[0]
-        producer.reached = True
-        return producer.links[0].producer, source.pull(mat)[0], source.pull(numbers)[0][0]
-
-    def stays_apart(self, producer: Step, numbers: Tensor) -> int | None:
-        """How many axes behind the batch axis tell positions apart at a call (`None`: they are mixed)."""
-        record, rule, call = producer.record, producer.rule, producer.call
-        if rule is None or len(record.inputs) != 1 or len(record.used) != 1 or len(call.inputs) != 1:
-            return None
-        looks_at = rule.acts_on(call)
-        if looks_at is None or any(self.plan.is_shared(p) for p in producer.params.values()):
-            return None
-        axes = leading_axes(numbers)
-        free = call.inputs[0].dim() - looks_at - 1
-        same = axes is not None and call.inputs[0].shape[: 1 + axes] == call.output.shape[: 1 + axes]
-        return axes if axes is not None and same and axes <= free else None
-
-
-def positions_of(shape: Sequence[int], axes: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers `[N, *x]` from 1 on of sample and position, where these axes tell positions apart."""
-    kept = [size if axis == 0 or axis in axes else 1 for axis, size in enumerate(shape)]
-    return (torch.arange(prod(kept), device=device).reshape(kept) + 1).expand(*shape)
-
-
-def leading_axes(numbers: Tensor) -> int | None:
-    """Behind how many axes numbers of positions are constant, if the axes before have one number for each entry."""
-    for axes in range(numbers.dim()):
-        front = numbers.flatten(0, axes).reshape(numbers.shape[: 1 + axes].numel(), -1)
-        first = front[:, 0]
-        if bool((front == first[:, None]).all()):
-            return axes if bool((first > 0).all()) and len(first.unique()) == len(first) else None
-    return None
 
 
 def written_out(mat: Tensor, where: Tensor, samples: Tensor | None, index: int, name: Hashable) -> LazyColumns:

@@ -15,6 +15,7 @@ from bpk.plan.plan import Plan
 from bpk.plan.samples import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
+from bpk.sweeps.closed_form import settle_last_layer
 from bpk.sweeps.columns import ColumnSweep
 from bpk.sweeps.curved_stretch import CurvedStretch
 from bpk.sweeps.diagonals import behind, takes, tied_inside
@@ -43,7 +44,7 @@ class SignedHessian(ColumnSweep):
 
     def starting(self, step: Step) -> list[Starting]:
         if step.is_loss:
-            return [self.of_loss(step)]
+            return [] if settle_last_layer(self, step) else [self.of_loss(step)]
         if step.rule is STRETCH:
             return list(self.of_stretch(step))
         return [*self.of_diagonal(step), *(self.split(step, lazy) for lazy in self.of_call(step))]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from bpk.plan.step import Step
+from bpk.sweeps.closed_form import settle_last_layer
 from bpk.sweeps.columns import ColumnSweep
 from bpk.sweeps.lazy import Chunk, LazyColumns, Starting, known, split_rows
-from bpk.sweeps.sweep import times_root_of_factor
+from bpk.sweeps.sweep import positive_factor, times_root_of_factor
 
 
 class SquareRoot(ColumnSweep):
@@ -29,9 +30,15 @@ class SquareRoot(ColumnSweep):
     def starting(self, step: Step) -> list[Starting]:
         if not step.is_loss:
             return []
+        if self.has_only_squares(step) and settle_last_layer(self, step):
+            return []
         if self.mc_samples is None and step.samples_of_rows is None:
             return [RootColumns(self, step)]
         return [self.all_at_once(step)]
+
+    def has_only_squares(self, step: Step) -> bool:
+        """Whether the squares of exact columns are all that anybody wants."""
+        return self.only_squares and self.mc_samples is None and positive_factor(step) >= 0
 
     def all_at_once(self, step: Step) -> LazyColumns:
         """All columns of a loss: sampled ones, or exact ones with columns of their own for each row of a sample."""

@@ -88,6 +88,8 @@ class Player(Sweep):
 
     fields_are_rows = False
     """Whether somebody who listens writes something of the size of a parameter for each sample."""
+    only_squares = False
+    """Whether all who listen take sums of squares of columns, and nothing else."""
 
     def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
         """Get ready."""

@@ -37,6 +37,15 @@ def loss_hessian(case: Case, rule: Loss) -> None:
     product = case.run("hessian_mat_prod", curvature.hessian_mat_prod, call, mat)
     case.same("hessian_mat_prod", product, expected, 0, ("column", "sample"), loosen=4.0)
 
+    diag = case.run("hessian_diag", curvature.hessian_diag, call)
+    expected_diag = hessian.diagonal(dim1=1, dim2=2)
+    if diag is not None:
+        case.same(
+            "hessian_diag", diag.reshape(expected_diag.shape).to(mat.dtype), expected_diag, 0, ("sample",), loosen=4.0
+        )
+    if curvature.is_diagonal and case.exact:
+        case.same("is_diagonal", expected_diag.diag_embed(), hessian, 0, ("sample",), "the whole Hessian")
+
     found = case.run("hessian_columns", curvature.hessian_columns, call)
     if found is not None:
         columns, signs = found

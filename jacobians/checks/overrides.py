@@ -95,6 +95,11 @@ def of_diagonal(case: Case, param: str) -> None:
         got = case.run("squares_of_diagonal", rule.squares_of_diagonal, call, diag, param, per_sample)
         axes = ("sample",) if per_sample else ()
         case.same("squares_of_diagonal", got, expected, param, axes, "its columns", loosen=4.0)
+    if rule.has_disjoint_rows(call):
+        mat = case.cotangent(3)
+        expected = case.run("squared_sum (default)", Rule.squared_sum, rule, call, mat, param)
+        got = case.run("squares_of_diagonal", rule.squares_of_diagonal, call, mat.square().sum(0), param)
+        case.same("has_disjoint_rows", got, expected, param, (), "columns with many entries", loosen=4.0)
 
 
 def last_axis_outermost(x: Tensor) -> Tensor:

@@ -77,8 +77,7 @@ class Affine(LinearInEach):
             return self.input_product(call, mat, wrt)
         if wrt == "weight":
             return self.weight_product(call, mat)
-        groups = self._matrix_shape(call)[0]
-        columns = mat.reshape(mat.shape[0], 1, groups, -1, 1)
+        columns = mat.reshape(mat.shape[0], 1, self._matrix_shape(call)[0], -1, 1)
         return self.as_output(call, columns.expand(-1, call.batch_size, -1, -1, -1))
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
@@ -87,8 +86,7 @@ class Affine(LinearInEach):
         if wrt == "weight" and sum_batch:
             return self.weight_adjoint(call, mat)
         if wrt == "weight":
-            width = self._matrix_shape(call)[2]
-            columns = self.as_columns(call, mat)
+            columns, width = self.as_columns(call, mat), self._matrix_shape(call)[2]
             rows = gemm.per_sample(partial(self.patches, call), columns, width, call.empty, self.views(call))
             return self.as_weight(call, rows)
         rows = self._over_positions(call, mat)
@@ -144,6 +142,9 @@ class Affine(LinearInEach):
             return ()
         width, matrix = self._matrix_shape(call)[2], partial(self.as_matrix, call)
         return [Outer(self.as_columns(call, mat), partial(self.patches, call), width, matrix)]
+
+    def has_disjoint_rows(self, call: Call) -> bool:
+        return self.positions(call) == 1
 
     def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
         columns = self.as_columns(call, diag[None])

@@ -37,6 +37,9 @@ class Curvature(Autodiff):
     flat: str | None = None
     """Where the Hessian is zero everywhere: why all quantities built from it are zero, and what to use instead."""
 
+    is_diagonal: bool = False
+    """Whether the Hessian of a sample is a diagonal matrix."""
+
     # ---- what a family gives ----------------------------------------------------------------------
     @abstractmethod
     def sqrt_hessian(self, call: Call) -> Tensor:
@@ -58,6 +61,10 @@ class Curvature(Autodiff):
 
         Column `v` stands for one column per position, zero at all others. Default: `None`, there is no such form.
         """
+        return None
+
+    def hessian_diag(self, call: Call) -> Tensor | None:
+        """The diagonal `[N, *pred]` of `H_n`, in float32 or wider. Default: `None`, it takes columns to know it."""
         return None
 
     @abstractmethod

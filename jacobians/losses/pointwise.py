@@ -58,6 +58,8 @@ class PointwiseLoss(Loss):
             [0.0000, 0.5000]])
     """
 
+    is_diagonal = True
+
     def __init__(
         self,
         expression: str | Mapping[Any, str],

@@ -89,6 +89,10 @@ class SoftmaxCrossEntropy(Loss):
             )
             yield part.reshape(len(numbers), *x.shape).to(x.dtype)
 
+    def hessian_diag(self, call: Call) -> Tensor:
+        log_p, weight = self._softmax(call)  # p (1 - p), right also where p is close to 1
+        return (-log_p.exp() * log_p.expm1() * weight[:, None]).reshape(call.inputs[0].shape)
+
     def positions(self, prediction: Tensor) -> tuple[int, ...]:
         return behind_classes(prediction)
 
