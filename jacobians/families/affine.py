@@ -64,8 +64,7 @@ class Affine(LinearInEach):
     # ---- what follows ----------------------------------------------------------------------------
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         """`[V, *p] -> [V, N, *out]`."""
-        columns = torch.matmul(self.as_matrix(call, mat)[:, None], self.patches(call))
-        return self.as_output(call, columns)
+        return self.as_output(call, torch.matmul(self.as_matrix(call, mat)[:, None], self.patches(call)))
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         """`[V, N, *out] -> [V, *p]`, summed over samples."""
@@ -147,9 +146,11 @@ class Affine(LinearInEach):
         return self.positions(call) == 1
 
     def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
-        columns = self.as_columns(call, diag[None])
+        x, columns = self.vectors(call), self.as_columns(call, diag[None])
         if param != "weight":
             rows = self._over_positions(call, diag[None])[0]
+        elif x is not None and not per_sample and not torch.is_grad_enabled():
+            return times_squares(diag, x)
         elif self.positions(call) == 1 and not per_sample:
             matrix = torch.einsum("ngot,ngit->goi", columns[0], self.patches(call).square())
             return self.as_weight(call, matrix)
@@ -179,8 +180,7 @@ class Affine(LinearInEach):
         if param != "weight":
             return None
         require_room(self._matrix_shape(call)[2], call.params["weight"])
-        n = call.batch_size
-        moment = self.moment(call, approximation == "reduce")
+        n, moment = call.batch_size, self.moment(call, approximation == "reduce")
         divisor = n * self.positions(call) if approximation == "expand" else n
         return moment / divisor if torch.is_grad_enabled() else moment.div_(divisor)
 
