@@ -74,13 +74,14 @@ class AtLosses:
     def make_plan(self, loss: Record) -> None:
         """Make one plan for all losses of the objective."""
         losses = {loss: engine.current_node()} | self.inspection.losses
-        self.plan = self.plan_of(losses)
+        self.plan = self.plan_of(losses, is_whole=True)
         self.to_come = set(losses)
 
-    def plan_of(self, losses: dict[Record, Node]) -> Plan:
-        """A plan of some losses."""
+    def plan_of(self, losses: dict[Record, Node], is_whole: bool) -> Plan:
+        """A plan of some losses, or of all."""
         above = {record: None for loss in losses for record in self.inspection.above[loss]}
-        return Plan(losses, above, self.inspection.sources, self.inspection.merged or self.inspection.attribution)
+        attribution = self.inspection.merged or self.inspection.attribution
+        return Plan(losses, above, self.inspection.sources, attribution, is_whole)
 
     def start_at(self, loss: Record, factor: Tensor) -> None:
         """Let all sweeps that start at a loss pass the calls behind it.
@@ -91,7 +92,7 @@ class AtLosses:
         step = self.plan.of[loss]
         if step.links:
             announce(step.joint.rule.flat, self.sweeps.extensions)
-        plan = self.plan if len(self.plan.losses) == 1 else self.plan_of({loss: self.plan.losses[loss]})
+        plan = self.plan if len(self.plan.losses) == 1 else self.plan_of({loss: self.plan.losses[loss]}, is_whole=False)
         plan.of[loss].gradient = factor
         self.to_come.discard(loss)
         self.parameters.more_losses = bool(self.to_come)

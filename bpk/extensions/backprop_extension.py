@@ -19,6 +19,7 @@ from bpk.jacobians.core.errors import explain
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
 from bpk.plan.quantity import FAIL_SILENT as FAIL_SILENT
 from bpk.plan.quantity import FAIL_WARN as FAIL_WARN
+from bpk.plan.quantity import Takes
 
 
 class BackpropExtension:
@@ -45,8 +46,8 @@ class BackpropExtension:
     """Whether values from some of the columns, and from the others, give the whole (see `combine`)."""
     sums_rows = False
     """Whether the value adds up rows, exact ones of a square root, so that each may count as a sample of its own."""
-    only_squares = False
-    """Whether the value is made of `uses.squared_sum` alone, which may be known without any columns."""
+    takes: Takes = "columns"
+    """Of what the value is made: squares and factors may be known without columns."""
     sums_samples = False
     """Whether the value (of second order) is one of the whole batch, so that it exists where samples mix."""
     linear_in_terms = False

@@ -59,14 +59,18 @@ class Columns:
 
 
 @dataclass
-class Squares:
-    """What some columns add to the squares of a parameter, without them: `of(per_sample)`, `[*p]` or `[N, *p]`."""
+class ClosedForm:
+    """What columns add to a parameter, without them: `squares(per_sample)`, `[*p]` or `[N, *p]`, and `factor()`.
 
-    of: Callable[[bool], Tensor]
+    The factor is the Kronecker factor `G` that goes with the input's (`None`: it is not known).
+    """
 
-    def merged(self, other: Squares) -> Squares:
-        """The sum with those of another loss."""
-        return Squares(lambda per_sample: self.of(per_sample) + other.of(per_sample))
+    squares: Callable[[bool], Tensor]
+    factor: Callable[[], Tensor] | None = None
+
+    def merged(self, other: ClosedForm) -> ClosedForm:
+        """The squares, with those of another loss."""
+        return ClosedForm(lambda per_sample: self.squares(per_sample) + other.squares(per_sample))
 
 
 @dataclass

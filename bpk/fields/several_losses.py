@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bpk.fields.arrived import Averages, Columns, Squares
+from bpk.fields.arrived import Averages, ClosedForm, Columns
 from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.products import add_up
 from bpk.plan.stretch import StretchCall
@@ -21,7 +21,7 @@ def merged(before: list[Use], uses: list[Use]) -> list[Use]:
 
 def without_graph(use: Use, n: int) -> Use:
     """A use that does not need autograd's graph any more: the rows of a stretch are computed now."""
-    if not isinstance(use.call, StretchCall) or isinstance(use.arrived, Squares):
+    if not isinstance(use.call, StretchCall) or isinstance(use.arrived, ClosedForm):
         return use
     if isinstance(use.arrived, Averages):
         known = [use.arrived.shared[use.name]] if use.name in use.arrived.shared else []

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, Squares
+from bpk.fields.arrived import PIECE, ClosedForm
 from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
 from bpk.fields.rows import Use as Use
@@ -33,8 +33,8 @@ class Uses(Products):
         return self.memo(("squares", per_sample), self._squared_sum, per_sample)
 
     def _squared_sum(self, per_sample: bool) -> Tensor:
-        if isinstance(known := self.uses[0].arrived, Squares):
-            return known.of(per_sample)
+        if isinstance(known := self.uses[0].arrived, ClosedForm):
+            return known.squares(per_sample)
         if not per_sample and self.keeps_samples and not self.shortcut:
             return self.squared_sum(per_sample=True).sum(0)
         if not self.simple:
@@ -123,6 +123,9 @@ class Uses(Products):
         if inputs is None and is_too_large_for_a_block(self.param):
             return [sparse_diagonal(self.squared_sum().flatten())]
         self.require_room_beside(inputs)
+        if isinstance(known := self.uses[0].arrived, ClosedForm):
+            assert known.factor is not None
+            return [known.factor()] if inputs is None else [known.factor(), inputs]
         if inputs is None and not self.simple:
             rows = as_rows(self.all_rows(), 2).flatten(0, 1)
             return [rows.T @ rows]

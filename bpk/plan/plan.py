@@ -34,6 +34,7 @@ class Plan:
         above: The recorded calls behind them.
         sources: Where the inputs of a call come from.
         attribution: Which sample each row belongs to.
+        is_whole: Whether these are all losses of the objective.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Plan:
         above: Iterable[Record],
         sources: Sources,
         attribution: Attribution,
+        is_whole: bool,
     ) -> None:
         self.losses = losses
+        self.is_whole = is_whole
         above = list(above)
         nodes: dict[Record, Node | None] = dict(losses)
         for record in (*losses, *above):

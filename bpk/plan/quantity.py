@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -12,6 +12,12 @@ FAIL_WARN = "WARN"
 """A layer that the extension does not know, and that has parameters, causes a warning."""
 FAIL_SILENT = "SILENT"
 """A layer that the extension does not know is passed over."""
+
+Takes = Literal["columns", "squares", "factors"]
+"""Of what a value is made: of sums of squares of columns alone, of their Kronecker factors alone, or of any columns.
+
+Squares and factors of the last layer may be known without columns (`bpk.sweeps.closed_form`).
+"""
 
 
 class Quantity(Protocol):
@@ -23,7 +29,6 @@ class Quantity(Protocol):
     second_order: bool
     combines: bool
     sums_rows: bool
-    only_squares: bool
     sums_samples: bool
     linear_in_terms: bool
     needs_rows: bool
@@ -32,6 +37,10 @@ class Quantity(Protocol):
     needs_apart: bool
     needs_total: bool
     adds_field: bool
+
+    @property
+    def takes(self) -> Takes:
+        """Of what the value is made."""
 
     @property
     def works_by_rules(self) -> bool:

@@ -1,18 +1,21 @@
 """The last layer in closed form: where no other is trained, squares need the diagonal of a loss's Hessian only.
 
-Columns would be as many as a prediction has entries. For a head with many classes behind a frozen model, or for that of
-a language model, this is more than there is memory for.
+Kronecker factors need the sum of the Hessian over samples, if nothing stands between the layer and the loss. Columns
+would be as many as a prediction has entries. For a head with many classes behind a frozen model, or for that of a
+language model, this is more than there is memory for.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import Squares
+from bpk.fields.arrived import ClosedForm
 from bpk.fields.statistics import Use
+from bpk.jacobians.core.call import Call
 from bpk.plan.step import Step
 from bpk.sweeps.diagonals import can_take
 from bpk.sweeps.position_axes import axes_of_positions, behind, positions_of
@@ -34,12 +37,34 @@ def settle_last_layer(player: Player, step: Step) -> bool:
     producer, mats, numbers = behind(link, diag[None], where)
     if producer is not at or not is_enough(step, at, numbers):
         return False
+    if "factors" in player.takes and not has_factor(player, step, at):
+        return False
     at.reached = True
     view, diag = at.view(player.samples), player.rows(mats[0])
+    total = cache(lambda: (step.joint.rule.sum_hessian(step.joint.call) * step.grad).to(diag.dtype))
     for name, param in at.params.items():
-        squares = Squares(partial(at.rule.squares_of_diagonal, view, diag, name))
-        player.settle(param, [Use(view, at.rule, name, squares, of=(at.record, "squares"))], at.batch_size)
+        squares = partial(at.rule.squares_of_diagonal, view, diag, name)
+        found = ClosedForm(squares, partial(factor, at, view, total, name))
+        player.settle(param, [Use(view, at.rule, name, found, of=(at.record, "closed"))], at.batch_size)
     return True
+
+
+def factor(at: Step, view: Call, total: Callable[[], Tensor], name: str) -> Tensor:
+    """`G = sum_n J^T H_n J` for the Jacobian in a layer's outputs, which is the same for all samples."""
+    assert at.rule is not None
+    return at.rule.congruence(view, total(), name)
+
+
+def has_factor(player: Player, step: Step, at: Step) -> bool:
+    """Whether a parameter's factor `G` is that of the sum of a loss's Hessian: all samples, one position, one loss.
+
+    Factors of several losses are no sum, but those of the columns of all of them.
+    """
+    (link,) = step.links.values()
+    aligned = link.producer is at and link.entrance is None
+    in_order = step.samples_of_rows is None and at.samples_of_rows is None
+    alone = player.plan.is_whole and player.samples is None
+    return alone and aligned and in_order and at.rule is not None and at.rule.has_disjoint_rows(at.call)
 
 
 def last_layer(player: Player, step: Step) -> Step | None:

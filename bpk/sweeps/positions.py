@@ -44,7 +44,7 @@ class ByPosition(SquareRoot):
         joint, rows = step.joint, step.samples_of_rows
         several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
         possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()
-        if self.has_only_squares(step) and settle_last_layer(self, step):
+        if self.may_be_closed(step) and settle_last_layer(self, step):
             return []
         root = joint.rule.sqrt_hessian_by_position(joint.call) if possible else None
         if root is None:

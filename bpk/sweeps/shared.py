@@ -42,7 +42,7 @@ class SharedSweeps:
                 self.combining.add(key)
                 if all(e.sums_rows for e in mine):
                     sweep = ByPosition(None, sweep.samples)
-            sweep.only_squares = key in self.combining and all(e.only_squares for e in mine)
+            sweep.takes = frozenset("columns" if e.has_module_extensions else e.takes for e in mine)
             sweep.fields_are_rows = any(e.needs_rows or e.needs_samples for e in mine)
             self.players[key] = sweep
         self.second_order = any(e.second_order for e in extensions)

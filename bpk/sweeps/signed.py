@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from bpk.fields.arrived import Squares
+from bpk.fields.arrived import ClosedForm
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
@@ -62,7 +62,7 @@ class SignedHessian(ColumnSweep):
     def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
         """Note what some columns add to the squares of a parameter."""
         assert step.rule is not None
-        use = Use(step.view(self.samples), step.rule, name, Squares(squares), of=(step.record, "squares"))
+        use = Use(step.view(self.samples), step.rule, name, ClosedForm(squares), of=(step.record, "squares"))
         self.settle(step.params[name], [use], step.batch_size)
 
     def starts_later(self, step: Step, diag: Tensor) -> bool:

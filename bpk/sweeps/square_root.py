@@ -30,15 +30,15 @@ class SquareRoot(ColumnSweep):
     def starting(self, step: Step) -> list[Starting]:
         if not step.is_loss:
             return []
-        if self.has_only_squares(step) and settle_last_layer(self, step):
+        if self.may_be_closed(step) and settle_last_layer(self, step):
             return []
         if self.mc_samples is None and step.samples_of_rows is None:
             return [RootColumns(self, step)]
         return [self.all_at_once(step)]
 
-    def has_only_squares(self, step: Step) -> bool:
-        """Whether the squares of exact columns are all that anybody wants."""
-        return self.only_squares and self.mc_samples is None and positive_factor(step) >= 0
+    def may_be_closed(self, step: Step) -> bool:
+        """Whether nobody wants exact columns themselves."""
+        return "columns" not in self.takes and self.mc_samples is None and positive_factor(step) >= 0
 
     def all_at_once(self, step: Step) -> LazyColumns:
         """All columns of a loss: sampled ones, or exact ones with columns of their own for each row of a sample."""

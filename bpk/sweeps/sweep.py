@@ -18,6 +18,7 @@ from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.plan import Plan
+from bpk.plan.quantity import Takes
 from bpk.plan.step import Step
 from bpk.sweeps.hand import Hand
 from bpk.sweeps.linearised import times_named
@@ -88,8 +89,8 @@ class Player(Sweep):
 
     fields_are_rows = False
     """Whether somebody who listens writes something of the size of a parameter for each sample."""
-    only_squares = False
-    """Whether all who listen take sums of squares of columns, and nothing else."""
+    takes: frozenset[Takes] = frozenset(["columns"])
+    """Of what those who listen make their values."""
 
     def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
         """Get ready."""

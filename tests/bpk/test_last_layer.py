@@ -110,7 +110,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which columns losses have made."""
     found: list[str] = []
     for cls in (Curvature, PointwiseLoss, SoftmaxCrossEntropy):
-        for name in ("sqrt_hessian", "sqrt_hessian_by_position", "hessian_columns"):
+        for name in ("sqrt_hessian", "sqrt_hessian_parts", "sqrt_hessian_by_position", "hessian_columns"):
             original = vars(cls).get(name)
             if original is None or getattr(original, "__isabstractmethod__", False):
                 continue
@@ -183,24 +183,77 @@ def test_columns_where_a_diagonal_is_not_enough(name: str, extension: type) -> N
 
 
 def test_others_need_columns(made: list[str]) -> None:
-    """An extension that takes more than squares gets columns, and so do those that share them."""
+    """An extension that takes more than squares and factors gets columns, and so do those that share them."""
     model, loss_fn, x, y = CASES["classes"]()
     model, loss_fn = bpk.extend(model.double()), bpk.extend(loss_fn)
     with bpk.backpack(E.DiagGGNExact()):
         loss_fn(model(x.double()), y).backward()
     alone = model.weight.diag_ggn_exact
     assert not made
-    with bpk.backpack(E.DiagGGNExact(), E.KFLR()):
+    with bpk.backpack(E.DiagGGNExact(), E.SqrtGGNExact()):
         loss_fn(model(x.double()), y).backward()
     assert made
     torch.testing.assert_close(model.weight.diag_ggn_exact, alone)
 
 
+@pytest.mark.parametrize("approximation", ["default", "expand", "reduce"])
+@pytest.mark.parametrize("name", ["classes", "frozen", "one pixel"])
+def test_factors(name: str, approximation: str, made: list[str]) -> None:
+    """`G` is the sum of the blocks of the loss's Hessian, and the squares beside it are what they are alone."""
+    model, loss_fn, x, y = CASES[name]()
+    model, x = model.double(), x.double()
+    layer = model[-1] if isinstance(model, nn.Sequential) else model
+    inputs = (model[:-1](x) if isinstance(model, nn.Sequential) else x).flatten(1).detach()
+    out = model(x).detach()
+    hessian = torch.autograd.functional.hessian(lambda z: loss_fn(z.reshape(out.shape), y), out.flatten())
+    expected = 2.5 * torch.stack([hessian[n * C : (n + 1) * C, n * C : (n + 1) * C] for n in range(N)]).sum(0)
+    bpk.extend(model), bpk.extend(loss_fn)
+    with bpk.backpack(E.KFLR(approximation), E.DiagGGNExact()):
+        (2.5 * loss_fn(model(x), y)).backward()
+    for p in layer.parameters():
+        torch.testing.assert_close(p.kflr[0], expected)
+    torch.testing.assert_close(layer.weight.kflr[1], inputs.T @ inputs / N)
+    assert made == []
+    together = layer.weight.diag_ggn_exact
+    with bpk.backpack(E.DiagGGNExact()):
+        (2.5 * loss_fn(model(x), y)).backward()
+    torch.testing.assert_close(layer.weight.diag_ggn_exact, together)
+
+
+@pytest.mark.parametrize("name", ["pixels", "words", "time first", "extra axis", "regression", *COLUMNS])
+def test_factors_from_columns(name: str, made: list[str]) -> None:
+    """Where the loss's Hessian alone does not give the factors, they are what they are beside columns."""
+    model, loss_fn, x, y = (COLUMNS | CASES)[name]()
+    model, x = bpk.extend(model.double()), x.double()
+    loss_fn, y = bpk.extend(loss_fn), y.double() if y.is_floating_point() else y
+    found = []
+    for extensions in ([E.KFLR()], [E.KFLR(), E.SqrtGGNExact()]):
+        made.clear()
+        with bpk.backpack(*extensions):
+            loss_fn(model(x), y).backward()
+        assert made or name == "generic loss"
+        found.append([factor for p in model.parameters() for factor in p.kflr])
+    torch.testing.assert_close(*found)
+
+
+def test_factors_of_some_samples(made: list[str]) -> None:
+    model, loss_fn, x, y = CASES["frozen"]()
+    model, loss_fn = bpk.extend(model.double()), bpk.extend(loss_fn)  # the loss is a sum
+    with bpk.backpack(E.KFLR(subsampling=[1, 3])):
+        loss_fn(model(x.double()), y).backward()
+    some = model[-1].weight.kflr
+    assert made
+    with bpk.backpack(E.KFLR()):
+        loss_fn(model(x[[1, 3]].double()), y[[1, 3]]).backward()
+    torch.testing.assert_close(some[0], model[-1].weight.kflr[0])
+
+
 def test_negative_factor_is_refused() -> None:
-    model, loss_fn, x, y = CASES["classes"]()
-    model, loss_fn = bpk.extend(model.double()), bpk.extend(loss_fn)
-    with pytest.raises(ValueError, match="negative factor"), bpk.backpack(E.DiagGGNExact()):
-        (-loss_fn(model(x.double()), y)).backward()
+    for extension in (E.DiagGGNExact(), E.KFLR()):
+        model, loss_fn, x, y = CASES["classes"]()
+        model, loss_fn = bpk.extend(model.double()), bpk.extend(loss_fn)
+        with pytest.raises(ValueError, match="negative factor"), bpk.backpack(extension):
+            (-loss_fn(model(x.double()), y)).backward()
 
 
 def test_several_losses() -> None:
@@ -213,15 +266,20 @@ def test_several_losses() -> None:
         out = model(x)
         return torch.stack([(k + 1) * losses[k](out, y if k == 0 else z) for k in chosen]).sum()
 
-    parts = []
+    parts, factors = [], []
     for k in range(3):
         with bpk.backpack(E.DiagGGNExact(), E.BatchDiagHessian()):
             objective([k]).backward()
         parts.append((model.weight.diag_ggn_exact, model.weight.diag_h_batch))
-    with bpk.backpack(E.DiagGGNExact(), E.BatchDiagHessian()):
-        objective([0, 1, 2]).backward()
-    torch.testing.assert_close(model.weight.diag_ggn_exact, torch.stack([ggn for ggn, _ in parts]).sum(0))
-    torch.testing.assert_close(model.weight.diag_h_batch, torch.stack([h for _, h in parts]).sum(0))
+        with bpk.backpack(E.KFLR()):
+            objective([k]).backward()
+        factors.append(model.weight.kflr[0])
+    for extensions in ([E.DiagGGNExact(), E.BatchDiagHessian()], [E.DiagGGNExact(), E.BatchDiagHessian(), E.KFLR()]):
+        with bpk.backpack(*extensions):
+            objective([0, 1, 2]).backward()
+        torch.testing.assert_close(model.weight.diag_ggn_exact, torch.stack([ggn for ggn, _ in parts]).sum(0))
+        torch.testing.assert_close(model.weight.diag_h_batch, torch.stack([h for _, h in parts]).sum(0))
+    torch.testing.assert_close(model.weight.kflr[0], torch.stack(factors).sum(0))
 
 
 def test_many_classes() -> None:

@@ -14,7 +14,7 @@ class DiagGGN(SquareRootExtension):
     """Common part: `diag(J^T H J) = sum_v (J^T S_v)^2` with `H = S S^T`, the loss Hessian at the model's output."""
 
     combines = True
-    only_squares = True
+    takes = "squares"
 
     def value(self, uses: Uses) -> Tensor:
         return uses.squared_sum(per_sample=self.needs_samples)

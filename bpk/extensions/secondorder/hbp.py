@@ -89,6 +89,7 @@ class HBP(SecondOrderBackpropExtension):
     adds_field = False
     averages = True
     over_batches = Factors()
+    takes = "factors"
     orders: Orders | None = None
     """By parameter what `note_order` says, for those who multiply with the product of the factors."""
 
