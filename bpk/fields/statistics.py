@@ -15,14 +15,14 @@ from bpk.fields.arrived import PIECE, ClosedForm
 from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
 from bpk.fields.rows import Use as Use
+from bpk.fields.sums import add_into, squares, weighted_sum
+from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.core.side_by_side import as_rows
+from bpk.plan.samples import to_samples
 from bpk.utils.kroneckers import sparse_diagonal
-
-CHUNK = 1 << 18
-"""How many numbers are squared at once, so that they stay in the processor's cache."""
 
 
 class Uses(Products):
@@ -179,12 +179,22 @@ class Uses(Products):
         return self.memo(("input factor", approximation), lambda: self._input_factor(approximation))
 
     def _input_factor(self, approximation: str) -> Tensor | None:
-        parts = [use.rule.kron_input(use.call, use.name, approximation) for use in self.uses]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            return None
-        share = self.uses[0].call.batch_size / self.batch_size  # the divisor stays the full batch's
-        return add_up(known) * share if share != 1 else add_up(known)
+        known = [part for use in self.uses if (part := self.input_part(use, approximation)) is not None]
+        return add_up(known) if len(known) == len(self.uses) else None
+
+    def input_part(self, use: Use, approximation: str) -> Tensor | None:
+        """The share of one use. A rule divides by the rows of its call, which need not be the samples of the batch.
+
+        Several rows of a sample are positions: "expand" divides by all of them, "reduce" averages those of a sample.
+        """
+        call, rows = use.call, use.call.batch_size
+        if use.samples is not None and rows and approximation == "reduce":
+            call = averaged(use, self.batch_size)
+            rows = call.batch_size
+        part = use.rule.kron_input(call, use.name, approximation)
+        if part is None or rows == self.batch_size or (use.samples is not None and rows and approximation == "expand"):
+            return part
+        return part * (rows / self.batch_size) if rows else torch.zeros_like(part)
 
     def averaged_factors(self) -> list[Tensor]:
         """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
@@ -207,35 +217,21 @@ class Uses(Products):
         return [outputs] if inputs is None else [outputs, inputs]
 
 
-def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """`sum_n c_n rows_n`. (`torch.tensordot` takes longer to begin than a small one takes.)"""
-    shape = rows.shape[1:]
-    return (weights @ rows.reshape(len(weights), shape.numel())).view(shape)
+def averaged(use: Use, n: int) -> Call:
+    """The call of a use with the means over the rows of each of `n` samples, for the input factor of a linear layer."""
+    call, samples = use.call, use.samples
+    if samples is None or not use.rule.averages_inputs or len(call.inputs) > 1:
+        raise UnsupportedLayer(
+            explain(
+                f"Kronecker factors of a parameter {list(call.params[use.name].shape)} are not known with "
+                "approximation='reduce'.",
+                "it averages over the positions of a sample, which are rows of the batch axis of a layer there.",
+                "give the layer the batch axis alone in front ([N, T, ...]), or use the default or 'expand'.",
+            )
+        )
+    counts = torch.bincount(samples, minlength=n).clamp(min=1)
 
+    def mean(x: Tensor) -> Tensor:
+        return to_samples(x[None], samples, n)[0] / counts.reshape(-1, *[1] * (x.dim() - 1))
 
-def add_into(total: Tensor, part: Tensor) -> Tensor:
-    """The sum, in the memory of `total` where no graph is built."""
-    return total + part if torch.is_grad_enabled() else total.add_(part)
-
-
-def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:
-    """`sum_v s_v rows_v^2` for materialised rows `[V, N, *p]`, without a second tensor of their size."""
-    v, n = rows.shape[:2]
-    flat = as_rows(rows, 2)
-    if torch.is_grad_enabled():
-        weighted = flat.square() if signs is None else flat.square() * signs[..., None]
-        return (weighted.sum(0) if per_sample else weighted.sum((0, 1))).reshape(rows.shape[1 if per_sample else 2 :])
-    total = flat.new_zeros((n if per_sample else 1), flat.shape[2])
-    step = max(1, CHUNK // max(1, flat.shape[2]))
-    several = max(1, step // max(1, n))  # small columns at once
-    for k in range(0, v, several):
-        for start in range(0, n, step):
-            columns, here = slice(k, k + several), slice(start, start + step)
-            piece = flat[columns, here].square()
-            if signs is not None:
-                piece *= signs[columns, here, None]
-            if per_sample:
-                total[here] += piece.sum(0) if several > 1 else piece[0]
-            else:
-                total[0] += piece.sum((0, 1))
-    return total.reshape(rows.shape[1 if per_sample else 2 :])
+    return Call(call.options, [mean(x) for x in call.inputs], call.params, mean(call.output))

@@ -16,6 +16,9 @@ class Kronecker(ABC):
     seen as matrices `[G, A]`, are sums over positions of outer products.
     """
 
+    averages_inputs: bool = False
+    """Whether what a weight multiplies is linear in each input, so that its mean over rows is that of the input."""
+
     @abstractmethod
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         """See `Rule`."""

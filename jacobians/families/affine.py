@@ -29,6 +29,7 @@ class Affine(LinearInEach):
     """The family "weight times patches, plus bias"."""
 
     knows_diagonals = True
+    averages_inputs = True
     reads_output = False
     sums_by_product = True
 
@@ -174,8 +175,7 @@ class Affine(LinearInEach):
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.
 
-        "expand": divided by `N T`; "reduce": of `a` averaged over positions (Eschenhagen et al. 2023,
-        arXiv:2311.00636).
+        "expand": divided by `N T`; "reduce": of `a` averaged over positions (Eschenhagen et al., arXiv:2311.00636).
         """
         if param != "weight":
             return None

@@ -128,3 +128,68 @@ def test_rows_without_a_gradient_take_no_part_in_second_derivatives(seed: int) -
         (gradient,) = torch.autograd.grad(loss, p, create_graph=True)
         entries = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in gradient.flatten()]
         torch.testing.assert_close(p.diag_h.flatten(), torch.stack(entries).diagonal())
+
+
+class TwoRowCounts(nn.Module):
+    """One layer sees all steps of all samples, side by side, and the first step alone, in either order."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.first = nn.Linear(4, 4), nn.Linear(4, 3), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.layer(x[:, 0]) if self.first else None
+        every = self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
+        return self.head(torch.tanh(every + (self.layer(x[:, 0]) if early is None else early)))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_input_factors_of_uses_with_different_numbers_of_rows(first: bool) -> None:
+    """`A` is the sum over all rows of all uses, divided by the samples of the batch."""
+    model, loss_fn = bpk.extend(TwoRowCounts(first).double()), bpk.extend(nn.CrossEntropyLoss())
+    x = torch.randn(5, 3, 4).double()
+    with bpk.backpack(E.KFLR(), E.KFAC()):
+        loss_fn(model(x), torch.arange(5) % 3).backward()
+    rows = torch.cat([x.flatten(0, 1), x[:, 0]])
+    for factors in (model.layer.weight.kflr, model.layer.weight.kfac):
+        torch.testing.assert_close(factors[1], rows.T @ rows / 5)
+
+
+class SideBySide(nn.Module):
+    """A layer on every step, which is given steps as an axis, or all of them as rows."""
+
+    def __init__(self, layer: nn.Module, flat: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.flat = layer, nn.Linear(4, 3), flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.flat else self.layer(x)
+        return self.head(torch.tanh(out.mean(1)))
+
+
+def factors(layer: nn.Module, flat: bool, x: Tensor, approximation: str) -> list[Tensor]:
+    torch.manual_seed(3)
+    for p in layer.double().parameters():
+        nn.init.normal_(p)
+    model, loss_fn = bpk.extend(SideBySide(layer, flat).double()), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.KFLR(approximation)):
+        loss_fn(model(x), torch.arange(len(x)) % 3).backward()
+    return [factor for p in layer.parameters() for factor in p.kflr]
+
+
+@pytest.mark.parametrize("approximation", ["default", "expand", "reduce"])
+def test_rows_of_a_sample_are_positions(approximation: str) -> None:
+    """Whoever puts steps into the batch axis gets the factors of the layer that sees them as an axis."""
+    x, layer = torch.randn(5, 3, 4).double(), nn.Linear(4, 4)
+    torch.testing.assert_close(factors(layer, True, x, approximation), factors(layer, False, x, approximation))
+
+
+@pytest.mark.parametrize("approximation", ["default", "expand"])
+def test_tokens_in_the_batch_axis_are_positions(approximation: str) -> None:
+    x, layer = torch.randint(7, (5, 3)), nn.Embedding(7, 4)
+    torch.testing.assert_close(factors(layer, True, x, approximation), factors(layer, False, x, approximation))
+
+
+def test_means_over_tokens_in_the_batch_axis_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="averages over the positions of a sample"):
+        factors(nn.Embedding(7, 4), True, torch.randint(7, (5, 3)), "reduce")

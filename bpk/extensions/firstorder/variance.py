@@ -12,7 +12,8 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.fields.arrived import PIECE
-from bpk.fields.statistics import CHUNK, Uses
+from bpk.fields.statistics import Uses
+from bpk.fields.sums import CHUNK
 from bpk.jacobians.core.numeric import LARGE, wide
 
 ROUNDINGS = 1024
