@@ -31,7 +31,7 @@ def require_pair(number: int, batch: Any) -> None:
                 f"Batch {number} of the loader is {form_of(batch)}, and no pair (x, y).",
                 "accumulate(...) computes loss_fn(model(x), y) unless it is told what to compute.",
                 "pass step=lambda model, loss_fn, batch: loss_fn(model(batch['x']), batch['y']), or what your batch "
-                "needs.",
+                "needs; a single batch as [(x, y)].",
             )
         )
 

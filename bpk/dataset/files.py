@@ -13,6 +13,7 @@ from torch import Tensor
 from bpk.dataset.checkpoint import not_written
 from bpk.jacobians.core.errors import explain
 from bpk.recording.surroundings import is_sharded
+from bpk.utils.ekfac import Eigenbasis
 
 KEY = "bpk"
 """Under which name the metadata are kept."""
@@ -42,6 +43,8 @@ def noted(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     """Put the tensors of a value aside; returns how it is made of them."""
     if isinstance(value, list):
         return [noted(f"{key}/{number}", part, tensors) for number, part in enumerate(value)]
+    if isinstance(value, Eigenbasis):
+        return {"eigenbasis": [noted(key, value.bases, tensors), noted(f"{key}/moments", value.moments, tensors)]}
     if not isinstance(value, Tensor):  # an array in a file
         return {"file": str(value.filename), "shape": list(value.shape), "strides": list(value.strides)}
     if is_sharded(value):
@@ -90,6 +93,8 @@ def restored(value: Any, tensors: dict[str, Tensor]) -> Any:
         return [restored(part, tensors) for part in value]
     if isinstance(value, str):
         return tensors[value]
+    if "eigenbasis" in value:
+        return Eigenbasis(*restored(value["eigenbasis"], tensors))
     if "file" in value:
         import numpy
 

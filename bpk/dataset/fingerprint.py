@@ -51,10 +51,11 @@ PLAIN = (int, float, str, bool, tuple, Enum, type(None))
 
 
 def settings(thing: object) -> str:
-    """Plain attributes, and functions."""
+    """Plain attributes, functions, and checksums of lists of tensors."""
     given = {k: v for k, v in vars(thing).items() if not k.startswith("_")}
     shown = {k: repr(v) for k, v in given.items() if isinstance(v, PLAIN)}
     shown |= {k: code_of(v) for k, v in given.items() if isinstance(v, FunctionType)}
+    shown |= {k: digest(v) for k, v in given.items() if isinstance(v, list)}
     return ", ".join(f"{name}={value}" for name, value in sorted(shown.items()))
 
 
@@ -70,6 +71,9 @@ def checksum(x: Tensor) -> str:
     """Type, shape and a checksum of the numbers (of a tensor in shards, which processes do not have alike, none)."""
     if is_sharded(x):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} in shards"
+    if x.is_sparse:
+        x = x.coalesce()
+        return f"{list(x.shape)} of {checksum(x.indices())} {checksum(x.values())}"
     there = x.detach().to("cpu").contiguous()
     digest = hashlib.sha256()
     if there.numel():

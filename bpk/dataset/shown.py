@@ -10,10 +10,12 @@ from torch import Tensor
 from bpk.jacobians.core.tabular import Table
 from bpk.reading import shown
 from bpk.recording.surroundings import is_sharded
+from bpk.utils.ekfac import Eigenbasis
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a value; rows on disk are left where they are, and shards apart."""
+    """The tensors of a value (of EKFAC: moments); rows on disk are left where they are, and shards apart."""
+    value = value.moments if isinstance(value, Eigenbasis) else value
     return [
         x.to_dense() if x.is_sparse else x
         for x in (value if isinstance(value, list) else [value])

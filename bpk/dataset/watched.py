@@ -16,6 +16,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
+from bpk.plan.support import require_axis
 from bpk.plan.survey import mixes
 from bpk.recording.known_gradient import KnownGradient
 from bpk.recording.membership import path_of
@@ -57,6 +58,7 @@ class Watched(backpack):
         self.adds_up = True
         self.asks = asks
         self.seen = Seen()
+        self.looked = False  # at the first batch, of which all others have the form
         self.add_up: Callable[[Sharded], None] | None = None
 
     def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
@@ -89,10 +91,14 @@ class WatchedBackward(Backward):
             mixing = [record.module for record in above if mixes(record)]
             if inspection.merged is not None or mixing:
                 raise mixed([*inspection.left, *mixing][-1:])
+            if not self.context.extensions and not self.context.looked:  # these would look for it themselves
+                require_axis((), (*above, loss))
             if isinstance(loss.rule, Loss):
                 seen.samples = inspection.attribution.batch_size(loss)
                 divisor = loss.rule.divides_by(loss.call()) if self.context.asks else None
                 seen.divisors.append(None if divisor is None else float(divisor))
+
+        self.context.looked = True
 
     def work_on(self, record: Record, grad: Tensor) -> KnownGradient | None:
         if record.is_loss and isinstance(record.rule, Loss):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
+from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.kroneckers import dense
 
 
@@ -111,12 +112,25 @@ class Eigenbases(Posterior):
     bases: Mapping[str, Sequence[Tensor]]
     precisions: Mapping[str, Tensor]
 
+    @classmethod
+    def of(cls, ekfac: Mapping[str, Eigenbasis], prior_precision: float = 1.0, scale: float = 1.0) -> Eigenbases:
+        """`(scale U diag(m) U^T + prior_precision I)^-1`, of what `EKFAC` saves, by the names of parameters."""
+        precisions = {name: scale * found.moments + prior_precision for name, found in ekfac.items()}
+        return cls({name: found.bases for name, found in ekfac.items()}, precisions)
+
     @property
     def names(self) -> Sequence[str]:
         return list(self.bases)
 
     def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        return {"covariance": lambda uses: in_eigenbasis(uses, self.bases[name], self.precisions[name])}
+        def covariance(uses: Uses) -> Tensor:
+            bases, precisions = self.bases[name], self.precisions[name]
+            sizes = [len(basis) for basis in bases]
+            fits = prod(sizes) == uses.param.numel() and list(precisions.shape) == sizes
+            require_size(name, sizes, fits, uses.param)
+            return in_eigenbasis(uses, [dense(basis) for basis in bases], precisions)
+
+        return {"covariance": covariance}
 
 
 def in_eigenbasis(uses: Uses, bases: Sequence[Tensor], precisions: Tensor) -> Tensor:

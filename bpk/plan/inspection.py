@@ -72,7 +72,7 @@ class Inspection:
             found, merges = place_or_merge(roots, self.sources, self.extensions, self.by_hand)
         except UnsupportedLayer:
             for root in roots:
-                require_axis(self.extensions[0], upstream(root, self.sources))  # if that is why
+                require_axis(self.extensions, upstream(root, self.sources))  # if that is why
             raise
         if merges:
             self.merged = Attribution(mixed=True)

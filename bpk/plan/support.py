@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -224,14 +224,15 @@ def require_batch(record: Record) -> None:
         raise ValueError(explain(what, why, f"{do}."))
 
 
-def require_axis(extension: Quantity, records: Iterable[Record]) -> None:
+def require_axis(extensions: Sequence[Quantity], records: Iterable[Record]) -> None:
     """Refuse layers that were given a single sample without a batch axis."""
     for record in records:
         reason = record.rule.obstacle(record.call()) if record.rule is not None and not record.problem else None
         if reason is not None and reason.rstrip(".").endswith("no batch axis"):
-            raise UnsupportedLayer(
-                refusal(extension, record, Support(Kind.REFUSED, f"{reason.rstrip('.')}.", ADD_AXIS))
-            )
+            answer = Support(Kind.REFUSED, f"{reason.rstrip('.')}.", ADD_AXIS)
+            what = f"The samples of layer '{record.path}' ({type(record.module).__name__}) cannot be counted."
+            alone = explain(what, answer.reason, answer.do)  # of the gradient alone
+            raise UnsupportedLayer(refusal(extensions[0], record, answer) if extensions else alone)
 
 
 def check_samples(extension: Quantity, record: Record) -> None:

@@ -6,16 +6,16 @@ moments `m` of individual columns in their product `U = kron(*U_i)`. It stands f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
-from bpk.utils.kroneckers import apply_kfac_mat_prod, dense, kfacs_to_mat
+from bpk.utils.kroneckers import apply_kfac_mat_prod, dense, diagonal, is_diagonal, kfacs_to_mat, sparse_diagonal
 
 
 class Eigenbasis(NamedTuple):
@@ -79,13 +79,49 @@ def times(ekfac: Eigenbasis, values: Tensor, mat: Tensor) -> Tensor:
     return apply_kfac_mat_prod(ekfac.bases, rotated * values.reshape(-1, *[1] * (mat.dim() - 1)))
 
 
-def kfacs_to_ekfac(factors: list[Tensor]) -> Eigenbasis:
+def kfacs_to_ekfac(factors: Sequence[Tensor]) -> Eigenbasis:
     """The same block as a Kronecker product: its eigenbases, with the products of the eigenvalues as moments.
+
+    The basis of a sparse diagonal factor (of a large table) is the identity, sparse.
 
     >>> import torch
     >>> kfacs_to_ekfac([torch.tensor([[2.0]]), torch.tensor([[3.0]])]).moments
     tensor([[6.]])
     """
-    found = [eigh(dense(factor), "a Kronecker factor") for factor in factors]
+    found = [decomposed(factor) for factor in factors]
     moments = reduce(lambda left, right: left[..., None] * right, (values for values, _ in found))
-    return Eigenbasis([vectors.contiguous() for _, vectors in found], moments)
+    return Eigenbasis([vectors for _, vectors in found], moments)
+
+
+def decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors."""
+    if is_diagonal(factor):
+        values = diagonal(factor)
+        return values, sparse_diagonal(torch.ones_like(values))
+    values, vectors = eigh(dense(factor), "a Kronecker factor")
+    return values, vectors.contiguous()
+
+
+def bases_of(model: nn.Module, factors: Mapping[str, Sequence[Tensor]]) -> dict[Tensor, list[Tensor]]:
+    """The eigenbases of factors by the names of parameters, as `EKFAC(bases=...)` takes them.
+
+    >>> import torch, bpk
+    >>> from bpk.extensions import EKFLR, KFLR
+    >>> model, loss_fn = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss()
+    >>> batches = [(torch.randn(8, 4), torch.arange(8) % 3) for _ in range(2)]
+    >>> factors = bpk.accumulate(model, loss_fn, batches, KFLR()).field("kflr")
+    >>> result = bpk.accumulate(model, loss_fn, batches, EKFLR(bases=bases_of(model, factors)))
+    >>> result["weight"]["ekflr"].moments.shape
+    torch.Size([3, 4])
+    """
+    params = dict(model.named_parameters())
+    unknown = sorted(set(factors) - set(params))
+    if unknown:
+        raise ValueError(
+            explain(
+                f"Factors are given for {', '.join(unknown)}.",
+                f"{type(model).__name__} has no such parameters.",
+                "pass factors by the names of model.named_parameters(), such as bpk.accumulate(...).field('kfac').",
+            )
+        )
+    return {params[name]: kfacs_to_ekfac(mine).bases for name, mine in factors.items()}

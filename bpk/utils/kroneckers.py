@@ -191,6 +191,14 @@ def diagonal(sparse: Tensor) -> Tensor:
     return entries.values().new_zeros(len(sparse)).index_add(0, row, entries.values())
 
 
+def is_diagonal(factor: Tensor) -> bool:
+    """Whether a factor is a sparse matrix without entries off its diagonal."""
+    if factor.layout is torch.strided:
+        return False
+    row, column = factor.to_sparse_coo().coalesce().indices()
+    return torch.equal(row, column)
+
+
 def dense(factor: Tensor) -> Tensor:
     """A factor as an ordinary tensor."""
     return factor if factor.layout is torch.strided else factor.to_dense()

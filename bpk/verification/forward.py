@@ -51,15 +51,15 @@ def derivatives_of(
             yield Row("input", name, Verdict.UNCHECKED, note=str(error))
 
 
-def row_of(name: str, found: Tensor, expected: Tensor, tolerance: Tolerance, note: str) -> Row:
+def row_of(name: str, found: Tensor, expected: Tensor, tolerance: Tolerance, note: str, of: str = "input") -> Row:
     """The comparison of values `[E, ...]` at some entries."""
     scale = float(expected.abs().nan_to_num(0.0).max())
     result, most = Comparison(), (tolerance.relative + tolerance.absolute) * scale
     result.add(found[None].double(), expected.double(), most, scale, lambda index: f"entry {list(index)}")
     if result.compared == 0:
-        return Row("input", name, Verdict.UNCHECKED, note="plain autograd gives NaN or infinity")
+        return Row(of, name, Verdict.UNCHECKED, note="plain autograd gives NaN or infinity")
     verdict = Verdict.WRONG if result.wrong else Verdict.OK
-    return Row("input", name, verdict, result.compared, result.absolute, result.relative, result.wrong or note)
+    return Row(of, name, verdict, result.compared, result.absolute, result.relative, result.wrong or note)
 
 
 @dataclass

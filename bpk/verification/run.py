@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from bpk.context import check_extension
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
+from bpk.jacobians.core.errors import explain
 from bpk.verification.assemble import Effort, rows
 from bpk.verification.forward import DERIVATIVES, Derivative, derivatives_of
 from bpk.verification.problem import Problem, undisturbed
 from bpk.verification.progress import Progress
 from bpk.verification.result import Row, Verification
+from bpk.verification.whole_model import OF_MODELS, OfModel, of_models
+
+FUNCTIONS = (*DERIVATIVES, *OF_MODELS)
+"""Quantities that are named by functions, and not by extensions."""
 
 
 def verify(
@@ -23,7 +28,7 @@ def verify(
     loss: nn.Module | None,
     inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     targets: Any = None,
-    *extensions: BackpropExtension | Derivative,
+    *extensions: BackpropExtension | Derivative | OfModel,
     entries: int = 10,
     samples: int = 2,
     seed: int = 0,
@@ -53,7 +58,8 @@ def verify(
     cover is said in the table, as are refusals of `bpk`.
 
     Derivatives in the input are named by their functions, `bpk.taylor`, `bpk.laplacian`, `bpk.input_hessian_diag`,
-    and are compared with reverse mode. They need no loss: `bpk.verify(model, None, x)` checks all three.
+    and are compared with reverse mode. They need no loss: `bpk.verify(model, None, x)` checks all three. So are
+    `bpk.ntk` and `bpk.predictive_covariance`, which are compared with rows of the Jacobian, where they are named.
 
     A loss of one's own that adds losses of `torch.nn` up, with constant factors, has the GGN of their sum.
 
@@ -95,8 +101,17 @@ def verify(
     >>> print(bpk.verify(model, None, X).summary())
     3 ok
     """
+    if isinstance(targets, BackpropExtension) or any(targets is function for function in FUNCTIONS):
+        raise ValueError(
+            explain(
+                f"verify(...) got {getattr(targets, '__name__', targets)} as targets.",
+                "quantities are named behind them.",
+                "pass None as targets, where there are none: verify(model, None, x, None, bpk.laplacian).",
+            )
+        )
     forward = [e for e in extensions if e in DERIVATIVES] if extensions or loss is not None else list(DERIVATIVES)
-    chosen = [e for e in extensions if e not in DERIVATIVES]
+    kernels = [e for e in extensions if e in OF_MODELS]
+    chosen = [e for e in extensions if e not in FUNCTIONS]
     for extension in chosen:
         check_extension(extension)
     wanted = [e for e in chosen if isinstance(e, BackpropExtension)] if extensions or forward else every_extension()
@@ -112,6 +127,8 @@ def verify(
             finally:
                 bar.close()
         found += derivatives_of(model, inputs, forward, entries, passes, seed, dtype, (rtol, atol))
+        tolerance = rtol, atol
+        found += of_models(model, inputs, kernels, entries, samples, passes, memory, batch_axis, seed, dtype, tolerance)
     result = Verification(tuple(found))
     if raise_on_error and result.wrong:
         raise AssertionError(f"quantities are wrong:\n{result}")

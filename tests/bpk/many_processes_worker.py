@@ -23,6 +23,7 @@ from bpk import extensions as E
 from bpk.extensions.firstorder.weighted_grad import WeightedByNorm
 from bpk.extensions.over_batches import OverBatches
 from bpk.extensions.registry import every_extension
+from bpk.utils.ekfac import bases_of
 
 ADDS_UP = [e for e in every_extension() if isinstance(e.over_batches, OverBatches)]
 QUANTITIES = [e for e in ADDS_UP if not isinstance(e.over_batches, WeightedByNorm)]
@@ -186,9 +187,18 @@ def gone(rank: int, world: int) -> Any:
     return run([*batches(), *batches()], step=step)
 
 
+def in_bases(rank: int, world: int) -> Any:
+    """Factors of all ranks, then moments in their eigenbases."""
+    model = problem()[0]
+    factors = {name: known["kflr"] for name, known in run(batches(), E.KFLR(), model=model).items() if name != "about"}
+    found = run(batches(), E.EKFLR(bases=bases_of(model, factors)), model=model)
+    return {name: {"moments": known["ekflr"].moments} for name, known in found.items() if name != "about"}
+
+
 SCENARIOS: dict[str, Callable[[int, int], Any]] = {
     "all": lambda rank, world: run(batches(), *QUANTITIES, batch_averages=True),
     "owner": lambda rank, world: run(batches(), *QUANTITIES, batch_averages=True, result="owner"),
+    "in bases": in_bases,
     "counted": counted,
     "shuffled apart": shuffled_apart,
     "with sampler": with_sampler,

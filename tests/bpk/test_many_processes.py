@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bpk.distributed.sums import folded, unfolded
+from bpk.extensions import EKFLR
 from bpk.extensions.over_batches import Rows
 from tests.bpk.many_processes_worker import QUANTITIES, problem
 from tests.bpk.processes import run_worlds
@@ -66,6 +67,16 @@ def test_one_two_and_four_processes_give_one_large_batch(found: dict[tuple[int, 
         about, one = scenario["about"], alone["about"]
         assert (about["samples"], about["batches"], about["divisor"]) == (11, 3, 9.0)
         assert abs(about["loss"] - one["loss"]) < 1e-12
+
+
+def test_moments_in_eigenbases_of_the_data_set(found: dict[tuple[int, int], Found]) -> None:
+    """EKFAC in two passes: all ranks have the bases of the global factors, and moments add up."""
+    model, x, y = problem()
+    expected = whole(model, nn.CrossEntropyLoss(), x, y, EKFLR())
+    for moments in several(found, "in bases"):
+        for name, known in expected.items():  # order and signs of eigenvectors do not count
+            mine, one = (m.flatten().sort().values for m in (moments[name]["moments"], known["ekflr"].moments))
+            torch.testing.assert_close(mine, one, rtol=1e-6, atol=1e-10)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from bpk.extensions.backprop_extension import positive
 from bpk.extensions.definition import Form
-from bpk.extensions.over_batches import Parts
+from bpk.extensions.over_batches import OverBatches, Parts, Size, Sums
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
-from bpk.fields.eigenbasis import eigenbasis
+from bpk.fields.eigenbasis import eigenbasis, moments_in
 from bpk.fields.statistics import Uses
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.utils.ekfac import Eigenbasis
+
+Bases = Mapping[Tensor, Sequence[Tensor]]
+"""By parameter: orthogonal matrices, one for each Kronecker factor, in their order."""
+
+
+class InBases(Sums):
+    """Moments in bases that are the same for all batches; a part's name is the number of its parameter's bases."""
+
+    def __init__(self, bases: Sequence[list[Tensor]]) -> None:
+        super().__init__()
+        self.bases = bases
+
+    def whole(self, total: Parts, size: Size) -> Eigenbasis:
+        ((number, moments),) = total.items()
+        return Eigenbasis(self.bases[int(number)], moments / self.weight(number, size))
 
 
 class EKFLR(SquareRootExtension):
@@ -17,10 +38,11 @@ class EKFLR(SquareRootExtension):
     stands for `U diag(moments) U^T` with `U = kron(U_G, U_A)`. Moments are the diagonal of `U^T GGN U`, with the GGN's
     block itself and not with its factors: `sum_cn (U_G^T R_cn U_A)^2` over the columns `R_cn` `[G, A]` of all samples.
     Their sum is the GGN's trace, and no other diagonal in this basis is nearer to it. `bpk.utils.ekfac` multiplies and
-    inverts.
+    inverts. In bases that are given, such as those of the factors of a data set, moments add up over batches.
 
     Args:
         subsampling: Indices of the samples considered (all by default).
+        bases: By parameter, bases in the place of those of the batch's own factors (`bpk.utils.ekfac.bases_of`).
 
     Source: George, Laurent, Bouthillier, Ballas, Vincent (2018), NeurIPS, with exact columns.
 
@@ -35,17 +57,48 @@ class EKFLR(SquareRootExtension):
     field = "ekflr"
     form = Form.EIGENBASIS
     averages = True
-    over_batches = (
+    adds_field = False
+    over_batches: OverBatches | str | None = (
         "its moments are those in the eigenbasis of the batch's own factors, and moments in different bases do not add "
         "up\n"
-        "accumulate KFLR or KFAC: bpk.utils.ekfac.kfacs_to_ekfac gives the eigenbasis of their factors, with products "
-        "of eigenvalues as moments."
+        "accumulate the factors first, and then the moments in their bases: found = accumulate(..., KFLR()), and "
+        "EKFLR(bases=bpk.utils.ekfac.bases_of(model, found.field('kflr'))); of KFAC and EKFAC likewise."
     )
 
+    def __init__(self, subsampling: Sequence[int] | None = None, bases: Bases | None = None) -> None:
+        super().__init__(subsampling)
+        self.given = None if bases is None else [list(mine) for mine in bases.values()]
+        self.numbers = {param: number for number, param in enumerate(bases or ())}
+        if self.given is not None:
+            self.over_batches = InBases(self.given)
+
     def value(self, uses: Uses) -> Eigenbasis:
-        return eigenbasis(uses)
+        if self.given is None:
+            return eigenbasis(uses)
+        mine = [basis.to(uses.param) for basis in self.given[self.number_of(uses)]]
+        return Eigenbasis(mine, moments_in(uses, mine))
+
+    def statistic(self, uses: Uses) -> Parts:
+        return {str(self.number_of(uses)): self.value(uses).moments}
+
+    def number_of(self, uses: Uses) -> int:
+        """Which of the given bases are the parameter's, if they fit its factors."""
+        number, sizes = self.numbers.get(uses.param), [len(factor) for factor in uses.factors()]
+        assert self.given is not None
+        known = "none" if number is None else [list(basis.shape) for basis in self.given[number]]
+        if number is None or known != [[size, size] for size in sizes]:
+            raise UnsupportedLayer(
+                explain(
+                    f"{self} has no bases for a parameter {list(uses.param.shape)}.",
+                    f"it has factors of {sizes}, and bases= gives {known} for it (by the parameter itself).",
+                    "pass bases=bpk.utils.ekfac.bases_of(model, factors), with the factors of this model by name.",
+                )
+            )
+        return number
 
     def unscaled(self, uses: Uses) -> tuple[Eigenbasis, Parts]:
+        if self.given is not None:
+            return super().unscaled(uses)
         found = self.value(uses)
         return Eigenbasis(found.bases, found.moments / uses.loss_scale), {}
 
@@ -59,6 +112,7 @@ class EKFAC(SampledRootExtension, EKFLR):
     Args:
         mc_samples: Number of samples drawn per datum; extensions with equal numbers share their draws.
         subsampling: Indices of the samples considered (all by default).
+        bases: By parameter, bases in the place of those of the batch's own factors (`bpk.utils.ekfac.bases_of`).
 
     Source: George, Laurent, Bouthillier, Ballas, Vincent (2018), NeurIPS, section 3.
 
@@ -71,6 +125,12 @@ class EKFAC(SampledRootExtension, EKFLR):
     """
 
     field = "ekfac"
+
+    def __init__(
+        self, mc_samples: int = 1, subsampling: Sequence[int] | None = None, bases: Bases | None = None
+    ) -> None:
+        EKFLR.__init__(self, subsampling, bases)
+        self.mc_samples = positive("mc_samples", mc_samples)
 
 
 EXTENSIONS = (EKFAC, EKFLR)

@@ -1,0 +1,139 @@
+"""Kernels and covariances of whole models (`bpk.ntk`, `bpk.predictive_covariance`) against rows of the Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.kernels.ntk import ntk
+from bpk.kernels.posteriors import LowRank
+from bpk.kernels.predictive import predictive_covariance
+from bpk.verification.compare import FEWER, Tolerance
+from bpk.verification.forward import row_of
+from bpk.verification.problem import Arguments, NoReference, cast, duplicate
+from bpk.verification.result import Row, Verdict
+
+OfModel = Callable[..., Any]
+OF_MODELS: tuple[OfModel, ...] = (ntk, predictive_covariance)
+
+DIRECTIONS = 2
+"""Of the posterior's low-rank part."""
+
+
+def of_models(
+    model: nn.Module,
+    inputs: Any,
+    wanted: Sequence[OfModel],
+    entries: int,
+    samples: int,
+    passes: int,
+    memory: float,
+    batch_axis: int,
+    seed: int,
+    dtype: torch.dtype | None,
+    tolerance: tuple[float | None, float | None],
+) -> Iterator[Row]:
+    """One row for each quantity, between so many rows of the Jacobian of some samples."""
+    for quantity in wanted:
+        name = quantity.__name__
+        try:
+            check = Check.of(model, inputs, entries, samples, passes, memory, batch_axis, seed, dtype)
+            found, expected = check.kernel() if quantity is ntk else check.covariance()
+            note = FEWER if check.fewer else ""
+            yield row_of(name, found, expected, Tolerance.of(expected.dtype, *tolerance), note, of="model")
+        except UnsupportedLayer as error:
+            yield Row("model", name, Verdict.REFUSED, note=" ".join(str(error).split()))
+        except NoReference as error:
+            yield Row("model", name, Verdict.UNCHECKED, note=str(error))
+
+
+@dataclass
+class Check:
+    """One model and some samples; every evaluation draws the same random numbers.
+
+    `rows` are gradients of outputs `places` (samples, and entries of their outputs) in all trained parameters.
+    """
+
+    model: nn.Module
+    x: tuple[Tensor, ...]
+    seed: int
+    places: tuple[Tensor, Tensor]
+    rows: list[dict[str, Tensor]]
+    fewer: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        inputs: Any,
+        entries: int,
+        samples: int,
+        passes: int,
+        memory: float,
+        batch_axis: int,
+        seed: int,
+        dtype: torch.dtype | None,
+    ) -> Check:
+        """From what the user has."""
+        given, draw = Arguments.of(inputs, batch_axis), torch.Generator().manual_seed(seed)
+        if given.kwargs or given.axis or not all(isinstance(x, Tensor) for x in given.args):
+            raise NoReference("the model is not called with tensors whose first axis counts samples")
+        some = torch.randperm(given.n, generator=draw)[:samples].sort().values
+        x = tuple(cast(x, dtype)[some.to(x.device)] for x in given.args)
+        model = duplicate(model, dtype)
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        torch.manual_seed(seed)
+        out = model(*x)
+        if not isinstance(out, Tensor) or not out.dim() or len(out) != len(some) or not out.requires_grad:
+            raise NoReference("the model does not return one tensor with a row for each sample")
+        out = out.reshape(len(out), -1)
+        bytes_of_row = sum(p.numel() * p.element_size() for p in params.values())
+        most = min(passes, int(memory * 2**30 / bytes_of_row))
+        asked, allowed = (max(1, number // len(some)) for number in (entries, min(entries, most)))
+        outputs = torch.randperm(out.shape[1], generator=draw)[:allowed]
+        places = torch.arange(len(some)).repeat_interleave(len(outputs)), outputs.repeat(len(some))
+        rows = []
+        for n, c in zip(*(place.tolist() for place in places), strict=True):
+            grads = torch.autograd.grad(
+                out[n, c], list(params.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            rows.append(dict(zip(params, grads, strict=True)))
+        return cls(model, x, seed, places, rows, len(outputs) < min(asked, out.shape[1]))
+
+    def at(self, function: OfModel, *args: Any) -> Tensor:
+        """What `bpk` finds, of a copy of the model."""
+        torch.manual_seed(self.seed)
+        found: Tensor = function(duplicate(self.model, None), self.x, *args)
+        return found
+
+    def times(self, change: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """Inner products of all rows with all rows that have been changed, parameter by parameter."""
+        names = self.rows[0]
+        stacked = ((name, torch.stack([row[name] for row in self.rows]).flatten(1)) for name in names)
+        return torch.stack([rows @ change(name, rows).T for name, rows in stacked]).sum(0)
+
+    def kernel(self) -> tuple[Tensor, Tensor]:
+        """Entries of the neural tangent kernel."""
+        (n, c), found = self.places, self.at(ntk)
+        return found[n[:, None], n, c[:, None], c], self.times(lambda _, rows: rows)
+
+    def covariance(self) -> tuple[Tensor, Tensor]:
+        """Covariances of outputs of one sample, for a posterior with random variances and directions."""
+        draw, like = torch.Generator().manual_seed(self.seed), self.rows[0]
+        variances = {name: torch.rand(row.shape, generator=draw).to(row) for name, row in like.items()}
+        directions = {name: torch.randn(DIRECTIONS, *row.shape, generator=draw).to(row) for name, row in like.items()}
+        (n, c), found = self.places, self.at(predictive_covariance, LowRank(directions, isotropic=variances))
+        along = torch.stack([inner(row, directions) for row in self.rows])
+        expected = self.times(lambda name, rows: rows * variances[name].flatten()) + along @ along.T
+        first, second = (n[:, None] == n).nonzero().T
+        return found[n[first], c[first], c[second]], expected[first, second]
+
+
+def inner(row: dict[str, Tensor], directions: dict[str, Tensor]) -> Tensor:
+    """Inner products of a row with directions `[K, *p]`, over all parameters."""
+    return torch.stack([(row[name] * directions[name]).flatten(1).sum(1) for name in row]).sum(0)
