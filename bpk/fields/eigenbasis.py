@@ -12,7 +12,6 @@ from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
-from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import WHOLE
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.kroneckers import diagonal, sparse_diagonal
@@ -98,10 +97,9 @@ def projected(uses: Uses, outputs: int, left: Tensor | None, right: Tensor | Non
     """`sum_vn (U_G^T R_vn U_A)^2` `[G, A]`: by the rule, or from the rows of a few samples at a time."""
     use = uses.uses[0]
     if uses.simple:
-        parts = [use.rule.projected_squares(use.call, mat, use.name, left, right) for mat, _ in uses.blocks()]
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            return add_up(known)
+        found = use.rule.projected_squares(use.call, list(use.arrived.blocks.values()), use.name, left, right)
+        if found is not None:
+            return found
     step = max(1, PIECE // max(1, uses.lead[0] * uses.param.numel()))
     total: Tensor | None = None
     for start in range(0, uses.count, step):
