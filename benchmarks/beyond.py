@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.alternative import PlainJob
+from benchmarks.alternative import Job, PlainJob
 from benchmarks.beyond_peers import PACKAGES
 from benchmarks.beyond_quantities import PROBLEMS, QUANTITIES, Quantity
 from benchmarks.beyond_ways import Inapplicable, Values, Work
@@ -46,6 +46,14 @@ class Row:
     verdict: str = ""
 
 
+class Freed(Work):
+    """A way whose fields are freed after each run; what other ways have computed is freed in any case."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.drop()
+
+
 def setup_of(quantity: Quantity, problem: str) -> Setup:
     """The network and its batch."""
     return PROBLEMS[problem].setup(quantity.samples.get(problem))
@@ -66,7 +74,7 @@ def values_of(job: Work, values: Values, draws: int) -> list[Tensor]:
 def prepared(quantity: Quantity, problem: str, cells: dict[str, Cell]) -> dict[str, Work]:
     """Ways that are right; the cells of others say what is the matter."""
     jobs: dict[str, Work] = {}
-    first: Work | None = None
+    known: dict[Values, list[Tensor]] = {}
     by_hand = [name for name in quantity.ways if name not in (OWN, LIMIT)]
     for name in (*by_hand, OWN, LIMIT):
         way = quantity.ways[name]
@@ -74,9 +82,11 @@ def prepared(quantity: Quantity, problem: str, cells: dict[str, Cell]) -> dict[s
             job = Work(setup_of(quantity, problem), way)
             if way.compared:
                 found = values_of(job, way.values or quantity.values, quantity.draws)
-                first = first or job
-                expected = values_of(first, way.reference or quantity.values, quantity.draws)
-                wrong = error(found, expected)
+                reference = next(iter(jobs.values()), job)
+                seen = way.reference or quantity.values
+                if seen not in known:
+                    known[seen] = values_of(reference, seen, quantity.draws)
+                wrong = error(found, known[seen])
                 if wrong > (way.tolerance or quantity.tolerance):
                     cells[name] = Cell("wrong", f"off by {wrong:.1e}")
                     continue
@@ -103,12 +113,14 @@ def measure(name: str, problem: str, rounds: int, budget: float, memory: bool) -
     quantity = QUANTITIES[name]
     setup = setup_of(quantity, problem)
     row = Row(name, problem, setup.batch, {PLAIN: Cell("ok")})
-    jobs = {PLAIN: PlainJob(setup, KNOWN["NoContext"]), **prepared(quantity, problem, row.cells)}
-    series = interleave(jobs, PLAIN, rounds, budget, FREED)
+    jobs: dict[str, Job] = {PLAIN: PlainJob(setup, KNOWN["NoContext"]), **prepared(quantity, problem, row.cells)}
+    keeping = {name: job for name, job in jobs.items() if isinstance(job, Work) and job.way.fields}
+    freed = {name + FREED: Freed(job.setup, job.way) for name, job in keeping.items()}
+    series = interleave({**jobs, **freed}, PLAIN, rounds, budget)
     for way in jobs:
         cell, one = row.cells[way], series[way]
         cell.ratio, cell.seconds, cell.rounds = one.ratio, one.median, len(one.seconds)
-        cell.freed = series[way + FREED].ratio if way != PLAIN else 1.0
+        cell.freed = series.get(way + FREED, one).ratio
         if memory:
             try:
                 cell.megabytes = in_own_process(megabytes, name, problem, way, preload=__name__)
@@ -155,7 +167,7 @@ def screen(rows: Sequence[Row]) -> str:
         lines.append(f"{row.quantity}, {PROBLEMS[row.problem].title}, N={row.batch}{took}: {row.verdict}")
         for name, cell in row.cells.items():
             shown = report.shown(cell) if cell.ratio is not None else f"{cell.status}: {cell.reason}"
-            lines.append(f"    {name:26}{shown}")
+            lines.append(f"    {name:30}{shown}")
     return "\n".join(lines)
 
 
@@ -170,8 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beyond", description=__doc__)
     parser.add_argument("--only", nargs="*", help="quantities whose name starts with one of these (default: all)")
     parser.add_argument("--problem", nargs="*", help="networks (default: those of the quantity)")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds of timing for one row (default 10)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds of timing for one row (default 3)")
     parser.add_argument("--memory", action="store_true", help="peak memory, each in a process of its own")
     parser.add_argument("--name", help="write results/NAME.json (beyond, if all was measured)")
     asked = parser.parse_args(argv)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import factorial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, jacrev, vjp, vmap
 from torch.nn.functional import unfold
 
 from benchmarks.alternative import draw_targets, hessian_root
@@ -213,8 +212,12 @@ def eigenbases_by_hand(setup: Setup, sampled: bool) -> Run:
             values, left = torch.linalg.eigh(bias.T @ bias)
             flat = a.transpose(1, 2).flatten(0, 1)
             right = torch.linalg.eigh(flat.T @ flat)[1]
-            rotated = right.T @ a
-            moments = sum((left.T @ m @ rotated.mT).square().sum(0) for m in ms)
+            rotated = (a.mT @ right).mT
+            turned = [(m.mT @ left).mT for m in ms]
+            if a.shape[2] == 1:  # the square of an outer product is the outer product of the squares
+                moments = sum(t[..., 0].square() for t in turned).T @ rotated[..., 0].square()
+            else:
+                moments = sum((t @ rotated.mT).square().sum(0) for t in turned)
             found += [Eigenbasis([left, right], moments)] + [Eigenbasis([left], values)] * (layer.bias is not None)
         return found
 
@@ -236,57 +239,3 @@ def factors_by_hand(setup: Setup) -> Run:
         return found
 
     return run
-
-
-# Derivatives in the input
-
-
-def nested(directions: Callable[[Tensor], Tensor], order: int) -> Callable[[nn.Module, Tensor], list[Tensor]]:
-    """Taylor coefficients by `jvp` of `jvp`, along all directions at once."""
-
-    def function(model: nn.Module, x: Tensor) -> list[Tensor]:
-        def along(v: Tensor) -> tuple[Tensor, ...]:
-            def start(t: Tensor) -> tuple[Tensor, ...]:
-                return (model(x + t * v),)
-
-            step = start
-            for _ in range(order):
-                step = derived(step)
-            return step(torch.zeros(()))
-
-        found = vmap(along, out_dims=0)(directions(x))
-        return [found[0][0], *(c / factorial(k) for k, c in enumerate(found[1:], 1))]
-
-    return function
-
-
-def derived(function: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The same values and the derivative of the last one."""
-
-    def both(t: Tensor) -> tuple[Tensor, ...]:
-        values, slopes = jvp(function, (t,), (torch.ones(()),))
-        return (*values, slopes[-1])
-
-    return both
-
-
-def twice(directions: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Tensor], list[Tensor]]:
-    """Coefficients up to the second by `torch.autograd.grad` twice, for one direction and output after the other."""
-
-    def function(model: nn.Module, x: Tensor) -> list[Tensor]:
-        first, second = [], []
-        for v in directions(x):
-            t = x.new_zeros(len(x), *[1] * (x.dim() - 1), requires_grad=True)
-            out = model(x + t * v)
-            slopes = [torch.autograd.grad(y.sum(), t, create_graph=True)[0] for y in out.T]
-            bends = [torch.autograd.grad(s.sum(), t, retain_graph=True)[0] for s in slopes]
-            first.append(torch.stack([s.detach().flatten() for s in slopes], 1))
-            second.append(torch.stack([b.flatten() for b in bends], 1) / 2)
-        return [out.detach(), torch.stack(first), torch.stack(second)]
-
-    return function
-
-
-def hessian_diagonals(model: nn.Module, x: Tensor) -> Tensor:
-    """The diagonals `[N, *out, *in]` of `jacfwd(jacrev(f))` of each sample."""
-    return vmap(jacfwd(jacrev(lambda z: model(z[None])[0])))(x).diagonal(dim1=2, dim2=3)

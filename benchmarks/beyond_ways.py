@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class Inapplicable(Exception):
 
 Run = Callable[[], list[Any]]
 Values = Callable[[list[Any]], list[Tensor]]
+Works = Callable[[Setup], list[Callable[[], Any]]]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def of_model(function: Callable[[nn.Module, Tensor], Any], graph: bool = False) 
 # What no way can do without
 
 
-def limit(columns: Callable[[Setup], int] = lambda _: 0, work: Callable[[Setup], list[Run]] | None = None) -> Way:
+def limit(
+    columns: Callable[[Setup], int] = lambda _: 0, work: Callable[[Setup], list[Callable[[], Any]]] | None = None
+) -> Way:
     """Forward, backward, so many backward passes more, and arithmetic on random numbers that are there before."""
 
     def prepare(setup: Setup) -> Run:
@@ -144,19 +148,23 @@ def gradients(setup: Setup, least: int = 2, columns: int = 1) -> list[Tensor]:
     return [torch.randn(columns * setup.batch, *p.shape) for p, t in positions(setup).items() if t >= least]
 
 
+def with_itself(x: Tensor) -> list[Any]:
+    """`x x^T`."""
+    return [x @ x.mT]
+
+
 def inner_products(setup: Setup, columns: int = 1) -> list[Run]:
     """Of all rows, where these are more than one outer product each."""
-    return [lambda r=r.flatten(1): [r @ r.T] for r in gradients(setup, 2, columns)]
+    return [partial(with_itself, rows.flatten(1)) for rows in gradients(setup, 2, columns)]
 
 
 def sums_over_axes(setup: Setup) -> list[Run]:
     """Of products of rows with themselves, along each axis, where they are more than one outer product each."""
 
     def one(rows: Tensor, axis: int) -> list[Any]:
-        unfolded = rows.movedim(1 + axis, 0).flatten(1)
-        return [unfolded @ unfolded.T]
+        return with_itself(rows.movedim(1 + axis, 0).flatten(1))
 
-    return [lambda r=r, a=a: one(r, a) for r in gradients(setup) for a in range(r.dim() - 1)]
+    return [partial(one, rows, axis) for rows in gradients(setup) for axis in range(rows.dim() - 1)]
 
 
 def projections(setup: Setup, kind: str, k: int) -> list[Run]:
@@ -165,21 +173,21 @@ def projections(setup: Setup, kind: str, k: int) -> list[Run]:
     def one(rows: Tensor) -> list[Any]:
         return [rows @ part.T for part in rows_of_matrix(kind, k, rows.shape[1], 0, rows)]
 
-    return [lambda r=r.flatten(1): one(r) for r in gradients(setup, 1)]
+    return [partial(one, rows.flatten(1)) for rows in gradients(setup, 1)]
 
 
-def eigenbases(setup: Setup) -> list[Run]:
+def eigenbases(setup: Setup) -> list[Callable[[], Any]]:
     """Of the two factors of each weight."""
     sizes = [size for p in positions(setup) for size in (p.shape[0], p[0].numel())]
     factors = [(x := torch.randn(size, size)) @ x.T for size in sizes]
-    return [lambda f=f: list(torch.linalg.eigh(f)) for f in factors]
+    return [partial(torch.linalg.eigh, factor) for factor in factors]
 
 
 def factors_of_samples(setup: Setup) -> list[Run]:
     """Products `[N, A, T] x [N, T, A]` and `[N, G, 1] x [N, 1, G]` for each weight, which write the result."""
     shapes = [(size, t) for p, t in positions(setup).items() for size, t in ((p.shape[0], 1), (p[0].numel(), t))]
     inputs = [torch.randn(setup.batch, *shape) for shape in shapes]
-    return [lambda x=x: [x @ x.mT] for x in inputs]
+    return [partial(with_itself, x) for x in inputs]
 
 
 def forward(times: int) -> Way:

@@ -74,7 +74,8 @@ def test_projected_squares(positions: int, given: tuple[bool, bool], monkeypatch
     torch.manual_seed(0)
     a = torch.randn(5, 1, 4, positions, dtype=torch.float64)
     blocks = [torch.randn(v, 5, 1, 2, positions, dtype=torch.float64) for v in (1, 3)]
-    left, right = (torch.randn(n, n, dtype=torch.float64) if some else None for n, some in zip((2, 4), given, strict=True))
+    bases = (torch.randn(n, n, dtype=torch.float64) for n in (2, 4))
+    left, right = (basis if some else None for basis, some in zip(bases, given, strict=True))
     found = projected_squares(lambda samples: a[samples], blocks, 4, left, right)
     rows = torch.einsum("vngot,ngit->vnoi", torch.cat(blocks), a)
     rows = rows if left is None else left.T @ rows

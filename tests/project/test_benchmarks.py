@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import convolution_choices, generic, input_derivatives, layers, limits, report
+from benchmarks import (
+    beyond,
+    beyond_quantities,
+    convolution_choices,
+    generic,
+    input_derivatives,
+    layers,
+    limits,
+    report,
+)
 from benchmarks.alternative import Job
 from benchmarks.architectures import LanguageModel
 from benchmarks.memory import measure
@@ -49,6 +59,45 @@ def test_laplacians_agree(problem: str) -> None:
     found = [input_derivatives.prepared(problem, 2, name)() for name in names]
     torch.set_num_threads(threads)
     assert all(torch.allclose(x, found[0], rtol=1e-3, atol=1e-6) for x in found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", beyond_quantities.QUANTITIES)
+def test_ways_beyond_agree(name: str) -> None:
+    """`bpk` and what is written by hand; packages are left out, which need not be installed."""
+    quantity = beyond_quantities.QUANTITIES[name]
+    ways = {key: way for key, way in quantity.ways.items() if "beyond_peers" not in way.prepare.__module__}
+    cells: dict[str, Cell] = {}
+    jobs = beyond.prepared(replace(quantity, ways=ways), "tiny_tanh" if "tanh" in quantity.problems else "tiny", cells)
+    assert set(jobs) == set(ways) and {cell.status for cell in cells.values()} == {"ok"}, cells
+
+
+def test_what_is_wrong_beyond_is_not_timed() -> None:
+    threads = torch.get_num_threads()
+    right = beyond_quantities.QUANTITIES["GradGram"]
+    wrong = replace(right.ways["bpk"], values=lambda found: [2 * found[0]], reference=lambda found: found)
+    cells: dict[str, Cell] = {}
+    jobs = beyond.prepared(replace(right, ways={**right.ways, "bpk": wrong}), "tiny", cells)
+    assert "bpk" not in jobs and cells["bpk"].status == "wrong" and "off by 1.0e+00" in cells["bpk"].reason
+    assert torch.get_num_threads() == threads
+
+
+def test_quantities_beyond_are_written_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    options = ["--only", "GradGram", "--problem", "tiny_tanh", "--rounds", "1", "--budget", "0.1", "--name", "some"]
+    try:
+        assert beyond.main(options) == 0
+        assert beyond.megabytes("GradGram", "tiny_tanh", "bpk") >= 0
+    finally:
+        torch.set_num_threads(threads)
+    written = json.loads((tmp_path / "some.json").read_text())
+    cells = written["rows"][0]["cells"]
+    assert written["machine"]["torch"] == torch.__version__ and written["machine"]["commit"]
+    assert set(cells) == {"plain", "limit", "bpk", "vmap(grad)"} and cells["bpk"]["freed"] > 0
+    assert "GradGram, A small tanh network, N=3" in capsys.readouterr().out
 
 
 def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
