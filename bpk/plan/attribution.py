@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.decoding import all_different, batch_axis, decode, digits
-from bpk.plan.given import is_as_large_as_given, is_given_data, of_what_was_given, rows_in_order
+from bpk.plan.given import is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
 from bpk.plan.hypotheses import (
     are_pieces,
     behind_first_axis,
@@ -76,6 +76,8 @@ def attribute(
             continue
         if n != root.batch_size and ((movable and False in without) or (not in_front and movable in fewer)):
             break
+        if n != root.batch_size and without and is_told(root, above):
+            break  # tables are left to autograd first
         if n == 1 and any(error.certain for error in without.values()):
             break  # that all rows are those of one sample would agree with any graph
         for numbers in numberings(root.batch_size, n, in_front):

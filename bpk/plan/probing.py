@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.products import add_up
+from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.decoding import batch_axis, decode, digits
 from bpk.plan.graph import Source, connected
 from bpk.plan.sources import consumers_first
@@ -55,7 +56,7 @@ def pass_on(
         record.rule.capture(call)
         cast = call.cast(mat.dtype)
         for index, source in sources.items():
-            send(source, record.rule.jac_t_mat_prod(cast, mat, index), arrived)
+            send(source, with_rows(record.rule, cast).jac_t_mat_prod(cast, mat, index), arrived)
 
 
 def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None:
