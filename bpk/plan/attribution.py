@@ -23,13 +23,9 @@ from bpk.plan.hypotheses import (
     numberings,
     reads_tables,
 )
-from bpk.plan.probing import SourcesOf, fuller, sweep, uses_of
+from bpk.plan.picked import picked
+from bpk.plan.probing import SourcesOf, fuller, sweep, tolerance_of, uses_of
 from bpk.recording.record import Record
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Of gradients that are equal or zero, by the precision of the layers."""
-COARSE = 0.05
-"""The same where a layer computes in a shorter format."""
 
 
 class Shared(Exception):
@@ -99,6 +95,11 @@ def attribute(
                 record.shift(axis)
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
+    for n, numbers in picked(root, above, sources, tolerance_of(root, above)) if at_most is None else ():
+        try:
+            return n, follow(root, above, sources, numbers, n, movable=False)
+        except (UnsupportedLayer, NotInFront):
+            continue
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
@@ -137,7 +138,7 @@ def follow(
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
     shared: dict[int, tuple[Record, Shared]] = {}
-    tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root))
+    tolerance = tolerance_of(root, above)
     uses = uses_of((*above, root), sources)
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
@@ -191,7 +192,7 @@ def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows
     device = root.inputs[0].device
     in_order = torch.arange(n, device=device)
     weights = all_different(n, device)
-    tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root)) / 4
+    tolerance = tolerance_of(root, above) / 4
     start = weights[rows.get(id(root), in_order).clamp(min=0)]
     for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
         of_rows = rows.get(id(record), in_order)

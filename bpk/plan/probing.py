@@ -18,6 +18,16 @@ from bpk.recording.record import Record
 
 SourcesOf = Mapping[int, dict[int, Source]]
 
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of gradients that are equal or zero, by the precision of the layers."""
+COARSE = 0.05
+"""The same where a layer computes in a shorter format."""
+
+
+def tolerance_of(root: Record, above: Sequence[Record]) -> float:
+    """How exactly numbers are known behind these calls."""
+    return max(TOLERANCE.get(record.output.dtype, COARSE) for record in (*above, root))
+
 
 def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
     """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
