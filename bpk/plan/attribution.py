@@ -61,8 +61,7 @@ def attribute(
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
-    found = as_given(root, above, sources) if at_most is None else None
-    if found is not None:
+    if at_most is None and (found := as_given(root, above, sources) or as_picked(root, above, sources, sure=True)):
         return found
     refusal: UnsupportedLayer | NotInFront | None = None
     without: dict[bool, NotInFront] = {}
@@ -74,7 +73,8 @@ def attribute(
             break
         if n != root.batch_size and without and is_told(root, above):
             break  # tables are left to autograd first
-        if n == 1 and any(error.certain for error in without.values()):
+        silent = not any(record.given or record.knows_batch for record in above)
+        if n == 1 and any(error.certain or silent for error in without.values()):
             break  # that all rows are those of one sample would agree with any graph
         for numbers in numberings(root.batch_size, n, in_front):
             before = [(record, record.shifted) for record in above]
@@ -95,11 +95,8 @@ def attribute(
                 record.shift(axis)
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
-    for n, numbers in picked(root, above, sources, tolerance_of(root, above)) if at_most is None else ():
-        try:
-            return n, follow(root, above, sources, numbers, n, movable=False)
-        except (UnsupportedLayer, NotInFront):
-            continue
+    if at_most is None and (found := as_picked(root, above, sources, sure=False)):
+        return found
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
@@ -128,6 +125,18 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
                 record.shift(axis)
             if left:
                 return None
+    return None
+
+
+def as_picked(
+    root: Record, above: list[Record], sources: SourcesOf, sure: bool
+) -> tuple[int, dict[int, Tensor]] | None:
+    """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
+    for n, numbers in picked(root, above, sources, tolerance_of(root, above), sure):
+        try:
+            return n, follow(root, above, sources, numbers, n, movable=False)
+        except UnsupportedLayer:
+            continue
     return None
 
 

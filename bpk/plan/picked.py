@@ -12,11 +12,14 @@ from bpk.plan.probing import SourcesOf, sweep
 from bpk.recording.record import Record
 
 
-def picked(root: Record, above: list[Record], sources: SourcesOf, tolerance: float) -> Iterator[tuple[int, Tensor]]:
+def picked(
+    root: Record, above: list[Record], sources: SourcesOf, tolerance: float, sure: bool
+) -> Iterator[tuple[int, Tensor]]:
     """Hypotheses: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
 
     The rows of the root are numbered, and their numbers are looked for in the entries of what calls with a row for each
-    sample have returned. An entry of such a call must be in one row of the root at most.
+    sample have returned. An entry of such a call must be in one row of the root at most. It is `sure` only where some
+    sample has several rows, and no axis could be that of the root's rows.
     """
     given = {shapes[0][:1] for shapes in {record.given for record in above} if shapes}
     n, count = next(iter(given), (0,))[0] if len(given) == 1 else 0, root.batch_size
@@ -30,7 +33,8 @@ def picked(root: Record, above: list[Record], sources: SourcesOf, tolerance: flo
         if entries is None:
             return  # what comes before has mixed positions
         owners = owners_of(entries.view(n, -1), count) if entries.numel() != count else None
-        if owners is not None:
+        doubtful = count in mat.shape[1:] or owners is None or len(owners.unique()) == count
+        if owners is not None and not (sure and doubtful):
             yield n, owners
 
 

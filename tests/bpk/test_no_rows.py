@@ -192,3 +192,30 @@ def test_sequences_of_some_samples(chosen: list[int]) -> None:
         loss_fn(model(x), y).backward()
     for k, p in enumerate(model.parameters()):
         torch.testing.assert_close(p.grad_batch, torch.stack([row[k] for row in rows]))
+
+
+def test_trees() -> None:
+    """Nodes are looked at one by one, and the model is given no tensor that would say how many samples there are."""
+
+    class Trees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.join, self.head = nn.Embedding(5, D), nn.Linear(2 * D, D), nn.Linear(D, C)
+
+        def encode(self, tree: int | tuple) -> Tensor:
+            if isinstance(tree, int):
+                return self.table(torch.tensor([tree]))
+            return torch.tanh(self.join(torch.cat([self.encode(branch) for branch in tree], 1)))
+
+        def forward(self, trees: list) -> Tensor:
+            return self.head(torch.cat([self.encode(tree) for tree in trees]))
+
+    model, loss_fn = Trees().double(), nn.CrossEntropyLoss()
+    trees, y = [((0, 1), 2), (3, (4, (1, 2))), 0], torch.arange(3)
+    params = list(model.parameters())
+    rows = [gradients(loss_fn(model(trees[n : n + 1]), y[n : n + 1]) / 3, params) for n in range(3)]
+    bpk.extend(model), bpk.extend(loss_fn)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(trees), y).backward()
+    for k, p in enumerate(params):
+        torch.testing.assert_close(p.grad_batch, torch.stack([row[k] for row in rows]))

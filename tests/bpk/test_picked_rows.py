@@ -59,6 +59,13 @@ def tagger(batch_first: bool, n: int, steps: int) -> Case:
     return model, lambda: model(tokens)[mask], mask
 
 
+def pixels_by_index(owners: list[int]) -> Case:
+    """In any order, and maybe none of some images."""
+    x, places, model = torch.randn(3, 2, 4, 4).double(), torch.randperm(16)[: len(owners)], Pixels()
+    model.norm = nn.Identity()
+    return model, lambda: model(x)[owners, places // 4, places % 4], torch.tensor(owners)
+
+
 def masked(counts: list[int]) -> Case:
     mask, tokens, model = torch.zeros(len(counts), 4, dtype=torch.bool), torch.randint(9, (len(counts), 4)), Masked()
     for row, count in zip(mask, counts, strict=True):
@@ -80,6 +87,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "a multiple of the samples": lambda: masked([3, 2, 1]),
     "the same for each": lambda: masked([2, 2, 2]),
     "pixels": pixels,
+    "in any order": lambda: pixels_by_index([2, 0, 1, 0, 2]),
+    "as many as two for each": lambda: pixels_by_index([0, 0, 2, 2, 2, 1]),
+    "not of every image": lambda: pixels_by_index([2, 0, 2, 2, 0]),
+    "of one image": lambda: pixels_by_index([1, 1, 1, 1, 1]),
 }
 
 
@@ -88,9 +99,9 @@ def gradients(value: Tensor, params: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
 
 
-def compare(model: nn.Module, predict: Callable[[], Tensor], mask: Tensor) -> None:
-    """Of every sample the gradient, and the GGN's diagonal, by plain autograd."""
-    n, owners = len(mask), mask.nonzero()[:, 0]
+def compare(model: nn.Module, predict: Callable[[], Tensor], picks: Tensor) -> None:
+    """Of every sample the gradient, and the GGN's diagonal, by plain autograd; `picks`: a mask, or whose rows."""
+    n, owners = (len(picks), picks.nonzero()[:, 0]) if picks.dtype is torch.bool else (3, picks)
     y, params = torch.randint(C, (len(owners),)), list(model.parameters())
     with bpk.disable():
         out = predict()
