@@ -132,12 +132,11 @@ def as_picked(
     root: Record, above: list[Record], sources: SourcesOf, sure: bool
 ) -> tuple[int, dict[int, Tensor]] | None:
     """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
-    for n, numbers in picked(root, above, sources, tolerance_of(root, above), sure):
-        try:
-            return n, follow(root, above, sources, numbers, n, movable=False)
-        except UnsupportedLayer:
-            continue
-    return None
+    found = picked(root, above, sources, tolerance_of(root, above), sure)
+    try:
+        return found and (found[0], follow(root, above, sources, found[1], found[0], movable=False))
+    except UnsupportedLayer:
+        return None
 
 
 def follow(
