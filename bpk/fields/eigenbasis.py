@@ -12,10 +12,12 @@ from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
-from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import WHOLE
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.kroneckers import diagonal, sparse_diagonal
+
+Decomposed = tuple[Tensor, Tensor | None]
+"""Eigenvalues and eigenvectors (`None`: the axes)."""
 
 Orders = dict[Tensor, Tensor | None]
 """By parameter `[*p]`: the entries `[P]` in the order of its factors' product (`None`: as they are).
@@ -30,7 +32,10 @@ def eigenbasis(uses: Uses) -> Eigenbasis:
     Where the only factor is the block itself, moments are its eigenvalues. Bases count as constants of derivatives.
     """
     factors = uses.factors()
-    found = [decomposed(factor.detach(), uses.param) for factor in factors]
+    outputs = len(factors) - 1 if uses.input_first else 0
+    found = [
+        (once if number == outputs else decomposed)(factor.detach(), uses) for number, factor in enumerate(factors)
+    ]
     bases = [identity(factor) if basis is None else basis for factor, (_, basis) in zip(factors, found, strict=True)]
     if len(factors) == 1:
         return Eigenbasis(bases, found[0][0].clamp(min=0).to(uses.param.dtype))
@@ -66,14 +71,28 @@ def note_order(orders: Orders, uses: Uses, factors: Sequence[Tensor]) -> None:
     orders[uses.param] = None if torch.equal(order, in_order) else order
 
 
-def decomposed(factor: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:
+def once(factor: Tensor, uses: Uses) -> Decomposed:
+    """`decomposed`; a weight and its bias have the same `G`, and the second one gets a copy of what the first has."""
+    call = uses.uses[-1].call
+    if len(call.params) < 2 or factor.layout is not torch.strided:
+        return decomposed(factor, uses)
+    known: list[tuple[Tensor, Decomposed]] = call.memo("decomposed", list)
+    for number, (other, (values, basis)) in enumerate(known):
+        if (other.shape, other.dtype) == (factor.shape, factor.dtype) and torch.equal(other, factor):
+            del known[number]
+            return values, None if basis is None else basis.clone()
+    known.append((factor, decomposed(factor, uses)))
+    return known[-1][1]
+
+
+def decomposed(factor: Tensor, uses: Uses) -> Decomposed:
     """Eigenvalues and eigenvectors; these are the axes (`None`) of a diagonal factor, such as that of an embedding."""
     if factor.layout is not torch.strided:
         row, column = factor.coalesce().indices()
         if not torch.equal(row, column):
             raise UnsupportedLayer(
                 explain(
-                    f"EKFAC has no eigenbasis for a parameter {list(param.shape)}.",
+                    f"EKFAC has no eigenbasis for a parameter {list(uses.param.shape)}.",
                     f"its factor [{len(factor)}, {len(factor)}] is sparse, but not diagonal.",
                     "freeze the parameter (requires_grad=False), or use KFAC or DiagGGNMC for it.",
                 )
@@ -98,10 +117,9 @@ def projected(uses: Uses, outputs: int, left: Tensor | None, right: Tensor | Non
     """`sum_vn (U_G^T R_vn U_A)^2` `[G, A]`: by the rule, or from the rows of a few samples at a time."""
     use = uses.uses[0]
     if uses.simple:
-        parts = [use.rule.projected_squares(use.call, mat, use.name, left, right) for mat, _ in uses.blocks()]
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            return add_up(known)
+        found = use.rule.projected_squares(use.call, list(use.arrived.blocks.values()), use.name, left, right)
+        if found is not None:
+            return found
     step = max(1, PIECE // max(1, uses.lead[0] * uses.param.numel()))
     total: Tensor | None = None
     for start in range(0, uses.count, step):

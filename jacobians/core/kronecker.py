@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -53,9 +54,11 @@ class Kronecker(ABC):
         return flat.reshape(*rows.shape[:2], outputs, -1)
 
     def projected_squares(
-        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+        self, call: Call, mats: Sequence[Tensor], param: str, left: Tensor | None, right: Tensor | None
     ) -> Tensor | None:
         """`sum_vn (L^T R_vn U)^2` `[G, A]` for the matrices `R_vn` of `kron_matrix` (`None`: the identity).
+
+        Columns come in several blocks, so that what belongs to inputs is projected once for all of them.
 
         Default: `None`, to be given by whoever has the rows.
         """

@@ -21,6 +21,7 @@ from bpk.jacobians.core import cost, gemm, squares
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import linear, squares_of_rows, times_squares, wide
 from bpk.jacobians.core.outer import Outer
+from bpk.jacobians.core.projected_squares import projected_squares
 from bpk.jacobians.core.room import require_room
 from bpk.jacobians.families.linear_in_each import LinearInEach
 
@@ -204,20 +205,14 @@ class Affine(LinearInEach):
         return self.as_matrix(call, rows).flatten(-3, -2)
 
     def projected_squares(
-        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+        self, call: Call, mats: Sequence[Tensor], param: str, left: Tensor | None, right: Tensor | None
     ) -> Tensor | None:
         """Columns and patches are projected, and not what they are multiplied to."""
         groups, _, width = self._matrix_shape(call)
         if groups > 1 or torch.is_grad_enabled():
             return None
-        columns = self.as_columns(call, mat)
-        columns = columns if left is None else torch.einsum("vngot,op->vngpt", columns, left.to(mat.dtype))
-
-        def patches(samples: slice) -> Tensor:
-            found = self.patches(call, samples)
-            return found if right is None else torch.matmul(right.to(found.dtype).T, found)
-
-        return squares.squared_sum(patches, [columns], width, None, False, call.empty)[0]
+        blocks = [self.as_columns(call, mat) for mat in mats]
+        return projected_squares(partial(self.patches, call), blocks, width, left, right)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""

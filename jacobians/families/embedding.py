@@ -131,15 +131,16 @@ class TableLookup(LinearInEach):
         return total if per_sample else total[0]
 
     def projected_squares(
-        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+        self, call: Call, mats: Sequence[Tensor], param: str, left: Tensor | None, right: Tensor | None
     ) -> Tensor | None:
         """Of the rows of the table that are not zero, where the basis is that of single tokens."""
         if right is not None or torch.is_grad_enabled():
             return None
         groups, table = self.groups(call), call.params[param]
         squares = wide(table[:0]).new_zeros(len(groups), table.shape[1])
-        for part in chunks(len(mat), 4 * len(groups.of_entry) * table.shape[1], mat.device):
-            found = self.summed_by_group(call, mat[part], groups)
+        size = 4 * len(groups.of_entry) * table.shape[1]
+        for some in (mat[part] for mat in mats for part in chunks(len(mat), size, mat.device)):
+            found = self.summed_by_group(call, some, groups)
             squares += (found if left is None else found @ left.to(found.dtype)).square().sum(0)
         return add_rows(squares[None], groups.token, len(table))[0].T
 

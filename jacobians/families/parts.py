@@ -173,10 +173,11 @@ class Composite(Rule):
         return rule.kron_matrix(inner, rows, name, outputs)
 
     def projected_squares(
-        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+        self, call: Call, mats: Sequence[Tensor], param: str, left: Tensor | None, right: Tensor | None
     ) -> Tensor | None:
         index, rule, inner, name = self._owner(call, param)
-        return rule.projected_squares(inner, self._pull_to(call, index, mat), name, left, right)
+        pulled = [self._pull_to(call, index, mat) for mat in mats]
+        return rule.projected_squares(inner, pulled, name, left, right)
 
 
 def join_columns(

@@ -73,9 +73,9 @@ class Rearranged(Contraction):
         return Rule.kron_matrix(self, call, rows, param, outputs)
 
     def projected_squares(
-        self, call: Call, mat: Tensor, param: str, left: Tensor | None, right: Tensor | None
+        self, call: Call, mats: Sequence[Tensor], param: str, left: Tensor | None, right: Tensor | None
     ) -> Tensor | None:
-        return super().projected_squares(call, mat, param, left, right) if self.arrangement.in_order else None
+        return super().projected_squares(call, mats, param, left, right) if self.arrangement.in_order else None
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         found = super().congruence(call, matrix, wrt)

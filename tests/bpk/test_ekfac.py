@@ -10,7 +10,11 @@ from torch import nn
 
 import bpk
 from bpk import extensions as E
+from bpk.fields import eigenbasis
+from bpk.jacobians.core import numeric
+from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.projected_squares import projected_squares
 from bpk.kernels import Eigenbases
 from bpk.utils.ekfac import Eigenbasis, bases_of, ekfac_mat_prod, ekfac_to_mat, inv_ekfac_mat_prod, kfacs_to_ekfac
 from bpk.utils.kroneckers import kfacs_to_mat
@@ -41,6 +45,41 @@ def test_by_definition(name: str, subsampling: list[int] | None) -> None:
     model = model.double()
     found = bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.EKFLR(subsampling), E.EKFAC(2, subsampling))
     assert found and not found.wrong
+
+
+def test_the_factor_of_weight_and_bias_is_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counted(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(len(matrix))
+        return eigh(matrix)
+
+    monkeypatch.setattr(eigenbasis, "eigh", counted)
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    backward(model, loss_fn, x, y, E.EKFLR(), E.KFLR())
+    assert sorted(sizes) == [3, 4, 5, 5]
+    for layer in (model[0], model[2]):
+        (basis,), (other, _) = layer.bias.ekflr.bases, layer.weight.ekflr.bases
+        assert torch.equal(basis, other) and basis.data_ptr() != other.data_ptr()
+        turned = basis.T @ layer.bias.kflr[0] @ basis
+        torch.testing.assert_close(turned, layer.bias.ekflr.moments.diag())
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("given", [(True, True), (False, True), (True, False)])
+def test_projected_squares(positions: int, given: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns in several blocks, and so few numbers at a time that samples are taken one by one."""
+    monkeypatch.setattr(numeric, "CACHE", 8)
+    torch.manual_seed(0)
+    a = torch.randn(5, 1, 4, positions, dtype=torch.float64)
+    blocks = [torch.randn(v, 5, 1, 2, positions, dtype=torch.float64) for v in (1, 3)]
+    left, right = (torch.randn(n, n, dtype=torch.float64) if some else None for n, some in zip((2, 4), given, strict=True))
+    found = projected_squares(lambda samples: a[samples], blocks, 4, left, right)
+    rows = torch.einsum("vngot,ngit->vnoi", torch.cat(blocks), a)
+    rows = rows if left is None else left.T @ rows
+    rows = rows if right is None else rows @ right
+    torch.testing.assert_close(found, rows.square().sum((0, 1)))
 
 
 def test_products_and_inverses() -> None:
