@@ -13,6 +13,7 @@ from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.families.no_rows import with_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.samples import Attribution
 from bpk.plan.step import Step, matched
@@ -58,7 +59,7 @@ class FirstOrder:
         """Show the call, or the products inside of it; returns the call that was asked for sums (`ask_for_sums`)."""
         record, asked = self.record, None
         grad, call = matched(brought, record.call())
-        for inner in [] if torch.is_grad_enabled() else inner_products(record, call, self.here):
+        for inner in inner_products(record, call, self.here) if call.batch_size and not torch.is_grad_enabled() else []:
             own = {name: states[whole] for name, whole in inner.names.items()}
             states = {name: state for name, state in states.items() if state not in own.values()}
             if inner.is_output:
@@ -69,7 +70,7 @@ class FirstOrder:
         if not states:
             return asked
         whole = self.ask(call, record.rule, states, brought) if record.sees_gradient else None
-        self.show(whole or call, record.rule, states, grad)
+        self.show(whole or call, None if record.rule is None else with_rows(record.rule, call), states, grad)
         return whole or asked
 
     def reach_inside(self, inner: InnerProduct, states: States, grad: Tensor) -> KnownGradient | None:

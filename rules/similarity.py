@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bpk.jacobians.core.binding import Binding, bind_tensors
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
@@ -17,6 +19,9 @@ from bpk.jacobians.rule import Rule
 
 class AlongOneAxis(Autodiff):
     """A comparison of two inputs along an axis behind the batch axis."""
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        return bind_tensors(module, args, kwargs)  # also by name: nothing else is compared
 
     def mixing(self, call: Call) -> str | None:
         first, second = call.inputs

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from bpk.extensions.over_batches import Parts, Rows, Size, Sums
 from bpk.fields.nearest_kronecker import product_of
+from bpk.jacobians.core.errors import explain
 
-NAMES = (("G", "A"), ("A transposed", "G transposed"))
+INPUT = "A"
+NAMES = (("G", INPUT), (f"{INPUT} transposed", "G transposed"))
 """What factors are called while they add up; the second ones are those of uses that see the parameter transposed."""
 
 
@@ -18,6 +20,20 @@ def named(terms: list[list[Tensor]], input_first: bool) -> Parts:
     """Factors of one or two products by name, in their order."""
     found = [pair for names, factors in zip(NAMES, terms, strict=False) for pair in zip(names, factors, strict=False)]
     return dict(reversed(found) if input_first else found)
+
+
+def require_form(param: str, before: Iterable[Tensor], now: Iterable[Tensor]) -> None:
+    """Refuse factors that have another form than those of batches before: nothing adds up."""
+    known, found = ([list(x.shape) for x in factors] for factors in (before, now))
+    if known != found:
+        raise ValueError(
+            explain(
+                f"The factors of parameter {param} have the shapes {found} in this batch, and had {known} before.",
+                "the layer sees samples in another way: in a batch of one, the rows of an embedding of positions are "
+                "all that sample's; otherwise samples share them, and the only factor is the parameter's whole block.",
+                "give each batch two samples or more (drop_last=True of a DataLoader), or freeze the parameter.",
+            )
+        )
 
 
 class Factors(Sums):
@@ -30,7 +46,21 @@ class Factors(Sums):
     symmetric = True
 
     def weight(self, name: str, size: Size) -> float:
-        return size.samples if name.startswith("A") else size.weight(1)
+        return size.samples if name.startswith(INPUT) else size.weight(1)
+
+    def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
+        for param, part in parts.items():
+            self.require_form(repr(param), totals[param], part)
+        super().add(totals, of_total, parts, size)
+
+    def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
+        self.require_form("(in another process)", total, other)
+        return super().merge(total, of_total, other, of_other)
+
+    def require_form(self, param: str, total: Parts, part: Parts) -> None:
+        """Refuse parts that are not among those of the total, or lack the input's: uses may be missing in a batch."""
+        same = part.keys() <= total.keys() and (INPUT in total) == (INPUT in part)
+        require_form(param, [total[name] for name in part] if same else total.values(), part.values())
 
     def whole(self, total: Parts, size: Size) -> list[Tensor]:
         known = {name: x / self.weight(name, size) for name, x in total.items()}

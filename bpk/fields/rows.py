@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE, Columns
 from bpk.jacobians.core.call import Call, index_of
+from bpk.jacobians.families.no_rows import with_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.samples import to_samples
 
@@ -74,8 +75,7 @@ class Rows:
         """The places where columns began, each of which names a block."""
         found: dict[Hashable, None] = {}
         for use in self.uses:
-            found.update(dict.fromkeys(use.arrived.blocks))
-            found.update(dict.fromkeys(use.own))
+            found.update(dict.fromkeys([*use.arrived.blocks, *use.own]))
         return list(found)
 
     def signs(self, key: Hashable) -> Tensor | None:
@@ -135,7 +135,7 @@ class Rows:
             for key, own in use.own.items():
                 arrived.add_to_parameter(use.name, key, own[:, chosen], use.arrived.signs[key])
             call = use.call.subset(rows.tolist()) if arrived.blocks else use.call
-            found.uses.append(replace(use, call=call, arrived=arrived, samples=samples))
+            found.uses.append(Use(call, with_rows(use.rule, call), use.name, arrived, samples, use.of))
         return found
 
     def columns_of(self, key: Hashable) -> int:

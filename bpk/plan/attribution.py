@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.decoding import all_different, batch_axis, decode, digits
-from bpk.plan.given import is_as_large_as_given, is_given_data, of_what_was_given, rows_in_order
+from bpk.plan.given import is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
 from bpk.plan.hypotheses import (
     are_pieces,
     behind_first_axis,
@@ -23,13 +23,9 @@ from bpk.plan.hypotheses import (
     numberings,
     reads_tables,
 )
-from bpk.plan.probing import SourcesOf, fuller, sweep, uses_of
+from bpk.plan.picked import picked
+from bpk.plan.probing import SourcesOf, fuller, sweep, tolerance_of, uses_of
 from bpk.recording.record import Record
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Of gradients that are equal or zero, by the precision of the layers."""
-COARSE = 0.05
-"""The same where a layer computes in a shorter format."""
 
 
 class Shared(Exception):
@@ -65,8 +61,7 @@ def attribute(
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
-    found = as_given(root, above, sources) if at_most is None else None
-    if found is not None:
+    if at_most is None and (found := as_given(root, above, sources) or as_picked(root, above, sources, sure=True)):
         return found
     refusal: UnsupportedLayer | NotInFront | None = None
     without: dict[bool, NotInFront] = {}
@@ -76,7 +71,10 @@ def attribute(
             continue
         if n != root.batch_size and ((movable and False in without) or (not in_front and movable in fewer)):
             break
-        if n == 1 and any(error.certain for error in without.values()):
+        if n != root.batch_size and without and is_told(root, above):
+            break  # tables are left to autograd first
+        silent = not any(record.given or record.knows_batch for record in above)
+        if n == 1 and any(error.certain or silent for error in without.values()):
             break  # that all rows are those of one sample would agree with any graph
         for numbers in numberings(root.batch_size, n, in_front):
             before = [(record, record.shifted) for record in above]
@@ -97,6 +95,8 @@ def attribute(
                 record.shift(axis)
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
+    if at_most is None and (found := as_picked(root, above, sources, sure=False)):
+        return found
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
@@ -128,6 +128,17 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
     return None
 
 
+def as_picked(
+    root: Record, above: list[Record], sources: SourcesOf, sure: bool
+) -> tuple[int, dict[int, Tensor]] | None:
+    """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
+    found = picked(root, above, sources, tolerance_of(root, above), sure)
+    try:
+        return found and (found[0], follow(root, above, sources, found[1], found[0], movable=False))
+    except UnsupportedLayer:
+        return None
+
+
 def follow(
     root: Record, above: list[Record], sources: SourcesOf, numbers: Tensor, n: int, movable: bool
 ) -> dict[int, Tensor]:
@@ -135,7 +146,7 @@ def follow(
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
     shared: dict[int, tuple[Record, Shared]] = {}
-    tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root))
+    tolerance = tolerance_of(root, above)
     uses = uses_of((*above, root), sources)
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
@@ -189,7 +200,7 @@ def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows
     device = root.inputs[0].device
     in_order = torch.arange(n, device=device)
     weights = all_different(n, device)
-    tolerance = max(TOLERANCE.get(r.output.dtype, COARSE) for r in (*above, root)) / 4
+    tolerance = tolerance_of(root, above) / 4
     start = weights[rows.get(id(root), in_order).clamp(min=0)]
     for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
         of_rows = rows.get(id(record), in_order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from operator import mul
 
@@ -25,6 +25,11 @@ def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool
     if any(record.batch_size % rows[0] for record in above if record.knows_batch):
         return []
     return [(rows[0], movable, in_front) for movable in (False, True) for in_front in (True, False)]
+
+
+def is_told(root: Record, above: Iterable[Record]) -> bool:
+    """Whether the root has a row for each row of what the model was given."""
+    return {shapes[0][:1] for shapes in {record.given for record in above} if shapes} == {(root.batch_size,)}
 
 
 def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.given import is_given_data
+from bpk.plan.given import is_given_data, is_told
 from bpk.plan.graph import VIEWS, Source
 from bpk.recording import engine
 from bpk.recording.bystanders import beyond
@@ -95,15 +95,19 @@ def has_axis(record: Record, n: int) -> bool:
 
 
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
-    """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it."""
+    """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it.
+
+    Where the model was given as many samples as the root has rows, such layers may have been given some of them.
+    """
     records = list(above)
     known = {record.batch_size for record in records if record.knows_batch}
     counted = [r for r in records if r.params and r.batch_size < root.batch_size and not is_given_parameters(r)]
     rows = {r.batch_size for r in counted} | {root.batch_size} | known | set().union(*map(behind_first_axis, records))
-    found = sorted((n for n in rows if n and all(k % n == 0 for k in known)), reverse=True)
+    told = is_told(root, records)
+    found = [n for n in rows if n and (all(k % n == 0 for k in known) or (told and n == root.batch_size))]
     if not found:
         raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
-    return found
+    return sorted(found, reverse=True)
 
 
 def behind_first_axis(record: Record) -> set[int]:

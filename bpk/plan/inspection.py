@@ -66,6 +66,7 @@ class Inspection:
             roots: The records of the losses, and where autograd's graph has their outputs.
         """
         for root in roots:
+            require_batch(root)
             self.check(root)
             self.prepare(root)
         try:
@@ -115,8 +116,6 @@ class Inspection:
         above = upstream(root, self.sources)
         self.onlookers.find([record.handed for record in (root, *above)])
         for record in above:
-            if record.inputs and not record.inputs[0].numel():
-                require_batch(record)
             if record.problem or record.rule is None:
                 self.require(record)
 
@@ -159,10 +158,7 @@ class Inspection:
             require_fields(models, self._outside, reached, self.extensions)
 
     def check(self, record: Record) -> None:
-        """Refuse empty batches, what some active extension cannot do at a call, and samples that are not there."""
-        inputs = record.inputs
-        if not inputs or not inputs[0].numel() or record.is_loss:
-            require_batch(record)
+        """Refuse what some active extension cannot do at a call, and samples that are not there."""
         self.require(record)
         for extension in self.subsampled:
             check_samples(extension, record)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.engine import pull_back
+from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.graph import Source, gradient_edge
 from bpk.plan.samples import Attribution
 from bpk.plan.sources import Sources
@@ -62,7 +63,8 @@ class Plan:
             params = record.trained()
             rows, n = attribution.of(record)
             node = nodes[record]
-            step = self.of[record] = Step(record, record.rule, call, node, params, rows, n, mixed=attribution.mixed)
+            rule = None if record.rule is None else with_rows(record.rule, call)
+            step = self.of[record] = Step(record, rule, call, node, params, rows, n, mixed=attribution.mixed)
             step.runs = node is None or record in losses or engine.will_run(node)
             step.find_gradients = self.find_gradients
             self.largest = max(self.largest, call.output.numel())

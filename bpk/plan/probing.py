@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.products import add_up
+from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.decoding import batch_axis, decode, digits
 from bpk.plan.graph import Source, connected
 from bpk.plan.sources import consumers_first
@@ -16,6 +17,16 @@ from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
 SourcesOf = Mapping[int, dict[int, Source]]
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of gradients that are equal or zero, by the precision of the layers."""
+COARSE = 0.05
+"""The same where a layer computes in a shorter format."""
+
+
+def tolerance_of(root: Record, above: Sequence[Record]) -> float:
+    """How exactly numbers are known behind these calls."""
+    return max(TOLERANCE.get(record.output.dtype, COARSE) for record in (*above, root))
 
 
 def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
@@ -55,7 +66,7 @@ def pass_on(
         record.rule.capture(call)
         cast = call.cast(mat.dtype)
         for index, source in sources.items():
-            send(source, record.rule.jac_t_mat_prod(cast, mat, index), arrived)
+            send(source, with_rows(record.rule, cast).jac_t_mat_prod(cast, mat, index), arrived)
 
 
 def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None:

@@ -105,7 +105,8 @@ class StretchCall(Call):
             numbers = range(mat.shape[1]) if self.samples is None else self.samples
             part = replace(self.source, trained=tuple(self.source.trained[k] for k in rest))
             each = [part.pull_to_parameters(self.at_row(n, mat[:, k])) for k, n in enumerate(numbers)]
-            found.update({k: torch.stack(rows, 1) for k, rows in zip(rest, zip(*each, strict=True), strict=True)})
+            none = [mat.new_zeros(len(mat), 0, *param.shape) for param in part.trained]
+            found.update(zip(rest, [torch.stack(rows, 1) for rows in zip(*each, strict=True)] or none, strict=True))
         return [found[k] for k in range(len(self.source.trained))]
 
     def at_row(self, number: int, mat: Tensor) -> Tensor:

@@ -218,10 +218,8 @@ def require_batch(record: Record) -> None:
     if not record.problem and record.inputs and record.batch_size == 0:
         what = f"The batch at '{record.path}' ({type(record.module).__name__}) is empty."
         why = "individual and averaged quantities of no samples are undefined."
-        do = "skip empty batches (for example drop_last=True in the DataLoader)"
-        if not record.is_loss:
-            do += ", and a layer in whose turn there are none: 'if len(x): ...'"
-        raise ValueError(explain(what, why, f"{do}."))
+        do = "skip empty batches (for example drop_last=True in the DataLoader)."
+        raise ValueError(explain(what, why, do))
 
 
 def require_axis(extensions: Sequence[Quantity], records: Iterable[Record]) -> None:

@@ -18,6 +18,7 @@ from bpk.distributed import all_reduce
 from bpk.distributed.statistics import share_orders
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.factors import require_form
 from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.parameters import require_fits, take_up, trained
@@ -212,6 +213,7 @@ class Preconditioner(ABC):
         decay = min(self.at(self.decay), 1 - 1 / self.looks)
         for name, values in found.items():
             if name in self.means:
+                require_form(repr(name), self.means[name], values)
                 self.means[name] = [m * decay + x * (1 - decay) for m, x in zip(self.means[name], values, strict=True)]
             else:
                 self.means[name] = [x.clone() for x in values]

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 
 from bpk.distributed.fields import sizes_of
 from bpk.distributed.statistics import over_processes, together
-from bpk.extensions.factors import Factors, named
+from bpk.extensions.factors import Factors, named, require_form
 from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
@@ -163,6 +163,7 @@ class Moments(SquareRootExtension):
         """Those in the bases, if these are known."""
         note_order(self.orders, uses, uses.factors())
         if uses.param in self.bases:
+            require_form(f"of shape {list(uses.param.shape)}", self.bases[uses.param], uses.factors())
             return moments_in(uses, [basis.to(uses.param) for basis in self.bases[uses.param]])
         if are_several(self.group):
             self.waiting[uses.param] = uses

@@ -206,7 +206,7 @@ def rows_of(x: Tensor, features: int, widths: tuple[int, int], before: Node | No
     `widths` are those of the operand's features, and of the result's.
     """
     others = tuple(size for axis, size in enumerate(x.shape) if axis != features)
-    axes = others
+    axes = (0,) if 0 in others else others  # of no rows nothing need be told apart
     if prod(others) == max(others) > 0:
         known: tuple[int, ...] = ()
         width = 0

@@ -74,11 +74,13 @@ class ByPosition(SquareRoot):
 
     def collect(self, step: Step, key: Hashable, mat: Tensor, axes: int) -> None:
         """A position counts as a sample of the call's parameters, which no other call uses."""
-        columns = Columns()
+        columns, uses = Columns(), dict[int, list[Use]]()
         columns.add(key, mat.flatten(1, 1 + axes))
-        for name, param in step.params.items():
+        for name, param in step.params.items():  # a parameter may have several names
             assert step.rule is not None
-            self.settle(param, [Use(step.call.by_position(axes), step.rule, name, columns)], 0)
+            uses.setdefault(id(param), []).append(Use(step.call.by_position(axes), step.rule, name, columns))
+        for found in uses.values():
+            self.settle(step.params[found[0].name], found, 0)
 
     def send_positions(self, step: Step, index: int, key: Hashable, mat: Tensor, where: Tensor) -> list[Starting]:
         """Hand columns of all positions to what feeds an input, or return them, if they have to be written out."""

@@ -57,13 +57,13 @@ class Arguments:
         named = {name: with_tensors(x, change) for name, x in self.kwargs.items()}
         return Arguments(tuple(with_tensors(x, change) for x in self.args), named, self.axis, self.n)
 
-    def exchanged(self, chosen: Tensor) -> Arguments:
-        """Some samples (`[N]`, true for those) replaced by their neighbours."""
+    def exchanged(self, chosen: Tensor, masks: bool) -> Arguments:
+        """Some samples (`[N]`, true for those) replaced by their neighbours, with or without what masks say of them."""
         number = torch.arange(self.n, device=chosen.device)
         taken = torch.where(chosen, (number + 1) % self.n, number)
 
         def change(x: Tensor) -> Tensor:
-            batched = x.dim() > self.axis and x.shape[self.axis] == self.n
+            batched = x.dim() > self.axis and x.shape[self.axis] == self.n and (masks or x.dtype is not torch.bool)
             return x.index_select(self.axis, taken.to(x.device)) if batched else x
 
         return self.map(change)

@@ -16,6 +16,10 @@ class SamplesMix(Exception):
     """An entry of the prediction depends on several samples; the message says so."""
 
 
+class OtherShape(SamplesMix):
+    """A prediction has another shape where samples are exchanged."""
+
+
 def owners(
     predict: Callable[[Arguments], list[Tensor]], inputs: Arguments, preds: Sequence[Tensor], n: int
 ) -> list[Tensor]:
@@ -24,16 +28,28 @@ def owners(
     For every binary digit of the samples' numbers, those that have it are replaced by their neighbours, then those that
     do not. An entry that belongs to one sample changes in one of both cases.
 
+    Where masks decide about the shape of a prediction (`logits[mask]`), samples keep them.
+
     Raises:
         SamplesMix: If an entry changes in both cases.
     """
+    try:
+        return with_neighbours(predict, inputs, preds, n, masks=True)
+    except OtherShape:
+        return with_neighbours(predict, inputs, preds, n, masks=False)
+
+
+def with_neighbours(
+    predict: Callable[[Arguments], list[Tensor]], inputs: Arguments, preds: Sequence[Tensor], n: int, masks: bool
+) -> list[Tensor]:
+    """The same, with the masks of neighbours or without."""
     number = torch.arange(n, device=preds[0].device)
     found = [torch.zeros(pred.shape, dtype=torch.long, device=pred.device) for pred in preds]
     unknown = [torch.zeros(pred.shape, dtype=torch.bool, device=pred.device) for pred in preds]
     for k in range((n - 1).bit_length()):
         has = (number >> k) & 1 == 1
         with torch.no_grad():
-            with_digit, without = predict(inputs.exchanged(has)), predict(inputs.exchanged(~has))
+            with_digit, without = [predict(inputs.exchanged(some, masks)) for some in (has, ~has)]
         if not len(with_digit) == len(without) == len(preds):
             raise SamplesMix("samples mix: the number of predictions depends on their values")
         for j, pred in enumerate(preds):
@@ -49,7 +65,7 @@ def owners(
 def changed(found: Tensor, pred: Tensor) -> Tensor:
     """Which entries differ by more than rounding."""
     if found.shape != pred.shape:
-        raise SamplesMix("samples mix: the shape of the prediction depends on their values")
+        raise OtherShape("samples mix: the shape of the prediction depends on their values")
     pred = pred.detach()
     scale = float(pred.abs().nan_to_num(0.0, 0.0, 0.0).max()) if pred.numel() else 0.0
     same = torch.isclose(found, pred, rtol=0, atol=1e3 * torch.finfo(pred.dtype).eps * scale, equal_nan=True)

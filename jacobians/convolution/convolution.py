@@ -71,7 +71,8 @@ class ChannelsFirst(Affine):
         self.axes = axes
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
-        binding = super().bind(module, args, kwargs)
+        given = {name: x for name, x in kwargs.items() if name != "output_size"}  # the output has it
+        binding = super().bind(module, args[:1], given)
         if binding.inputs[0].dim() <= self.axes + 1:
             return replace(binding, problem="its input has no batch axis.", do="add one: x.unsqueeze(0).")
         if not binding.inputs[0].shape[1]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.binding import Binding, bind_tensors
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
@@ -44,6 +44,11 @@ class Loss(Curvature):
 
     predictions: tuple[int, ...] = (0,)
     """Which inputs are predictions, where a call does not tell (it does if some of its inputs require grad)."""
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        """The tensors, in the order of the signature also where they are given by name."""
+        binding = bind_tensors(module, args, kwargs)
+        return dataclasses.replace(binding, do="pass a tensor in its place.") if binding.problem else binding
 
     def live(self, call: Call) -> tuple[int, ...]:
         """The inputs that may depend on parameters: those that require grad."""

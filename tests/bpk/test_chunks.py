@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.fields import statistics
+from bpk.fields import sums
 from bpk.plan.plan import Plan
 from bpk.sweeps.lazy import Chunk, LazyColumns
 from bpk.sweeps.limits import columns_at_a_time
@@ -127,12 +127,12 @@ def test_squares_of_columns_are_taken_several_at_a_time(
     rows, signs = torch.randn(v, n, 2, 3).double(), torch.randint(-1, 2, (v, n)) if signed else None
     expected = torch.einsum("vn,vnab->nab", torch.ones(v, n).double() if signs is None else signs.double(), rows**2)
     for chunk, calls in ((n * p * v, 1), (n * p * 3, 3), (n * p, v), (2 * p, 2 * v), (1, n * v)):
-        monkeypatch.setattr(statistics, "CHUNK", chunk)
+        monkeypatch.setattr(sums, "CHUNK", chunk)
         pieces: list[int] = []
         square = Tensor.square
         monkeypatch.setattr(Tensor, "square", lambda x, made=pieces, square=square: made.append(x.numel()) or square(x))
         with torch.no_grad():
-            found = statistics.squares(rows, signs, per_sample)
+            found = sums.squares(rows, signs, per_sample)
         monkeypatch.setattr(Tensor, "square", square)
         torch.testing.assert_close(found, expected if per_sample else expected.sum(0))
         assert len(pieces) == calls and max(pieces) <= max(chunk, p)

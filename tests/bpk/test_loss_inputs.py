@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import bpk
+from bpk import extensions as E
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.joint import Joint
@@ -281,3 +284,38 @@ def test_buffers_are_left_alone() -> None:
     assert rule.obstacle(call) is None
     rule.sqrt_hessian(call)
     assert float(module.calls) == 1
+
+
+LOSSES = {type(e.build()): (rule, e) for rule in REGISTRY if isinstance(rule, Loss) for e in rule.examples}
+
+
+@pytest.mark.parametrize("kind", LOSSES, ids=lambda kind: kind.__name__)
+def test_arguments_by_name(kind: type[nn.Module]) -> None:
+    """In any order, a loss of `torch.nn` is the same as with positional arguments."""
+    rule, example = LOSSES[kind]
+    module, inputs = example.build().double(), example.inputs()
+    inputs = (inputs[0].requires_grad_(), *inputs[1:])
+    names = list(inspect.signature(module.forward).parameters)
+    given = dict(reversed(list(zip(names, inputs, strict=False))))
+    (by_name, second), (by_place, first) = call_of(module, **given), call_of(module, *inputs)
+    assert rule is by_name is by_place
+    assert rule.obstacle(second) == rule.obstacle(first) is None
+    mat = rand(2, *first.inputs[0].shape)
+    one, other = rule.joint(first, (0,)), rule.joint(second, (0,))
+    torch.testing.assert_close(other.rule.hessian_mat_prod(other.call, mat), one.rule.hessian_mat_prod(one.call, mat))
+
+
+def test_quantities_of_a_loss_by_name() -> None:
+    model, x, y = bpk.extend(nn.Linear(3, 2).double()), rand(4, 3), torch.tensor([0, 1, 1, 0])
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.DiagGGNExact(), E.KFLR()):
+        loss_fn(target=y, input=model(x)).backward()
+    p = model(x).detach().softmax(1)
+    torch.testing.assert_close(model.weight.diag_ggn_exact, (p * (1 - p)).T @ x.square() / 4)
+    torch.testing.assert_close(model.bias.kflr[0], (p.sum(0).diag() - p.T @ p) / 4)
+
+
+def test_numbers_in_the_place_of_tensors_are_refused() -> None:
+    model, loss_fn = bpk.extend(nn.Linear(3, 2).double()), bpk.extend(nn.GaussianNLLLoss())
+    with pytest.raises(UnsupportedLayer, match=r"argument 'var'(?s:.*)pass a tensor"), bpk.backpack(E.DiagGGNExact()):
+        loss_fn(model(rand(4, 3)), rand(4, 2), 1.5).backward()

@@ -102,3 +102,20 @@ def test_pixels(trail: list[tuple[str, bool]]) -> None:
     x, y = torch.randn(2, 1, 4, 3), torch.randint(3, (2, 4, 3))
     assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.DiagGGNExact())
     assert trail == [("CrossEntropyLoss", False)]
+
+
+def test_a_parameter_with_two_names(trail: list[tuple[str, bool]]) -> None:
+    """What comes to both is added before it is squared."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+            self.norm.bias = self.norm.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x).transpose(1, 2)
+
+    x, y = torch.randn(N, T, 4), torch.randint(4, (N, T))
+    assert bpk.verify(Norm(), nn.CrossEntropyLoss(), x, y, E.DiagGGNExact())
+    assert all(keeps for _, keeps in trail)

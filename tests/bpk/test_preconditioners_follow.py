@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bpk
+from bpk.extensions import KFAC, KFLR
 from bpk.preconditioners import Preconditioner
 from tests.bpk.test_preconditioners import dense_solve, diagonal, ekfac, fields, kfac, take_step
 from tests.helpers import data, mlp
@@ -83,3 +85,31 @@ def test_curvature_that_is_not_finite_stops_the_step(make: Make) -> None:
     x[2, 1] = torch.nan
     with pytest.raises(ValueError, match=r"(?s)'0.weight'.*not finite.*first batch"):
         take_step(model, preconditioner, x, y)
+
+
+class Placed(nn.Module):
+    """Words and their positions. In a batch of one, all rows of the second table are those of the only sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions, self.head = nn.Embedding(5, 2), nn.Embedding(3, 2), nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.words(x) + self.positions(torch.arange(3))).tanh()).flatten(0, 1)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3)])
+def test_factors_of_another_form_are_refused(sizes: tuple[int, int]) -> None:
+    """Factors of a batch of one do not add up with those of others: a raw error about shapes before."""
+    torch.manual_seed(0)
+    x, y = torch.randint(5, (4, 3)), torch.randint(4, (4, 3))
+    batches = [(a, b.flatten()) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
+    for extension in (KFAC(), KFLR()):
+        with pytest.raises(ValueError, match=r"factors of parameter 'positions.weight'(?s:.*)drop_last=True"):
+            bpk.accumulate(Placed(), nn.CrossEntropyLoss(), batches, extension)
+    for make in (kfac, ekfac):
+        model, (first, second) = Placed(), batches
+        preconditioner = make(model, intervals=(1, 1))
+        take_step(model, preconditioner, *first)
+        with pytest.raises(ValueError, match=r"factors of parameter (?s:.*)drop_last=True"):
+            take_step(model, preconditioner, *second)

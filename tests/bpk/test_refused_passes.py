@@ -92,29 +92,3 @@ def test_layers_without_a_module_extension(mode: str, recwarn: pytest.WarningsRe
     assert not any(hasattr(p, "mine") for p in model.parameters())
     said = [w for w in recwarn if "works through module extensions only" in str(w.message)]
     assert bool(said) is (mode == FAIL_WARN)
-
-
-@pytest.mark.parametrize("expert", [nn.Linear(3, 3), nn.GroupNorm(1, 3)], ids=["linear", "norm"])
-@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact, E.HMP, E.KFAC])
-def test_a_layer_in_whose_turn_there_are_no_samples(expert: nn.Module, extension: type[BackpropExtension]) -> None:
-    """An expert that no sample is sent to: refused by name, and the way out gives the others their fields."""
-
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.all, self.expert, self.asks = nn.Linear(3, 3), expert, False
-
-        def forward(self, x: Tensor) -> Tensor:
-            chosen = (x[:, 0] > 100).nonzero()[:, 0]
-            if len(chosen) or self.asks:
-                return self.all(x).index_add(0, chosen, self.expert(x[chosen].sin()))
-            return self.all(x)
-
-    model, loss_fn = bpk.extend(Mixture()), bpk.extend(nn.CrossEntropyLoss())
-    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
-    with bpk.backpack(extension()):
-        loss_fn(model(x), y).backward()
-        assert hasattr(model.all.weight, extension().savefield)
-        model.asks = True
-        with pytest.raises(ValueError, match=r"'expert' .* is empty(?s:.*)if len"):
-            loss_fn(model(x), y).backward()

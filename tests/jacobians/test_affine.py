@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bpk
+from bpk import extensions as E
 from bpk.jacobians.convolution import moments
 from bpk.jacobians.core import cost, gemm, squares
 from bpk.jacobians.core.call import Call
@@ -98,6 +100,22 @@ def test_transposed_convolution_with_chosen_output_size() -> None:
         torch.testing.assert_close(rule.jac_t_mat_prod(call, grad_out[None], wrt)[0], grad)
     each = rule.jac_t_mat_prod(call, grad_out[None], "weight", sum_batch=False)[0]
     torch.testing.assert_close(each.sum(0), expected[1])
+
+
+def test_quantities_behind_a_chosen_output_size() -> None:
+    """By place or by name, it is no option that the rule lacks: the output has it."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.ConvTranspose1d(2, 2, 2, stride=3), nn.ConvTranspose1d(2, 1, 2, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(input=self.first(x, [6]).sigmoid(), output_size=(13,))
+
+    quantities = E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian(), E.HMP()
+    found = bpk.verify(Decoder(), nn.MSELoss(), torch.randn(3, 2, 2), torch.randn(3, 1, 13), *quantities)
+    assert found.summary() == "16 ok"
 
 
 @pytest.mark.parametrize(

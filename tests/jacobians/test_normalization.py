@@ -113,6 +113,20 @@ def test_cosine_along_the_batch_axis_is_refused() -> None:
     assert reason == "it mixes samples: it compares along the batch axis"
 
 
+def test_cosine_of_inputs_by_name() -> None:
+    class Compared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.cosine = nn.Linear(4, 3), nn.CosineSimilarity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cosine(x2=self.linear(x), x1=x[:, :3])
+
+    x, y = torch.randn(3, 4), torch.rand(3)
+    found = bpk.verify(Compared(), nn.MSELoss(), x, y, E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian())
+    assert found.summary() == "6 ok"
+
+
 # ---- the factored residual ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("layer", "shape"),

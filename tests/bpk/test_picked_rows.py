@@ -1,0 +1,163 @@
+"""Losses on rows that were picked, as `logits[mask]`: padding left out, masked language models, labelled pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+
+C = 5
+
+
+class Tagger(nn.Module):
+    """A class for each step, by a recurrent layer that has time first or second."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(6, C)
+        self.layer = nn.LSTM(4, 3, batch_first=batch_first, bidirectional=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.table(tokens)
+        if self.layer.batch_first:
+            return self.head(self.layer(h)[0])
+        return self.head(self.layer(h.transpose(0, 1))[0].transpose(0, 1))
+
+
+class Masked(nn.Module):
+    """A masked language model, whose head sees the masked positions only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, C)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.layer(self.table(tokens))[mask])
+
+
+class Pixels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, C, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.conv(x)))).permute(0, 2, 3, 1)
+
+
+Case = tuple[nn.Module, Callable[[], Tensor], Tensor]
+
+
+def tagger(batch_first: bool, n: int, steps: int) -> Case:
+    lengths = torch.randint(1, steps + 1, (n,))
+    mask, tokens, model = torch.arange(steps) < lengths[:, None], torch.randint(9, (n, steps)), Tagger(batch_first)
+    return model, lambda: model(tokens)[mask], mask
+
+
+def pixels_by_index(owners: list[int]) -> Case:
+    """In any order, and maybe none of some images."""
+    x, places, model = torch.randn(3, 2, 4, 4).double(), torch.randperm(16)[: len(owners)], Pixels()
+    model.norm = nn.Identity()
+    return model, lambda: model(x)[owners, places // 4, places % 4], torch.tensor(owners)
+
+
+def masked(counts: list[int]) -> Case:
+    mask, tokens, model = torch.zeros(len(counts), 4, dtype=torch.bool), torch.randint(9, (len(counts), 4)), Masked()
+    for row, count in zip(mask, counts, strict=True):
+        row[torch.randperm(4)[:count]] = True
+    return model, lambda: model(tokens, mask), mask
+
+
+def pixels() -> Case:
+    x, mask, model = torch.randn(3, 2, 4, 4).double(), torch.rand(3, 4, 4) < 0.5, Pixels()
+    return model, lambda: model(x)[mask], mask
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "padding": lambda: tagger(True, 4, 5),
+    "padding, time first": lambda: tagger(False, 4, 5),
+    "more steps than samples": lambda: tagger(True, 3, 7),
+    "masked": lambda: masked([2, 1, 3]),
+    "as many as samples": lambda: masked([2, 0, 1, 1]),
+    "a multiple of the samples": lambda: masked([3, 2, 1]),
+    "the same for each": lambda: masked([2, 2, 2]),
+    "pixels": pixels,
+    "in any order": lambda: pixels_by_index([2, 0, 1, 0, 2]),
+    "as many as two for each": lambda: pixels_by_index([0, 0, 2, 2, 2, 1]),
+    "not of every image": lambda: pixels_by_index([2, 0, 2, 2, 0]),
+    "of one image": lambda: pixels_by_index([1, 1, 1, 1, 1]),
+}
+
+
+def gradients(value: Tensor, params: list[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
+
+
+def compare(model: nn.Module, predict: Callable[[], Tensor], picks: Tensor) -> None:
+    """Of every sample the gradient, and the GGN's diagonal, by plain autograd; `picks`: a mask, or whose rows."""
+    n, owners = (len(picks), picks.nonzero()[:, 0]) if picks.dtype is torch.bool else (3, picks)
+    y, params = torch.randint(C, (len(owners),)), list(model.parameters())
+    with bpk.disable():
+        out = predict()
+        terms = nn.functional.cross_entropy(out, y, reduction="none") / len(y)
+        rows = [gradients((terms * (owners == k)).sum(), params) for k in range(n)]
+        diagonals = [torch.zeros(n, *p.shape).double() for p in params]
+        for row, p, k in zip(out, out.softmax(1).detach(), owners, strict=True):
+            values, vectors = torch.linalg.eigh((p.diag() - p.outer(p)) / len(y))
+            for column in (vectors * values.clamp(min=0).sqrt()).T:
+                for total, g in zip(diagonals, gradients(row @ column, params), strict=True):
+                    total[k] += g.square()
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad(), E.Variance(), E.DiagGGNExact(), E.BatchDiagGGNExact()):
+        loss_fn(predict(), y).backward()
+    for k, p in enumerate(params):
+        each = torch.stack([row[k] for row in rows])
+        torch.testing.assert_close(p.grad_batch, each)
+        torch.testing.assert_close(p.variance, each.var(0, correction=0))
+        torch.testing.assert_close(p.diag_ggn_exact_batch, diagonals[k])
+        torch.testing.assert_close(p.diag_ggn_exact, diagonals[k].sum(0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CASES)
+def test_samples_are_those_of_the_data(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, predict, mask = CASES[name]()
+        bpk.extend(model)
+        compare(model, predict, mask)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_masks_change_from_step_to_step() -> None:
+    torch.manual_seed(0)
+    model, mask = bpk.extend(Tagger(True).double()), torch.zeros(0)
+    for step in range(8):
+        tokens, mask = torch.randint(9, (4, 5)), mask if step % 3 == 2 else torch.rand(4, 5) < 0.6
+        compare(model, lambda tokens=tokens, mask=mask: model(tokens)[mask], mask)
+
+
+def test_every_quantity_is_verified() -> None:
+    torch.manual_seed(0)
+    model, tokens, mask = Masked(), torch.randint(9, (4, 5)), torch.rand(4, 5) < 0.5
+    found = bpk.verify(model, nn.CrossEntropyLoss(), (tokens, mask), torch.randint(C, (int(mask.sum()),)))
+    assert found
+    assert {"BatchGrad", "DiagGGNExact", "KFLR", "HMP"} <= {row.quantity for row in found.rows if row.entries}
+
+
+@pytest.mark.parametrize("quantity", [E.BatchGrad(), E.BatchDiagGGNExact()], ids=["first order", "second order"])
+def test_differences_of_samples_mix(quantity: E.BackpropExtension) -> None:
+    """Rows of the loss that are made of two samples each belong to none."""
+    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))), bpk.extend(nn.MSELoss())
+    x = torch.randn(6, 3)
+    with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(quantity):
+        out = model(x)
+        loss_fn(out[1:] - out[:-1], torch.zeros(5, 5)).backward()
