@@ -16,6 +16,7 @@ from bpk.dataset.batches import Batches, StepOf
 from bpk.dataset.combining import combinations
 from bpk.dataset.fingerprint import fingerprint, versions
 from bpk.dataset.keeper import Keeper
+from bpk.dataset.keeper_of_shards import KeeperOfShards
 from bpk.dataset.model_as_found import extended, set_aside
 from bpk.dataset.on_disk import OnDisk
 from bpk.dataset.randomness import Randomness
@@ -100,7 +101,7 @@ def accumulate(
     """
     check(model, loss_fn, divisor, checkpoint, every, result)
     sums, rows = combinations(extensions, batch_averages)
-    sharded = in_shards(model, checkpoint is not None)
+    sharded = in_shards(model)
     quantities = (*extensions, Total()) if sharded else extensions
     context = Watched(*quantities, asks=divisor is None, chunk_size=chunk_size, memory=memory)
     runner = (ShardedRunner if sharded else Runner)(model, loss_fn, context, step, device, autocast, divisor)
@@ -111,7 +112,8 @@ def accumulate(
         if checkpoint is not None or processes is not None:
             options = {"autocast": autocast, "batch_averages": batch_averages, "per_sample": bool(per_sample)}
             known = fingerprint(model, loss_fn, extensions, loader, options)
-        keeper = Keeper(own_path(checkpoint, processes), every, totals, sink, runner, Randomness(loader), known)
+        run = own_path(checkpoint, processes), every, totals, sink, runner, Randomness(loader), known
+        keeper = Keeper(*run) if processes is None or not sharded else KeeperOfShards(processes, *run)
         keeper.take_up()
         if processes is not None:
             add_up_among(processes, loader, keeper, split=split, progress=progress, result=result)

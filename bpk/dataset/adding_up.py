@@ -10,9 +10,7 @@ from bpk.dataset.progress import Progress
 def add_up(batches: Batches, keeper: Keeper, show: bool | None) -> None:
     """Pass over the batches, from where an earlier run was."""
     totals, sink = keeper.totals, keeper.sink
-    if keeper.now is not None and totals.batches:
-        batches.skip(totals.batches)
-        keeper.randomness.set(keeper.now)
+    skip_passed(batches, keeper)
     progress = Progress(batches.announced, totals.batches, show)
     for number, batch in batches:
         one = keeper.runner.run(number, batch)
@@ -25,3 +23,10 @@ def add_up(batches: Batches, keeper: Keeper, show: bool | None) -> None:
     totals.require_finite()
     keeper.write(done=True)
     progress.close()
+
+
+def skip_passed(batches: Batches, keeper: Keeper) -> None:
+    """Take the batches that an earlier run has passed, and the random numbers after them."""
+    if keeper.now is not None and keeper.totals.batches:
+        batches.skip(keeper.totals.batches)
+        keeper.randomness.set(keeper.now)

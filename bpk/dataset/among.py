@@ -15,7 +15,6 @@ from bpk.dataset.adding_up import add_up
 from bpk.dataset.batches import Batches, nothing
 from bpk.dataset.fingerprint import digest
 from bpk.dataset.keeper import Keeper
-from bpk.dataset.progress import Progress
 from bpk.dataset.rows import InMemory
 from bpk.dataset.sharded import ShardedRunner, add_up_in_rounds
 from bpk.dataset.totals import Totals
@@ -85,7 +84,7 @@ def add_up_among(
     show = progress if processes.rank == 0 else False
     if isinstance(runner, ShardedRunner):
         runner.begin(processes)
-        add_up_in_rounds(batches, runner, totals, sink, Progress(batches.announced, 0, show))
+        add_up_in_rounds(batches, keeper, runner, show)
     elif not keeper.done:
         add_up(batches, keeper, show)
     randomness.set(before)

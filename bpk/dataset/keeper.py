@@ -42,7 +42,7 @@ class Keeper:
         if self.path is None or not self.path.exists():
             self.begin()
         else:
-            self.restore(self.path)
+            self.restore(self.path, read(self.path))
 
     def begin(self) -> None:
         """No batch was added up before."""
@@ -55,15 +55,18 @@ class Keeper:
                 raise not_written(self.path, error) from error
             self.write(False)  # what cannot be written is told now; and a run that is killed early shuffles alike
 
-    def restore(self, path: Path) -> None:
+    def restore(self, path: Path, state: dict[str, Any]) -> None:
         """Take up what is in the file."""
-        state = read(path)
-        require_same(path, state["fingerprint"], self.fingerprint)
+        require_same(path, state["fingerprint"], self.identity())
         self.totals.restore(state["totals"])
         self.sink.restore(state["rows"], state["done"])
         self.runner.first = None if state["first"] is None else Seen(*state["first"])
         self.start, self.now, self.done = state["start"], state["now"], state["done"]
         self.randomness.set(state["now"] if self.done else self.start)
+
+    def identity(self) -> dict[str, str]:
+        """What must be the same where a run goes on."""
+        return self.fingerprint
 
     def added(self) -> None:
         """One more batch was added up."""
@@ -72,12 +75,15 @@ class Keeper:
 
     def write(self, done: bool) -> None:
         """Write all that a run needs to go on."""
-        if self.path is None:
-            return
+        if self.path is not None:
+            write(self.path, self.state(done))
+
+    def state(self, done: bool) -> dict[str, Any]:
+        """All that a run needs to go on."""
         self.totals.require_finite()
         first = self.runner.first
-        state = {
-            "fingerprint": self.fingerprint,
+        return {
+            "fingerprint": self.identity(),
             "totals": self.totals.state(),
             "rows": self.sink.state(),
             "first": None if first is None else (first.samples, first.divisors, first.factors),
@@ -85,4 +91,3 @@ class Keeper:
             "now": self.randomness.now(),
             "done": done,
         }
-        write(self.path, state)

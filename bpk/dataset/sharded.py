@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bpk.dataset.batches import nothing
+from bpk.dataset.adding_up import skip_passed
+from bpk.dataset.batches import Batches, nothing
+from bpk.dataset.keeper import Keeper
 from bpk.dataset.progress import Progress
-from bpk.dataset.rows import Sink
 from bpk.dataset.run import OneBatch, Runner, all_finite, not_finite
-from bpk.dataset.totals import GRADIENT, Totals
+from bpk.dataset.totals import GRADIENT
 from bpk.distributed.processes import Processes, are_there, lost
 from bpk.distributed.sharded import Sharded
 from bpk.extensions.firstorder.base import GradientExtension
@@ -36,7 +37,7 @@ class Total(GradientExtension):
         return uses.summed()
 
 
-def in_shards(model: nn.Module, checkpointed: bool) -> bool:
+def in_shards(model: nn.Module) -> bool:
     """Whether a model is sharded, all of it over all processes; it is put back into shards. Refuses what is neither."""
     managed: list[FSDPModule] = [module for module in model.modules() if is_managed(module)]  # type: ignore[misc]
     for module in managed:
@@ -53,9 +54,6 @@ def in_shards(model: nn.Module, checkpointed: bool) -> bool:
     elif other is not None:
         why = f"its parameters are on {other}, and the data are dealt out to all {world} ranks."
         do = "shard it over a mesh of all ranks, and of nothing else (tensor parallelism is not supported)."
-    elif managed and checkpointed:
-        why = "a checkpoint has the totals of whole parameters, and each rank has shards of them."
-        do = "leave out checkpoint=, or pass over a part of the data at a time: totals of parts are sums."
     if why:
         raise ValueError(explain("bpk.accumulate(...) cannot add up with this model, sharded by fully_shard.", why, do))
     return bool(managed)
@@ -112,29 +110,34 @@ class ShardedRunner(Runner):
         return found
 
 
-def add_up_in_rounds(
-    batches: Iterable[tuple[int, Any]], runner: ShardedRunner, totals: Totals, sink: Sink, progress: Progress
-) -> None:
-    """Pass over the batches of all processes."""
-    for number, batch, counts in rounds(batches, runner):
-        one = runner.run_one(number, batch, counts)
-        if counts:
-            if sink.rules:
-                sink.add(number, one.fields, one.size)
-            totals.batches, totals.loss = totals.batches + 1, totals.loss + one.loss * one.size.weight(1)
-        totals.merge(one.fields, runner.size)
-        progress.step(runner.size.samples)
+def add_up_in_rounds(batches: Batches, keeper: Keeper, runner: ShardedRunner, show: bool | None) -> None:
+    """Pass over the batches of all processes, from where an earlier run was."""
+    totals, sink = keeper.totals, keeper.sink
+    if not keeper.done:
+        skip_passed(batches, keeper)
+        progress = Progress(batches.announced, totals.batches, show)
+        for number, batch, counts in rounds(batches, runner):
+            one = runner.run_one(number, batch, counts)
+            if counts:
+                if sink.rules:
+                    sink.add(number, one.fields, one.size)
+                totals.batches, totals.loss = totals.batches + 1, totals.loss + one.loss * one.size.weight(1)
+            totals.merge(one.fields, runner.size)
+            progress.step(runner.size.samples)
+            keeper.added()
+        problem = None
+        try:
+            totals.require_finite()
+        except ValueError as error:
+            problem = error
+        runner.processes.require_none(problem)
+        if totals.size is not None:
+            keeper.write(done=True)
+        progress.close()
     told: list[Any] = runner.processes.tell((totals.batches, totals.loss))
     if totals.size is None:
         raise ValueError(nothing())
     totals.batches, totals.loss = sum(n for n, _ in told), sum(loss for _, loss in told)
-    problem = None
-    try:
-        totals.require_finite()
-    except ValueError as error:
-        problem = error
-    runner.processes.require_none(problem)
-    progress.close()
 
 
 def rounds(batches: Iterable[tuple[int, Any]], runner: ShardedRunner) -> Iterator[tuple[int, Any, bool]]:

@@ -1,9 +1,11 @@
-"""A process with a model sharded by FSDP2: `python -m tests.bpk.fsdp_worker RANK WORLD FILE`, prints `right`."""
+"""A process with a model sharded by FSDP2: `python -m tests.bpk.fsdp_worker RANK WORLD FILE FOLDER`, prints `right`."""
 
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,17 +145,80 @@ def data_set(rank: int) -> None:
     told("Batch 0 of the loader has a loss of nan", lambda: bpk.accumulate(model, loss_fn, [(x, y), (x[1:], y[1:])]))
 
 
+def killed(rank: int, folder: Path) -> None:
+    """A run with checkpoints goes on after the last round that all ranks have written, with the same bits."""
+    torch.manual_seed(0)
+    x, y = global_batch()
+    batches = [*zip(x.split(1), (y.abs() % 3).split(1), strict=True)][:7]  # rank 0 has four of them
+    extensions = E.KFAC(2), E.DiagGGNExact(), E.Variance(), E.BatchGrad()
+    file, earlier, last = folder / "run.ckpt", folder / f"earlier{rank}", folder / f"last{rank}"
+    own = folder / f"run.ckpt.rank{rank}-of-2"
+    passed = 0
+
+    def run(dies: bool = False, scale: float = 1.0, extensions: tuple[Any, ...] = extensions) -> Any:
+        nonlocal passed
+        torch.manual_seed(0)
+        model, passed = Net(False).double(), 0
+        with torch.no_grad():
+            model.last.weight *= scale
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+        def step(model: nn.Module, loss_fn: nn.Module, batch: Any) -> torch.Tensor:
+            nonlocal passed
+            passed += 1
+            if dies and passed == 3:
+                shutil.copy(own, earlier)  # of round 2
+            if dies and passed == 4:
+                shutil.copy(own, last)
+                raise RuntimeError("killed")
+            loss: torch.Tensor = loss_fn(model(batch[0]), batch[1])
+            return loss
+
+        loss_fn, options = nn.CrossEntropyLoss(), {"every": 1, "per_sample": True, "checkpoint": file}
+        torch.manual_seed(5)
+        found = bpk.accumulate(model, loss_fn, batches, *extensions, step=step, **options)
+        return {
+            name: {f: x if f == "grad_batch" else whole_of(x) for f, x in known.items()}
+            for name, known in found.items()
+        }
+
+    def put_back(path: Path) -> None:
+        dist.barrier()
+        own.unlink(missing_ok=True)
+        shutil.copy(path, own)
+        dist.barrier()
+
+    expected = run()
+    assert passed == 4 and run() is not None and passed == 0  # it is done
+    own.unlink()
+    told("killed", lambda: run(dies=True))
+    put_back(last)
+    assert_same(run(), expected, 1e-300)
+    assert passed == 1
+    put_back(earlier if rank else last)
+    told("do not belong together", run)
+    if rank:  # killed after all had written, before this rank had put its file in the place of the one before
+        shutil.copy(last, f"{own}.next")
+    dist.barrier()
+    assert_same(run(), expected, 1e-300)
+    assert passed == 1 and not Path(f"{own}.next").exists()
+    put_back(earlier)
+    told("shard of the model's tensor 'last.weight' differs", lambda: run(scale=2.0))
+    put_back(earlier)
+    own.write_bytes(own.read_bytes()[:-1])
+    told("is damaged", run)
+
+
 def refused() -> None:
     model, loss_fn = bpk.extend(Net(False).double()), bpk.extend(nn.CrossEntropyLoss())
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     x, y = global_batch()
-    told("leave out checkpoint=", lambda: bpk.accumulate(model, loss_fn, [(x, y)], checkpoint="some.ckpt"))
     with bpk.backpack(E.HMP()):
         loss = loss_fn(model(x), y)
         told("cannot be put together", loss.backward)
 
 
-def main(rank: int, world: int, store: str) -> None:
+def main(rank: int, world: int, store: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for case in ((False, True, True), (False, False, False)):
@@ -161,10 +226,11 @@ def main(rank: int, world: int, store: str) -> None:
     sampled()
     clipped(rank)
     data_set(rank)
+    killed(rank, Path(folder))
     refused()
     dist.destroy_process_group()
     print("right")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
