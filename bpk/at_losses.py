@@ -16,11 +16,11 @@ from bpk.plan.plan import Plan
 from bpk.plan.step import Step, matched
 from bpk.plan.support import announce
 from bpk.recording import engine
-from bpk.recording.opened import Settings
+from bpk.recording.context.opened import Settings
+from bpk.recording.context.state import CTX
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
-from bpk.sweeps.hand import Hand
-from bpk.sweeps.limits import columns_at_a_time
+from bpk.sweeps.columns.limits import columns_at_a_time
+from bpk.sweeps.module_extensions import Hand
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import play
 

@@ -33,13 +33,13 @@ from bpk.plan.loss_scale import require_scaled
 from bpk.plan.overwritten import require_result
 from bpk.plan.step import Step
 from bpk.recording import engine
-from bpk.recording.known_gradient import KnownGradient
+from bpk.recording.context.opened import Pass, Settings
+from bpk.recording.context.state import CTX
+from bpk.recording.context.surroundings import require_whole
+from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.membership import around
-from bpk.recording.opened import Pass, Settings
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
-from bpk.recording.surroundings import require_whole
-from bpk.sweeps.hand import Hand
+from bpk.sweeps.module_extensions import Hand
 from bpk.sweeps.shared import SharedSweeps
 
 

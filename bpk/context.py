@@ -12,9 +12,9 @@ from bpk.backward import Backward, Ending
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
-from bpk.recording.opened import ExtensionHook, Opened, Pass, Settings
-from bpk.recording.state import CTX
-from bpk.recording.surroundings import require_eager
+from bpk.recording.context.opened import ExtensionHook, Opened, Pass, Settings
+from bpk.recording.context.state import CTX
+from bpk.recording.context.surroundings import require_eager
 
 __all__ = ["CTX", "backpack", "disable"]
 

@@ -13,12 +13,12 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import forget
 from bpk.recording.before import forget_inputs, is_users, note_inputs, prepare
+from bpk.recording.context.surroundings import require_local
 from bpk.recording.loss_recorder import record_composed
 from bpk.recording.membership import mark, unmark
 from bpk.recording.recorder import record, record_passage
-from bpk.recording.surroundings import require_local
 from bpk.rules import REGISTRY
-from bpk.sweeps.block_product import BlockProduct
+from bpk.sweeps.products.block import BlockProduct
 
 if TYPE_CHECKING:
     from bpk.converter import Converted

@@ -15,11 +15,11 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.jacobians.rule import Rule
-from bpk.plan.samples import Attribution
+from bpk.plan.samples.rows import Attribution
 from bpk.plan.step import Step, matched
 from bpk.recording import engine
-from bpk.recording.inner_products import InnerProduct, inner_products
-from bpk.recording.known_gradient import KnownGradient
+from bpk.recording.graph.inner_products import InnerProduct, inner_products
+from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.record import Record
 from bpk.sweeps.sweep import Gradient, Observer
 

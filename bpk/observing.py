@@ -16,10 +16,10 @@ from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.inspection import Inspection
 from bpk.plan.step import Step
 from bpk.recording import engine
-from bpk.recording.known_gradient import KnownGradient
+from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.record import Record
 from bpk.sweeps.functions import SideBySide, reach_functions
-from bpk.sweeps.hand import Hand
+from bpk.sweeps.module_extensions import Hand
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import Gradient, Observer, not_by_hand, only_by_hand
 

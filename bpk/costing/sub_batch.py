@@ -21,11 +21,11 @@ from bpk.extending import attach, check_module
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.losses.loss import Loss
+from bpk.recording.context.opened import Pass
 from bpk.recording.membership import parts_of
-from bpk.recording.opened import Pass
 from bpk.recording.record import Record
-from bpk.sweeps.columns import ColumnSweep
-from bpk.sweeps.limits import columns_at_a_time
+from bpk.sweeps.columns.column_sweep import ColumnSweep
+from bpk.sweeps.columns.limits import columns_at_a_time
 from bpk.verification.problem import Arguments, Problem
 from bpk.verification.structure import with_tensors
 

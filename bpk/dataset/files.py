@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bpk.dataset.checkpoint import not_written
 from bpk.jacobians.core.errors import explain
-from bpk.recording.surroundings import is_sharded
+from bpk.recording.context.surroundings import is_sharded
 from bpk.utils.ekfac import Eigenbasis
 
 KEY = "bpk"

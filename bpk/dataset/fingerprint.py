@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from bpk.dataset.batches import length_of
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.recording.surroundings import is_sharded
+from bpk.recording.context.surroundings import is_sharded
 
 
 def fingerprint(

@@ -18,7 +18,7 @@ from bpk.dataset.fingerprint import checksum
 from bpk.dataset.keeper import Keeper
 from bpk.distributed.processes import Processes
 from bpk.jacobians.core.errors import explain
-from bpk.recording.surroundings import is_sharded
+from bpk.recording.context.surroundings import is_sharded
 
 
 class KeeperOfShards(Keeper):

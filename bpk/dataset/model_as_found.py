@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from bpk.extending import detach, extend
+from bpk.recording.context.state import CTX
 from bpk.recording.membership import parts_of
-from bpk.recording.state import CTX
 
 
 @contextmanager

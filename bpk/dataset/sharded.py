@@ -20,7 +20,7 @@ from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.over_batches import Parts, Sums
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
-from bpk.recording.surroundings import is_managed, is_sharded
+from bpk.recording.context.surroundings import is_managed, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.tabular import Table
 from bpk.reading import shown
-from bpk.recording.surroundings import is_sharded
+from bpk.recording.context.surroundings import is_sharded
 from bpk.utils.ekfac import Eigenbasis
 
 

@@ -18,9 +18,9 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.support import require_axis
 from bpk.plan.survey import mixes
-from bpk.recording.known_gradient import KnownGradient
+from bpk.recording.context.opened import Pass
+from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.membership import path_of
-from bpk.recording.opened import Pass
 from bpk.recording.record import Record
 
 

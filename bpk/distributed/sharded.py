@@ -19,9 +19,9 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import Rows, Size
 from bpk.fields.local import SLOT, Local
 from bpk.jacobians.core.errors import explain
+from bpk.recording.context.surroundings import is_managed, is_sharded, may_shard
 from bpk.recording.membership import around
 from bpk.recording.record import LIVE
-from bpk.recording.surroundings import is_managed, is_sharded, may_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -14,10 +14,10 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
-from bpk.recording.graph_nodes import parameter_edges, weight_of_product
-from bpk.recording.known_gradient import KnownGradient, nobody_looks
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.known_gradient import KnownGradient, nobody_looks
+from bpk.recording.graph.nodes import parameter_edges, weight_of_product
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
 
 WORTH_WAITING = 1 << 20
 """From how many multiplications on (at most so many) it pays to wait for the gradient that autograd computes."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from bpk.recording.activations import forget
+from bpk.recording.context.state import CTX
 from bpk.recording.membership import containers_of
-from bpk.recording.state import CTX
 
 
 class Hooks:

@@ -12,8 +12,8 @@ from bpk.fields.parameter_state import ParameterState
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.inspection import Inspection
+from bpk.recording.context.surroundings import may_shard
 from bpk.recording.record import Record
-from bpk.recording.surroundings import may_shard
 
 SLOT = "_bpk_local"
 """Under which name a parameter keeps it, by field."""

@@ -17,9 +17,9 @@ from bpk.fields.totals import Totals
 from bpk.fields.values import one_value_only, own, remove_stale, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
+from bpk.recording.context.state import CTX
+from bpk.recording.context.surroundings import may_shard, require_whole
 from bpk.recording.record import Record, calls_by_parameter
-from bpk.recording.state import CTX
-from bpk.recording.surroundings import may_shard, require_whole
 
 
 class Parameters:

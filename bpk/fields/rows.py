@@ -13,7 +13,7 @@ from bpk.fields.arrived import PIECE, Columns
 from bpk.jacobians.core.call import Call, index_of
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.jacobians.rule import Rule
-from bpk.plan.samples import to_samples
+from bpk.plan.samples.rows import to_samples
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Rows")

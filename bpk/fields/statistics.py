@@ -21,7 +21,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.core.side_by_side import as_rows
-from bpk.plan.samples import to_samples
+from bpk.plan.samples.rows import to_samples
 from bpk.utils.kroneckers import sparse_diagonal
 
 

@@ -12,7 +12,7 @@ from bpk.fields.statistics import Uses
 from bpk.fields.values import value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
 
 
 class Totals:

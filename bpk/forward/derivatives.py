@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from bpk.forward.apart import agree, columns_of_samples
 from bpk.forward.carrier import Carrier, Propagation
 from bpk.forward.functions import answer
 from bpk.forward.given import require, whole
+from bpk.forward.independence import agree, columns_of_samples
 from bpk.forward.modules import rules_answer
 from bpk.forward.rules import refusal
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.series import Collapse, Series
+from bpk.recording.context.state import CTX
 from bpk.recording.membership import MARK
-from bpk.recording.state import CTX
 
 
 def taylor(model: nn.Module, x: Tensor, directions: Tensor, order: int) -> list[Tensor]:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bpk.forward import rules
-from bpk.forward.apart import stays_apart
 from bpk.forward.carrier import Carrier, carriers, differentiable, replaced, require_unchanged, values, versions_of
+from bpk.forward.independence import stays_apart
 from bpk.jacobians.core.conversion import CannotConvert, name_of, signature_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState

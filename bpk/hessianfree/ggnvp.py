@@ -10,7 +10,7 @@ from bpk.hessianfree.lop import transposed_jacobian_vector_product
 from bpk.hessianfree.rop import jacobian_vector_product
 from bpk.hessianfree.vectors import Tensors, as_list, as_vectors
 from bpk.jacobians.core.errors import explain
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
 
 
 def ggn_vector_product(

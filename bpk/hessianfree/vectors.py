@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.second_order.graph import differentiable_again
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
 
 Tensors = Tensor | Iterable[Tensor]
 """One tensor, or several."""

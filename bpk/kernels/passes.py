@@ -14,8 +14,8 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.kernels.summed import Summed
+from bpk.sweeps.starts.weighted_root import WeightedRoot
 from bpk.sweeps.sweep import Sweep
-from bpk.sweeps.weighted_root import WeightedRoot
 
 Inputs = Tensor | tuple[Tensor, ...]
 Compute = Callable[[Uses], Tensor]

@@ -17,7 +17,7 @@ from bpk.operators.evaluate import evaluate, pull, with_tangents
 from bpk.operators.kernels import said
 from bpk.operators.linear import SymmetricOperator
 from bpk.operators.loss_at import LossAt
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
 
 Blocks = Literal["whole", "layer", "parameter"]
 AT_ONCE = 16

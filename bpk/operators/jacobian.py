@@ -13,7 +13,7 @@ from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, push
 from bpk.operators.kernels import said
 from bpk.operators.linear import Adjoint, LinearOperator
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
 
 
 class Jacobian(LinearOperator):

@@ -15,7 +15,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.second_order.fused import StandIns
 from bpk.jacobians.second_order.weight_norm import weight_norm
 from bpk.rules import REGISTRY
-from bpk.sweeps.twice import only_once
+from bpk.sweeps.stretches.no_second_derivative import only_once
 
 
 @contextmanager

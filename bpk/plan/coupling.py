@@ -21,8 +21,8 @@ from bpk.jacobians.losses.loss import AutodiffLoss
 from bpk.jacobians.second_order.structure import Couplings
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import FAIL_SILENT, Quantity
+from bpk.recording.context.state import CTX
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
 
 LOOKED_AT: WeakSet[nn.Module] = WeakSet()
 """Losses of which it is known whether they couple samples, and whose user has been told if they do."""

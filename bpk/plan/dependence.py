@@ -22,9 +22,9 @@ from torch.autograd.graph import Node
 
 from bpk.plan.graph import Source
 from bpk.recording import engine
-from bpk.recording.bystanders import beyond
-from bpk.recording.graph_nodes import Edge
-from bpk.recording.identity import function_name, name_of, words
+from bpk.recording.graph.bystanders import beyond
+from bpk.recording.graph.identity import function_name, name_of, words
+from bpk.recording.graph.nodes import Edge
 
 Parts = list[Tensor | None]
 """Columns `[V, *in]` by argument (`None`: not differentiable, or not known)."""

@@ -16,11 +16,11 @@ from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 from bpk.jacobians.second_order.weight_norm import corrected
 from bpk.recording import engine
-from bpk.recording.bystanders import beyond, quieten_inside
-from bpk.recording.graph_nodes import Edge, is_linear
-from bpk.recording.ports import Port
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.bystanders import beyond, quieten_inside
+from bpk.recording.graph.nodes import Edge, is_linear
+from bpk.recording.graph.ports import Port
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
 
 REARRANGING = frozenset(
     f"{name}Backward0"

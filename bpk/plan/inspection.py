@@ -20,15 +20,15 @@ from bpk.plan.objective import (
     require_losses_only,
     require_no_penalty,
 )
-from bpk.plan.placement import Placement
 from bpk.plan.quantity import Quantity
-from bpk.plan.samples import Attribution
+from bpk.plan.samples.placement import Placement
+from bpk.plan.samples.rows import Attribution
+from bpk.plan.samples.whole_batch import one_sample, place_or_merge
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import mixes, require_layers, require_whole_batch, upstream
-from bpk.plan.whole import one_sample, place_or_merge
 from bpk.recording import engine
-from bpk.recording.bystanders import Onlookers
+from bpk.recording.graph.bystanders import Onlookers
 from bpk.recording.record import Record
 
 

@@ -17,14 +17,14 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.graph import Source, gradient_edge
-from bpk.plan.samples import Attribution
+from bpk.plan.samples.rows import Attribution
 from bpk.plan.sources import Sources
 from bpk.plan.step import Link, Step, matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
-from bpk.recording.bystanders import make_quiet
+from bpk.recording.context.state import CTX, EVERY_CALL
+from bpk.recording.graph.bystanders import make_quiet
 from bpk.recording.record import Record
-from bpk.recording.state import CTX, EVERY_CALL
 
 
 class Plan:

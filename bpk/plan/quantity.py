@@ -16,7 +16,7 @@ FAIL_SILENT = "SILENT"
 Takes = Literal["columns", "squares", "factors"]
 """Of what a value is made: of sums of squares of columns alone, of their Kronecker factors alone, or of any columns.
 
-Squares and factors of the last layer may be known without columns (`bpk.sweeps.closed_form`).
+Squares and factors of the last layer may be known without columns (`bpk.sweeps.columns.closed_form`).
 """
 
 

@@ -10,13 +10,13 @@ from torch.autograd.graph import Node
 
 from bpk.plan.graph import Source
 from bpk.recording import engine
-from bpk.recording.attention_kernels import recover
 from bpk.recording.before import GIVEN
-from bpk.recording.bystanders import beyond, make_quiet
-from bpk.recording.graph_nodes import Edge, leaf_of
+from bpk.recording.graph.attention_kernels import recover
+from bpk.recording.graph.bystanders import beyond, make_quiet
+from bpk.recording.graph.nodes import Edge, leaf_of
+from bpk.recording.graph.ownership import owner_of
+from bpk.recording.graph.parameter_products import recover_product
 from bpk.recording.membership import Held
-from bpk.recording.ownership import owner_of
-from bpk.recording.parameter_products import recover_product
 from bpk.recording.record import Record
 
 Shapes = tuple[torch.Size, ...]

@@ -16,7 +16,7 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source, connected
 from bpk.plan.stretch import StretchCall
-from bpk.recording.ports import Port
+from bpk.recording.graph.ports import Port
 from bpk.recording.record import Record
 
 

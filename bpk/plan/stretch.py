@@ -17,8 +17,8 @@ from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.probing import draw
+from bpk.plan.broadcast import SpreadColumns
 from bpk.plan.graph import Source
-from bpk.plan.spread import SpreadColumns
 
 
 class StretchCall(Call):

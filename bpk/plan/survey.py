@@ -9,8 +9,8 @@ from torch import nn
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.plan.sources import Sources
+from bpk.recording.context.state import CTX
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
 
 
 def upstream(record: Record, sources: Sources) -> list[Record]:

@@ -23,8 +23,8 @@ from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.parameters import require_fits, take_up, trained
 from bpk.preconditioners.shares import are_several
-from bpk.recording.state import CTX
-from bpk.recording.surroundings import is_sharded, may_shard
+from bpk.recording.context.state import CTX
+from bpk.recording.context.surroundings import is_sharded, may_shard
 from bpk.utils.damped import positive_damping
 from bpk.utils.kroneckers import reordered
 

@@ -13,14 +13,14 @@ from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.random_state import RandomState
 from bpk.recording import engine
 from bpk.recording.activations import nothing
+from bpk.recording.context.state import CTX
+from bpk.recording.context.surroundings import MANAGED
 from bpk.recording.fsdp import pass_on_sharding
-from bpk.recording.graph_nodes import Edge
+from bpk.recording.graph.identity import alias
+from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.ownership import owner_of
 from bpk.recording.hooks_for_all import Watch
-from bpk.recording.identity import alias
-from bpk.recording.ownership import owner_of
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
-from bpk.recording.surroundings import MANAGED
 from bpk.rules import REGISTRY
 
 GIVEN = "bpk.given"

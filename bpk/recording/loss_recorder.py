@@ -13,10 +13,10 @@ from bpk.jacobians.losses.loss import Loss, is_loss
 from bpk.jacobians.losses.loss_call import tensors_anywhere
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
-from bpk.recording.graph_nodes import is_linear
-from bpk.recording.ownership import leave_to_autograd, owner_of
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.nodes import is_linear
+from bpk.recording.graph.ownership import leave_to_autograd, owner_of
 from bpk.recording.recorder import record
-from bpk.recording.state import CTX
 
 
 def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
 
 MARK = "_bpk_mark"
 """Under which name an extended module keeps its mark."""

@@ -21,12 +21,12 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
 from bpk.recording.changed import as_seen, changed, note
-from bpk.recording.connections import Connected
-from bpk.recording.graph_nodes import Edge
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.connections import Connected
+from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.ports import Rows
 from bpk.recording.membership import path_of
-from bpk.recording.ports import Rows
 from bpk.recording.settings import Settings
-from bpk.recording.state import CTX
 
 LIVE: set[weakref.ref[Record]] = set()
 """The records that exist. They say themselves whether they still await a backward pass."""

@@ -19,14 +19,14 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import leave_on
 from bpk.recording.before import BEFORE, Before, keep
-from bpk.recording.bystanders import passes_on
 from bpk.recording.computed import read_parameters
-from bpk.recording.graph_nodes import Edge, parameter_edges
-from bpk.recording.identity import alias, together
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.bystanders import passes_on
+from bpk.recording.graph.identity import alias, together
+from bpk.recording.graph.nodes import Edge, parameter_edges
+from bpk.recording.graph.ownership import OWNER, give
 from bpk.recording.membership import parameters_in
-from bpk.recording.ownership import OWNER, give
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
 from bpk.recording.treatment import Treatment, treatment_of
 from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_reason, leave_unrecorded, note_transform
 from bpk.rules import REGISTRY

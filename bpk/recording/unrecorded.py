@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
 from bpk.recording.activations import leave_on
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.ownership import take_away
 from bpk.recording.hooks_for_all import all_hooks
 from bpk.recording.membership import path_of
-from bpk.recording.ownership import take_away
-from bpk.recording.state import CTX
 
 
 def is_seen() -> bool:

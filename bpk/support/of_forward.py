@@ -14,7 +14,7 @@ from bpk.jacobians.core.binding import Binding, tensors_in
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import Source
-from bpk.plan.placement import place
+from bpk.plan.samples.placement import place
 from bpk.plan.sources import Sources
 from bpk.plan.support import Kind, Support
 from bpk.plan.support import support as answer

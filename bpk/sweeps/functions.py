@@ -16,16 +16,16 @@ from bpk.fields.statistics import Use
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
+from bpk.plan.broadcast import SpreadColumns, at_parameter, summed
+from bpk.plan.broadcast_places import Spread, side_by_side
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
-from bpk.plan.samples import to_samples
-from bpk.plan.spread import SpreadColumns, at_parameter, summed
-from bpk.plan.spread_places import Spread, side_by_side
+from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
+from bpk.recording.context.state import CTX
 from bpk.recording.record import Record
-from bpk.recording.state import CTX
 from bpk.sweeps.sweep import Gradient
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from bpk.plan.quantity import Quantity
-from bpk.sweeps.positions import ByPosition
+from bpk.sweeps.starts.positions import ByPosition
 from bpk.sweeps.sweep import Observer, Player, Sweep
 
 

@@ -20,8 +20,8 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.plan import Plan
 from bpk.plan.quantity import Takes
 from bpk.plan.step import Step
-from bpk.sweeps.hand import Hand
-from bpk.sweeps.linearised import times_named
+from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.products.linearised import times_named
 
 
 class Sweep(ABC):

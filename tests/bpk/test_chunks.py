@@ -14,8 +14,8 @@ import bpk
 from bpk import extensions as E
 from bpk.fields import sums
 from bpk.plan.plan import Plan
-from bpk.sweeps.lazy import Chunk, LazyColumns
-from bpk.sweeps.limits import columns_at_a_time
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns
+from bpk.sweeps.columns.limits import columns_at_a_time
 from tests.bpk.test_direct_parameters import Direct, twice
 from tests.bpk.test_tied_table import Tied
 from tests.references.compare import Assembled, rand

@@ -13,7 +13,7 @@ from bpk import extensions as E
 from bpk.costing.allocated import allocated
 from bpk.costing.cost import Cost, Estimate, extended_to
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Second derivatives of plain functions, where they are smallest: at necks, row by row, parameters by themselves."""
+"""Second derivatives of plain functions, where they are smallest: at bottlenecks, by rows, parameters alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.sweeps.curved_stretch import CurvedStretch
+from bpk.sweeps.stretches.curved import CurvedStretch
 from tests.helpers import extended
 from tests.references.compare import Assembled, rand
 
@@ -45,7 +45,7 @@ def moved(m: Assembled, x: Tensor) -> Tensor:
 
 
 def time_first(m: Assembled, x: Tensor) -> Tensor:
-    """The stream has as many positions as samples, and its axes change places: rows of the neck are no samples."""
+    """The stream has as many positions as samples, and its axes change places: rows of the bottleneck are none."""
     x = m.first(x)
     x = (x + m.a(m.norm_a(x))).transpose(0, 1)
     return m.last((m.norm_c(x) * x.sin()).transpose(0, 1)).mean(1)
@@ -60,7 +60,7 @@ def used_twice(m: Assembled, x: Tensor) -> Tensor:
 
 
 def side_entry(m: Assembled, x: Tensor) -> Tensor:
-    """A parameter enters in front of what would be a neck."""
+    """A parameter enters in front of what would be a bottleneck."""
     x = m.first(x)
     x = (x + m.a(x)) * m.norm_a.gain + m.b(x)
     return m.last(m.norm_c(x)).mean(1)
@@ -149,13 +149,13 @@ def test_some_samples() -> None:
 
 
 def ways(monkeypatch: pytest.MonkeyPatch, forward: Forward) -> list[tuple[bool, bool, int]]:
-    """Of each curved stretch: whether it has a neck, whether rows are taken one by one, and how many columns begin."""
+    """Of each curved stretch: has it a bottleneck, are rows taken one by one, and how many columns are there?"""
     seen = []
     columns = CurvedStretch.columns
 
     def noted(self: CurvedStretch, considered: Callable[[Tensor, int], Tensor]) -> object:
         found = columns(self, considered)
-        seen.append((self.neck is not None, self.rows is not None, sum(lazy.count for lazy in found)))
+        seen.append((self.bottleneck is not None, self.rows is not None, sum(lazy.count for lazy in found)))
         return found
 
     monkeypatch.setattr(CurvedStretch, "columns", noted)
@@ -168,8 +168,8 @@ def ways(monkeypatch: pytest.MonkeyPatch, forward: Forward) -> list[tuple[bool, 
 def test_a_stream_is_curved_at_its_neck(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more columns than the stream has entries, however many calls feed it."""
     seen = ways(monkeypatch, stream)
-    assert [(neck, count) for neck, _, count in seen] == [(True, 16), (False, 16), (True, 16), (False, 16)]
-    assert not any(neck for neck, _, _ in ways(monkeypatch, side_entry)[:1])
+    assert [(bottleneck, count) for bottleneck, _, count in seen] == [(True, 16), (False, 16), (True, 16), (False, 16)]
+    assert not any(bottleneck for bottleneck, _, _ in ways(monkeypatch, side_entry)[:1])
 
 
 def test_rows_are_taken_one_by_one_where_nothing_couples_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from bpk.plan.dependence import TABLE, spread
 from bpk.plan.graph import Source
-from bpk.recording.identity import Keep, function_name, words
+from bpk.recording.graph.identity import Keep, function_name, words
 
 Function = Callable[[Tensor], Tensor]
 

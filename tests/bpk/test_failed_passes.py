@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.recording.context.state import CTX
 from bpk.recording.record import LIVE, Record
-from bpk.recording.state import CTX
 from tests.bpk.test_errors import ids, refuses, works_afterwards
 from tests.helpers import FIELDS, backward, data, extended
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.plan import forms
+from bpk.plan.samples import forms
 
 N = T = 4
 """As many steps as samples: shapes do not tell them apart."""
@@ -257,7 +257,7 @@ def test_a_function_of_the_user_proves_nothing() -> None:
 
 def test_mixed_samples_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At first order they are no error, and must not cost a search in every pass."""
-    from bpk.plan import placement
+    from bpk.plan.samples import placement
 
     searches = []
     search = placement.attribute

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.core.engine import GLOBAL_FORWARD_HOOKS
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
 from tests.helpers import registered
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")

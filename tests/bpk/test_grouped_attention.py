@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bpk
 from bpk import extensions as E
-from bpk.recording import attention_kernels as recovery
 from bpk.recording import engine
-from bpk.recording.attention_kernels import names_of
+from bpk.recording.graph import attention_kernels as recovery
+from bpk.recording.graph.attention_kernels import names_of
 
 N, T, D = 3, 4, 2
 FLASH = "ScaledDotProductFlashAttentionForCpuBackward0"

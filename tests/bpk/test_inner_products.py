@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import first_order
 from bpk.extensions import BatchGrad, BatchL2Grad, SumGradSquared, Variance
-from bpk.recording.inner_products import arranged, follow, inner_products
+from bpk.recording.graph.inner_products import arranged, follow, inner_products
 
 N, T, D = 3, 5, 4
 BOTH = {"in_proj_weight", "out_proj.weight"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.sweeps import means
+from bpk.sweeps.averaged import products as means
 from tests.references.averaged import Layer, averaged, layer
 from tests.references.compare import Assembled, rand
 

@@ -22,7 +22,7 @@ from bpk.fields import awaited
 from bpk.jacobians.convolution.convolution import Conv
 from bpk.jacobians.core import cost
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.recording.known_gradient import KnownGradient
+from bpk.recording.graph.known_gradient import KnownGradient
 
 N = 4
 EXTENSIONS: list[tuple[Any, ...]] = [

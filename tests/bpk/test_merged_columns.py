@@ -12,9 +12,9 @@ import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.fields.arrived import Columns
 from bpk.plan.step import Step
-from bpk.sweeps.columns import Run
-from bpk.sweeps.merging import Merging, distinct, merged
-from bpk.sweeps.stretch_residual import StretchResidual
+from bpk.sweeps.columns.column_sweep import Run
+from bpk.sweeps.columns.merging import Merging, distinct, merged
+from bpk.sweeps.stretches.residual import StretchResidual
 from tests.helpers import backward
 
 N = 3

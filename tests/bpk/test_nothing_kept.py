@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
-from bpk.recording import attention_kernels as recovery
+from bpk.recording.graph import attention_kernels as recovery
 from bpk.recording.record import LIVE, calls_by_parameter, is_awaited
 from bpk.rules import REGISTRY
 from tests.helpers import FIELDS, backward, data, extended, values

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.plan.step import Step
-from bpk.sweeps.lazy import Starting
-from bpk.sweeps.positions import ByPosition
+from bpk.sweeps.columns.lazy import Starting
+from bpk.sweeps.starts.positions import ByPosition
 from tests.helpers import backward
 
 VOCABULARY, N, T = 7, 3, 5

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk.extensions import BatchDiagGGNExact, BatchGrad, SqrtGGNExact
-from bpk.plan import spread
+from bpk.plan import broadcast as spread
 from bpk.sweeps import functions
 
 N, T, D = 18, 3, 4

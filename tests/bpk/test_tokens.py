@@ -58,7 +58,7 @@ def test_few_columns_travel_at_a_time(subsampling: list[int] | None, monkeypatch
     )
     found, peaks = [], []
     for at_once in (1 << 62, 4 * 3 * 64 * 16):
-        monkeypatch.setattr("bpk.sweeps.tokens.AT_ONCE", at_once)
+        monkeypatch.setattr("bpk.sweeps.starts.tokens.AT_ONCE", at_once)
         backward(model, loss_fn, x, y, *quantities)
         found.append({name: (p.token_l2, p.trace_ggn_exact_token) for name, p in model.named_parameters()})
         pulls.clear()

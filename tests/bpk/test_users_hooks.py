@@ -298,8 +298,8 @@ def test_hooks_that_change_gradients(where: str) -> None:
 def test_layers_stay_connected_directly() -> None:
     """Nodes of hooks between two layers are no functions in between."""
     from bpk.plan.sources import trace
+    from bpk.recording.graph.ownership import owner_of
     from bpk.recording.membership import Held
-    from bpk.recording.ownership import owner_of
 
     model = bpk.extend(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Sigmoid()), nn.Linear(3, 2)))
     for module in model.modules():

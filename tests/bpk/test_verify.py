@@ -222,7 +222,7 @@ def test_a_sum_of_samples_that_mix_is_not_taken_for_one_of_samples(extension: ty
     """Without the terms between samples, values are wrong, and `verify` says so."""
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     data = (model, nn.CrossEntropyLoss(), torch.randn(4, 4), torch.tensor([0, 1, 1, 0]))
-    monkeypatch.setattr(bpk.plan.whole, "mixes", lambda record: False)
+    monkeypatch.setattr(bpk.plan.samples.whole_batch, "mixes", lambda record: False)
     monkeypatch.setattr(type(REGISTRY.find(model[1])), "mixing", lambda self, call: None)
     monkeypatch.setattr(Normalization, "residual", lambda self, call, wrts=(0,): Residual.ZERO)
     assert bpk.verify(*data, extension()).wrong

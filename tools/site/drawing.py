@@ -22,7 +22,14 @@ BOXES = (
     ("forward", 20, 125, "loss_fn(model(x), y)", "bpk/recording/recorder.py", "the hooks write each call down"),
     ("backward", 20, 245, "loss.backward()", "bpk/context.py, bpk/backward.py", "visits the recorded calls in reverse"),
     ("backward", 20, 330, "at the loss", "bpk/at_losses.py, bpk/plan/inspection.py", "a plan: calls in order, samples"),
-    ("backward", 20, 415, "S with S Sᵀ = H", "bpk/sweeps/square_root.py, bpk/sweeps/columns.py", "Jᵀ S at each call"),
+    (
+        "backward",
+        20,
+        415,
+        "S with S Sᵀ = H",
+        "bpk/sweeps/starts/square_root.py, bpk/sweeps/sweep.py",
+        "Jᵀ S at each call",
+    ),
     (
         "backward",
         20,

@@ -72,7 +72,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "bpk.backpack": (),
     "bpk.disable": (),
     **{f"bpk.jacobians.{name}": () for name in (*FAMILIES, "Example", "Registry")},
-    "bpk.recording.state.Context": ("get_active_exts", "get_extension_hook", "get_debug", "get_retain_graph"),
+    "bpk.recording.context.state.Context": ("get_active_exts", "get_extension_hook", "get_debug", "get_retain_graph"),
 }
 """Of classes of which not all public methods are for users: those that are."""
 
@@ -155,7 +155,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "context": (
         "What an extension hook of BackPACK asks for the settings of the context it is called in: `bpk.CTX`.",
-        ("bpk.recording.state.Context",),
+        ("bpk.recording.context.state.Context",),
     ),
 }
 

@@ -13,7 +13,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import INPUT_NAMES
-from bpk.recording.ports import Port
+from bpk.recording.graph.ports import Port
 from bpk.recording.record import parameters_of
 
 Grads = Sequence[Tensor | None] | None

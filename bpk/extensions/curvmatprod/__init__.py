@@ -12,10 +12,10 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
-from bpk.sweeps.block_product import BlockProduct
-from bpk.sweeps.linearised import Modify
+from bpk.sweeps.products.block import BlockProduct
+from bpk.sweeps.products.linearised import Modify
+from bpk.sweeps.products.tape import Tape
 from bpk.sweeps.sweep import Sweep
-from bpk.sweeps.tape import Tape
 
 __all__ = ["GGNMP", "HMP", "PCHMP", "MatrixProduct"]
 

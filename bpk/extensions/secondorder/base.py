@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpk.extensions.backprop_extension import BackpropExtension, positive
-from bpk.sweeps.by_hand import ByHand
-from bpk.sweeps.square_root import SquareRoot
+from bpk.sweeps.module_extension_sweep import ByHand
+from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
 
 

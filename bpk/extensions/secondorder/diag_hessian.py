@@ -10,7 +10,7 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Rows, Sums
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses, add_into
-from bpk.sweeps.signed import SignedHessian
+from bpk.sweeps.starts.signed import SignedHessian
 from bpk.sweeps.sweep import Sweep
 
 

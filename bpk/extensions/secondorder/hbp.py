@@ -16,9 +16,9 @@ from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.eigenbasis import Orders, note_order
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
-from bpk.sweeps.averaged import Averaged
-from bpk.sweeps.averaged_hessian import AveragedHessian
-from bpk.sweeps.square_root import SquareRoot
+from bpk.sweeps.averaged.hessian import AveragedHessian
+from bpk.sweeps.averaged.matrices import Averaged
+from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
 
 

@@ -10,8 +10,8 @@ from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExte
 from bpk.extensions.secondorder.token_base import TokenExtension
 from bpk.fields.statistics import Uses
 from bpk.fields.tokens import by_token
+from bpk.sweeps.starts.tokens import TokenRoot
 from bpk.sweeps.sweep import Sweep
-from bpk.sweeps.tokens import TokenRoot
 
 
 class TokenRootExtension(TokenExtension, SquareRootExtension):

@@ -12,8 +12,8 @@ from bpk.extensions.over_batches import Rows
 from bpk.extensions.secondorder.token_base import TokenExtension
 from bpk.fields.statistics import Uses
 from bpk.fields.tokens import by_token, in_order
+from bpk.sweeps.starts.tokens import TokenGradient
 from bpk.sweeps.sweep import Sweep
-from bpk.sweeps.tokens import TokenGradient
 
 
 class TokenGradientExtension(TokenExtension):

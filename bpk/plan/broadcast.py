@@ -1,0 +1,121 @@
+"""Individual gradients of parameters that functions spread over all samples: `x + p`, `x * (1 + p)`, `p.expand(n, -1)`.
+
+Autograd sums them over samples where `p` is broadcast. In front of that sum, at the function's result, they stand side
+by side: one pass of autograd brings those of all samples, where row by row would take one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from bpk.jacobians.core.products import add_up
+from bpk.plan.broadcast_places import Spread, side_by_side, spread_parameters
+from bpk.plan.graph import Source, gradient_edge, pull_columns
+
+BASE = 16
+"""How many powers of two tell rows from each other in one test."""
+
+
+class SpreadColumns:
+    """Rows of parameters that the functions of a stretch only spread, from columns at its end.
+
+    An axis of a function's result holds the rows if each gets its gradient from the row at the end that has the same
+    number, and from no other. Where the functions on the way do not tell, this is tested: rows of a column at the end
+    are multiplied with powers of two, which differ between any two rows in one of the tests, and must come out
+    multiplied with the same, exactly.
+
+    Args:
+        source: The stretch.
+        column: What is tested with `[R, *out]`: numbers of which none is zero by chance.
+    """
+
+    def __init__(self, source: Source, column: Tensor) -> None:
+        self.source, self.count = source, len(column)
+        self.places: dict[int, list[tuple[Spread, int]]] = {}
+        """By number of a parameter: the functions, and which axis of their results holds the rows."""
+        found = {} if torch.is_grad_enabled() or self.count < 2 else spread_parameters(source)
+        if source.stretch is None or not found:
+            return
+        proven = side_by_side(source, self.count)
+        self.places = {k: [(use, 0) for use in uses] for k, uses in proven.items()}
+        rest = {k: uses for k, uses in found.items() if k not in proven}
+        if rest:
+            labels = labels_of(self.count, column)
+            pulled = self.pull(rest, torch.stack([column, *(column * like_rows(x, column, 0) for x in labels)]))
+            for k, uses in rest.items():
+                axes = [axis_of_rows(pulled[use.node], labels, use.shape) for use in uses]
+                known = [(use, axis) for use, axis in zip(uses, axes, strict=True) if axis is not None]
+                if len(known) == len(uses):
+                    self.places[k] = known
+
+    def pull(self, uses: Mapping[int, Iterable[Spread]], mat: Tensor) -> dict[Node, Tensor | None]:
+        """Columns `[V, R, *out]` at the end as columns at the results of functions."""
+        assert self.source.stretch is not None
+        nodes = list(dict.fromkeys(use.node for some in uses.values() for use in some))
+        edges = [GradientEdge(node, 0) for node in nodes]
+        found = pull_columns([gradient_edge(self.source.stretch)], edges, (self.source.entrance.to_graph(mat),))
+        return dict(zip(nodes, found, strict=True))
+
+    def rows(self, mat: Tensor) -> dict[int, Tensor]:
+        """By number of the parameter: `[V, R, *p]` for columns `[V, R, *out]`."""
+        if not self.places:
+            return {}
+        pulled = self.pull({k: [use for use, _ in uses] for k, uses in self.places.items()}, mat)
+        found = {}
+        for k, uses in self.places.items():
+            p = self.source.trained[k]
+            known = [(use, axis, grad) for use, axis in uses if (grad := pulled[use.node]) is not None]
+            parts = [
+                at_parameter(summed(use.times(grad), axis, self.count, use.shape), use, p) for use, axis, grad in known
+            ]
+            found[k] = (add_up(parts) if parts else mat.new_zeros(len(mat), self.count, *p.shape)).to(mat.dtype)
+        return found
+
+
+def at_parameter(rows: Tensor, use: Spread, param: Tensor) -> Tensor:
+    """Rows `[V, R, ...]` of what a function spreads as rows of the parameter that this is computed from."""
+    if use.start is None:
+        return rows
+    (found,) = pull_columns([gradient_edge(use.start)], [param], (rows.flatten(0, 1),))
+    return rows.new_zeros(*rows.shape[:2], *param.shape) if found is None else found.unflatten(0, rows.shape[:2])
+
+
+def summed(grad: Tensor, axis: int, count: int, shape: Sequence[int]) -> Tensor:
+    """Rows `[V, R, *shape]` of columns `[V, *result]`, of which an `axis` of the result holds the rows."""
+    own = (*(1,) * (grad.dim() - 1 - len(shape)), *shape)
+    goal = [count if k == axis else n for k, n in enumerate(own)]
+    return grad.sum_to_size(len(grad), *goal).movedim(1 + axis, 1).reshape(len(grad), count, *shape)
+
+
+def labels_of(rows: int, like: Tensor) -> list[Tensor]:
+    """Powers of two `[R]`, one for each digit of the number of a row."""
+    numbers = torch.arange(rows, device=like.device)
+    labels: list[Tensor] = []
+    while not labels or rows > 1:
+        labels.append(torch.exp2((numbers % BASE - BASE // 2).to(like.dtype)))
+        numbers, rows = numbers // BASE, -(-rows // BASE)
+    return labels
+
+
+def like_rows(label: Tensor, x: Tensor, axis: int) -> Tensor:
+    """`[R]` along an axis of `x`."""
+    return label.view(*(-1 if k == axis else 1 for k in range(x.dim())))
+
+
+def axis_of_rows(pulled: Tensor | None, labels: Sequence[Tensor], shape: Sequence[int]) -> int | None:
+    """Which axis of a function's result holds the rows, from what arrived there: a column, and its tests."""
+    if pulled is None or pulled.is_complex():
+        return None
+    grad, *tests = pulled
+    own = (*(1,) * (grad.dim() - len(shape)), *shape)  # the parameter, with as many axes as the result
+    for axis, size in enumerate(grad.shape):
+        if size != len(labels[0]) or own[axis] != 1 or len(own) != grad.dim():
+            continue
+        expected = (grad * like_rows(label.to(grad), grad, axis) for label in labels)
+        if all(map(torch.equal, tests, expected)):
+            return axis
+    return None

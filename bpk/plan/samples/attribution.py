@@ -1,0 +1,247 @@
+"""Which sample does a row belong to, and which axis is the batch axis, where a model moves or merges it?
+
+Windows, heads or time steps may be folded into the batch axis (`[N, T, D] -> [N*T, D]`), in any order, or come before
+it (`[T, N, D]`). The graph tells: gradients are sent back from the loss, one of all samples, and one for each binary
+digit of their numbers, of those samples that have it. At an entry that feeds one sample only, each of these is
+either the first one or zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.samples.decoding import all_different, batch_axis, decode, digits
+from bpk.plan.samples.given import is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
+from bpk.plan.samples.hypotheses import (
+    are_pieces,
+    behind_first_axis,
+    has_no_axis,
+    hypotheses,
+    mixed,
+    numberings,
+    reads_tables,
+)
+from bpk.plan.samples.picked import picked
+from bpk.plan.samples.probing import SourcesOf, fuller, sweep, tolerance_of, uses_of
+from bpk.recording.record import Record
+
+
+class Shared(Exception):
+    """A call whose rows feed several samples: it may have no batch axis."""
+
+
+class NotInFront(Exception):
+    """Layers are to be left to autograd: their rules need the batch axis in front, and it is elsewhere or missing.
+
+    `missing` says how many have none under a hypothesis, `certain` whether others, which are given data, have one.
+    """
+
+    def __init__(self, records: list[Record], missing: int = 0, certain: bool = False) -> None:
+        super().__init__(", ".join(record.path for record in records))
+        self.records = records
+        self.missing = missing
+        self.certain = certain
+
+
+class LastResort(NotInFront):
+    """Rows of layers without parameters feed several samples, but entries of these rows may feed one each."""
+
+
+def attribute(
+    root: Record, above: list[Record], sources: SourcesOf, at_most: int | None = None
+) -> tuple[int, dict[int, Tensor]]:
+    """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
+
+    Returns the number of samples (`at_most` so many) and, by `id` of a record, the sample `[R]` of every row, where
+    rows are not simply the samples in order.
+
+    Raises:
+        NotInFront: If a layer has to be left to autograd first.
+        UnsupportedLayer: If a row feeds several samples.
+    """
+    if at_most is None and (found := as_given(root, above, sources) or as_picked(root, above, sources, sure=True)):
+        return found
+    refusal: UnsupportedLayer | NotInFront | None = None
+    without: dict[bool, NotInFront] = {}
+    fewer: set[bool] = set()  # where this holds for fewer samples than rows: what comes behind is less likely
+    for n, movable, in_front in hypotheses(root, above):
+        if at_most is not None and n > at_most:
+            continue
+        if n != root.batch_size and ((movable and False in without) or (not in_front and movable in fewer)):
+            break
+        if n != root.batch_size and without and is_told(root, above):
+            break  # tables are left to autograd first
+        silent = not any(record.given or record.knows_batch for record in above)
+        if n == 1 and any(error.certain or silent for error in without.values()):
+            break  # that all rows are those of one sample would agree with any graph
+        for numbers in numberings(root.batch_size, n, in_front):
+            before = [(record, record.shifted) for record in above]
+            try:
+                return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+            except UnsupportedLayer as error:
+                refusal = refusal or error
+            except LastResort as error:
+                refusal = error if not isinstance(refusal, LastResort) else refusal
+            except NotInFront as error:
+                if not error.missing:
+                    raise
+                if movable not in without or error.missing < without[movable].missing:
+                    without[movable] = error
+                if n != root.batch_size:
+                    fewer.add(movable)
+            for record, axis in before:
+                record.shift(axis)
+    if without:  # no hypothesis gives every layer a batch axis
+        raise without[min(without)]
+    if at_most is None and (found := as_picked(root, above, sources, sure=False)):
+        return found
+    raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
+
+
+def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]] | None:
+    """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.
+
+    Raises:
+        NotInFront: If it does but for layers that read tables, whose rows feed all samples: those of positions, where
+            the loss has its rows in another order than what the model was given.
+    """
+    before = [(record, record.shifted) for record in above]
+    for n, movable, in_front in of_what_was_given(root, above):
+        for numbers in numberings(root.batch_size, n, in_front):
+            left = False
+            try:
+                rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+                if rows_in_order(above, rows, n):
+                    return n, rows
+            except UnsupportedLayer:
+                pass
+            except NotInFront as error:  # they have to be left first
+                if not in_front and all(reads_tables(record, sources) for record in error.records):
+                    raise
+                left = True
+            for record, axis in before:
+                record.shift(axis)
+            if left:
+                return None
+    return None
+
+
+def as_picked(
+    root: Record, above: list[Record], sources: SourcesOf, sure: bool
+) -> tuple[int, dict[int, Tensor]] | None:
+    """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
+    found = picked(root, above, sources, tolerance_of(root, above), sure)
+    try:
+        return found and (found[0], follow(root, above, sources, found[1], found[0], movable=False))
+    except UnsupportedLayer:
+        return None
+
+
+def follow(
+    root: Record, above: list[Record], sources: SourcesOf, numbers: Tensor, n: int, movable: bool
+) -> dict[int, Tensor]:
+    """Test one hypothesis about the rows of the root throughout the graph."""
+    found: dict[int, Tensor] = {id(root): numbers}
+    reached: set[int] = set()
+    shared: dict[int, tuple[Record, Shared]] = {}
+    tolerance = tolerance_of(root, above)
+    uses = uses_of((*above, root), sources)
+    for record, mat in sweep(root, above, sources, digits(numbers, n)):
+        reached.add(id(record))
+        if n > 1 and not mat[0].all():
+            mat = fuller(record, mat, uses[id(record)], found, n, tolerance)
+        try:
+            found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
+            is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
+            if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
+                # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
+                raise Shared(f"row of '{record.path}' may feed several of the {n} samples")
+        except Shared as error:
+            if record.reads_piece:  # of what the model was given: no table
+                raise mixed(f"one {error}") from None
+            shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
+    joining: list[Record] = []
+    for other, reason in shared.values():
+        alike = [r for r in above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
+        if any(id(r) not in shared for r in alike):  # one step after the other: no table
+            raise mixed(f"one {reason}")
+        feeders = {id(r) for source in sources[id(other)].values() for r, _ in source.targets}
+        if feeders - shared.keys() and other.params:
+            raise mixed(f"one {reason}")
+        if feeders - shared.keys():
+            joining.append(other)
+    if joining:
+        raise LastResort(joining)
+    if shared:  # all others agree with this hypothesis
+        others = [r for r in above if id(r) not in shared]
+        certain = any(is_given_data(r) and r.batch_size >= n for r in others)
+        doubtful = [r for r, _ in shared.values() if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
+        first = next(iter(shared.values()))[0]
+        if (doubtful and not movable and not certain) or not any(r.params for r in others):
+            raise mixed(f"one row of '{(doubtful or [first])[0].path}' feeds several of the {n} samples")
+        raise NotInFront([record for record, _ in shared.values()], len(shared), certain)
+    for record in above:
+        if id(record) not in reached and record.batch_size != n and record.params:
+            raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
+    rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+    if are_pieces(above, rows_of, n):
+        raise mixed(f"'{root.path}' has {n}, and what was called has one")
+    return rows_of
+
+
+def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
+    """Whether rows still are those of the samples as which they were known.
+
+    One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every
+    entry they differ by the weight of the row's sample.
+    """
+    device = root.inputs[0].device
+    in_order = torch.arange(n, device=device)
+    weights = all_different(n, device)
+    tolerance = tolerance_of(root, above) / 4
+    start = weights[rows.get(id(root), in_order).clamp(min=0)]
+    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
+        of_rows = rows.get(id(record), in_order)
+        if mat.shape[1] != len(of_rows):
+            return False
+        real = torch.view_as_real(mat) if mat.is_complex() else mat
+        plain, weighted = real[..., None].flatten(2).double().nan_to_num(0.0)
+        expected = plain * weights[of_rows.clamp(min=0)][:, None] * (of_rows >= 0)[:, None]
+        if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
+            return False
+    return True
+
+
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: SourcesOf) -> Tensor:
+    """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
+
+    Raises:
+        Shared: If there may be none.
+        NotInFront: If there is none.
+    """
+    if has_no_axis(record):
+        raise NotInFront([record])
+    rows = decode(mat, n, tolerance)
+    if rows is not None:
+        return rows
+    axis, rows = batch_axis(mat, n, tolerance)
+    what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
+    if movable and axis and len(record.used) > 1 and not record.params:
+        raise NotInFront([record])  # its results come side by side, without axes of their own
+    if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
+        passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `follow`)
+        shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
+        elsewhere = record.knows_batch or n in behind_first_axis(record)
+        elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
+        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
+            raise Shared(what)
+        raise mixed(f"one {what}")
+    looks_at = record.rule.acts_on(record.call())
+    if looks_at is not None and axis < record.inputs[0].dim() - looks_at:
+        record.shift(axis)
+        return rows
+    if record.params:
+        raise mixed(f"its batch axis is axis {axis}, and one {what}")
+    raise NotInFront([record])

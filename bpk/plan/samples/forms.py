@@ -1,0 +1,192 @@
+"""What was found out about the samples of a graph, for the next pass over a graph of the same form.
+
+To look for samples takes several gradients, so what was found is remembered, in one of two ways. It is *proven* if it
+follows from the form of the graph alone, whatever the values are (`dependence.py`): then it is used as it is. Otherwise
+it is a guess, and tested in every pass.
+
+The form has all that a proof depends on: the layers, their mode, the shapes they see, how calls are connected, and
+of the functions in between their names, shapes, connections and those attributes that say what goes where.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from bpk.plan.dependence import matters, spread
+from bpk.plan.graph import Source
+from bpk.plan.sources import Sources, consumers_first
+from bpk.plan.survey import mixes
+from bpk.recording import engine
+from bpk.recording.graph.bystanders import beyond
+from bpk.recording.graph.nodes import Edge
+from bpk.recording.record import Record
+
+MOST = 16
+"""How many forms of graphs are remembered for a loss."""
+
+ROUNDING = 1e-9
+"""Of ratios in double precision that are equal."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What was found out about the calls of a graph, in their order, that of the root last.
+
+    `left` are the numbers of calls that were left to autograd; `axes` the batch axes, and `rows` the sample of each row
+    (`None`: they are the `n` samples in order), of the others.
+    """
+
+    left: tuple[int, ...]
+    axes: tuple[int, ...]
+    n: int
+    rows: tuple[Tensor | None, ...]
+    proven: bool
+    mixed: bool = False
+
+
+FORMS: WeakKeyDictionary[nn.Module, dict[Hashable, Form]] = WeakKeyDictionary()
+"""By the module of the root, and by the form of the graph behind it; the last one used comes last."""
+
+
+def recall(root: Record, form: Hashable) -> Form | None:
+    """What is known of a graph of this form."""
+    known = FORMS.get(root.module, {})
+    if form in known:
+        known[form] = known.pop(form)
+    return known.get(form)
+
+
+def remember(root: Record, form: Hashable, found: Form) -> None:
+    """Keep what was found out, and drop what belongs to modules that are gone, or was not used for long."""
+    known = FORMS.setdefault(root.module, {})
+    known[form] = found
+    for other in [key for key in known if not is_alive(key)] + list(known)[:-MOST]:
+        known.pop(other, None)
+
+
+def is_alive(form: Any) -> bool:
+    """Whether all modules of a form still exist."""
+    return all(call[0]() is not None for call in form[1])
+
+
+def form_of(records: Sequence[Record], sources: Sources, *details: Hashable) -> Hashable:
+    """The form of a graph, by its calls, and whatever else what is found depends on."""
+    numbers = {record: number for number, record in enumerate(records)}
+    return details, tuple([form_of_call(record, numbers, sources[record]) for record in records])
+
+
+def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, Source]) -> Hashable:
+    """One call: its layer, what it sees, and where that comes from.
+
+    What the layer's options say does not matter: rules work row by row, or are not used.
+    """
+    fed = list[Hashable]()
+    for index, source in sources.items():
+        stretch = None if source.stretch is None else form_of_stretch(source.stretch, source)
+        for target, edge in source.targets:
+            fed.append((index, numbers[target], target.places[edge[1]]))
+        fed.append((index, stretch))
+    shapes = tuple([x.shape for x in (*record.inputs, *record.results.values())])
+    return (
+        weakref.ref(record.module),
+        record.rule,
+        record.settings.plain.get("training"),
+        record.given,
+        shapes,
+        tuple(record.binding.axes),
+        *fed,
+    )
+
+
+def form_of_stretch(end: Edge, source: Source) -> Hashable:
+    """Plain autograd in front of an input: its functions, and how they are connected."""
+    numbers: dict[Node | None, int] = {node: number for number, node in enumerate(source.nodes)}
+    ends = {edge: -1 - number for number, (_, edge) in enumerate(source.targets)}
+    form = []
+    for node in source.nodes:
+        kind = type(node)
+        read = matters(kind)
+        connected = list[Hashable]()
+        for edge in node.next_functions:
+            above, nr = beyond(edge) if type(edge[0]) in engine.PASSING_ON else edge
+            connected += (numbers.get(above, ends.get((above, nr))), nr)
+        form.append((kind, engine.output_shapes(node), read and read(node), *connected))
+    return end[1], tuple(form)
+
+
+# ---- proofs ------------------------------------------------------------------------------------------
+def prove(
+    root: Record, above: list[Record], sources: Sources, n: int, found: dict[int, Tensor]
+) -> list[Tensor | None] | None:
+    """The sample of each row of every call, the root's last, as it follows from the form alone.
+
+    Returns:
+        `None` where it does not follow from the form, or something else follows than what was `found`.
+    """
+    of = {id(record): sources[record] for record in (*above, root)}
+    weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
+    known: dict[Record, Tensor] = {root: found.get(id(root), torch.arange(n)).cpu()}
+    arrived: dict[Record, Tensor] = {}
+    for record in [root, *consumers_first(root, above, of)]:
+        if record is not root:
+            rows = None if record not in arrived else labels(arrived.pop(record), weights)
+            if rows is None:
+                return None
+            known[record] = rows
+        if record.problem or mixes(record):  # not row by row, whatever its values say here
+            return None
+        for source in of[id(record)].values():
+            for target, part in sent(source, known[record], weights):
+                if part is None:
+                    return None
+                arrived[target] = arrived[target] + part if target in arrived else part
+    in_order = torch.arange(n)
+    result: list[Tensor | None] = []
+    for record in (*above, root):
+        before = found.get(id(record), in_order).cpu()
+        after = known.get(record, before)
+        if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
+            return None
+        rows = torch.where(after < 0, before, after)
+        result.append(None if torch.equal(rows, in_order) else rows.to(record.output.device))
+    return result
+
+
+def sent(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record, Tensor | None]]:
+    """What comes to the calls that feed an input whose rows are those of these samples (`None`: not known)."""
+    if not source.targets:
+        return
+    shape = source.consumer.inputs[source.index].movedim(source.consumer.axis(source.index), 0).shape
+    alive = (rows >= 0).double()
+    columns = torch.stack([alive, alive * weights[rows.clamp(min=0)]])
+    columns = columns.reshape(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape)
+    at_graph = source.entrance.to_graph(columns)
+    if source.stretch is None:
+        yield source.targets[0][0], source.exits[0].to_rule(at_graph)
+        return
+    found = spread(source, at_graph)
+    for number, (record, _) in enumerate(source.targets):
+        if found is None:
+            yield record, None
+        elif number in found:
+            yield record, source.exits[number].to_rule(found[number])
+
+
+def labels(columns: Tensor, weights: Tensor) -> Tensor | None:
+    """The sample `[R]` of each row of columns `[2, R, ...]` (-1: none), or `None` if one has entries of several."""
+    plain, weighted = columns.flatten(2) if columns.dim() > 2 else columns[..., None]
+    total = plain.sum(1)
+    ratio = torch.where(total > 0, weighted.sum(1) / total, 0.0)
+    number = torch.searchsorted(weights, ratio - ROUNDING).clamp(max=len(weights) - 1)
+    off = (weighted - plain * weights[number][:, None]).abs()
+    if bool((off > ROUNDING * plain).any()):
+        return None
+    return torch.where(total > 0, number, -1)

@@ -1,0 +1,197 @@
+"""Where the batch axis of a graph may be: hypotheses, the simplest first, for `attribution.py` to test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.graph import VIEWS, Source
+from bpk.plan.samples.given import is_given_data, is_told
+from bpk.recording import engine
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.bystanders import beyond
+from bpk.recording.record import Record
+
+
+def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
+    """What `N` may be, whether the batch axis may be moved, and whether it comes first among the rows of the root.
+
+    The simplest hypotheses come first. With one row in front of everything, moving the batch axis is not simpler than
+    merging it. That all rows are those of one sample agrees with any graph: it is none where what the model was given
+    says otherwise, and comes last if a layer knows better.
+    """
+    sizes = numbers_of_samples(root, above)
+    if root.batch_size > 1 and not may_be_one_sample(above):
+        sizes = [n for n in sizes if n != 1]
+    axes = axes_of_one_row(above)
+    if axes and not one_by_one(root, above):
+        sizes = sorted({1, *axes.intersection(sizes)}, reverse=True)
+    last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
+    sizes = [n for n in sizes if n not in last]
+    whole = [n for n in sizes if n == root.batch_size]
+    several = any(has_axis(record, root.batch_size) for record in above)
+    settled = 1 in sizes[1:] and several and not one_by_one(root, above)
+    ordered = [(n, movable, True) for movable in (False, True) for n in whole if not (movable and settled)]
+    for movable in (False, True):
+        found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
+        ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
+    return ordered + [(n, True, True) for n in last]
+
+
+def may_be_one_sample(above: list[Record]) -> bool:
+    """Whether what was called may have been given a batch of one: its first tensor, or a layer that knows, says so."""
+    if any(record.knows_batch and record.batch_size == 1 for record in above):
+        return True
+    first = [shapes[0] for shapes in {record.given for record in above} if shapes]
+    tables = [shape for shape in first if len(shape) < 2]  # of positions, maybe, where parts of a model are called
+    return all(shape[:1] in ((), (1,)) for shape in first if shape not in tables or len(tables) == len(first))
+
+
+def axes_of_one_row(above: list[Record]) -> set[int]:
+    """If the first tensor with which a model was called has one row: how many samples there may be all the same.
+
+    The batch axis may come second, behind time.
+    """
+    given = {record.given for record in above if record.given}
+    if not all(shapes[0][:1] == (1,) for shapes in given):
+        return set()
+    return {size for shapes in given for shape in shapes for size in shape[:2]}
+
+
+def reads_all(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+    """Whether calls that are given data could have been given that of all `n` samples.
+
+    Rows without a gradient may be those of any sample, of another one for each time that a model was called.
+    """
+    calls = [record for record in above if is_given_data(record)]
+    told = {number for record in calls for number in (rows[id(record)].tolist() if id(record) in rows else range(n))}
+    silent = [record for record in calls if id(record) in rows and -1 in rows[id(record)]]
+    times = len({id(record.given) for record in silent if record.given}) + sum(not record.given for record in silent)
+    return not calls or len(told - {-1}) + times >= n
+
+
+def are_pieces(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+    """Whether these `n` samples can only be pieces of the one that a model was given."""
+    return n > 1 and bool(axes_of_one_row(above)) and not reads_all(above, rows, n)
+
+
+def one_by_one(root: Record, above: list[Record]) -> bool:
+    """Whether a layer is given data as often as the root has rows, one row at a time: then these may be samples."""
+    calls = Counter(id(r.module) for r in above if is_given_data(r) and r.batch_size == 1)
+    return root.batch_size in calls.values()
+
+
+def has_axis(record: Record, n: int) -> bool:
+    """Whether `n` samples may be behind the first axis of a call that has one row."""
+    if record.batch_size != 1 or not record.inputs:
+        return False
+    free = free_axes(record)
+    return n in (record.inputs[0].shape[1:] if free is None else free)
+
+
+def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
+    """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it.
+
+    Where the model was given as many samples as the root has rows, such layers may have been given some of them.
+    """
+    records = list(above)
+    known = {record.batch_size for record in records if record.knows_batch}
+    counted = [r for r in records if r.params and r.batch_size < root.batch_size and not is_given_parameters(r)]
+    rows = {r.batch_size for r in counted} | {root.batch_size} | known | set().union(*map(behind_first_axis, records))
+    told = is_told(root, records)
+    found = [n for n in rows if n and (all(k % n == 0 for k in known) or (told and n == root.batch_size))]
+    if not found:
+        raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")
+    return sorted(found, reverse=True)
+
+
+def behind_first_axis(record: Record) -> set[int]:
+    """The sizes of axes of data, or of what has its first axes, other than the first, where the batch axis may be."""
+    if not record.inputs or not record.inputs[0].is_floating_point():
+        return set()
+    if not is_given_data(record) and (not record.given or record.inputs[0].shape[:2] != record.given[0][:2]):
+        return set()
+    return {*(free_axes(record) or ())} - {1}
+
+
+def free_axes(record: Record) -> torch.Size | None:
+    """The sizes of axes, behind the first, that a layer treats one by one (`None`: not known)."""
+    looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
+    shape = record.inputs[0].shape
+    return None if looks_at is None else shape[1 : len(shape) - looks_at]
+
+
+def has_no_axis(record: Record) -> bool:
+    """Whether a call's input has axes only that its layer looks at.
+
+    A parameter or a constant needs no others. What the model was given does: it is left to those who refuse it.
+    """
+    if record.rule is None or record.problem or not record.inputs:
+        return False
+    looks_at = record.rule.acts_on(record.call_on(list(record.inputs)))  # whatever was changed in place since
+    if looks_at is None or record.inputs[0].dim() > looks_at:
+        return False
+    return not is_given_data(record) or any(len(shape) > looks_at for shape in record.given[:1])
+
+
+def reads_tables(record: Record, sources: Mapping[int, dict[int, Source]]) -> bool:
+    """Whether all that a call sees is a table that all samples share: parameters, and buffers of extended modules."""
+    tables = [buffer for module in CTX.all_modules() for buffer in module._buffers.values() if buffer is not None]
+    waiting, seen = [record], {record}
+    while waiting:
+        call = waiting.pop()
+        feeders = {r for source in sources[id(call)].values() for r, _ in source.targets}
+        data = [x for k, x in enumerate(call.inputs) if call.edges[k][0] is None]
+        params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
+        if len(data) + params + len(sources[id(call)]) < len(call.inputs) or not all(
+            any(is_part(x, t) for t in tables) for x in data
+        ):
+            return False
+        waiting += feeders - seen
+        seen |= feeders
+    return True
+
+
+def is_part(x: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor is another one, or a view of it."""
+    return x.untyped_storage() is whole.untyped_storage()
+
+
+def is_given_parameters(record: Record) -> bool:
+    """Whether a call's inputs are parameters, or views of them: it has no samples."""
+    return bool(record.edges) and all(is_parameter(node) for node, _ in map(beyond, record.edges))
+
+
+def is_parameter(node: Node | None) -> bool:
+    """Whether a node of the graph hands out a parameter, or a view of one."""
+    while node is not None and node.name() in VIEWS:
+        node, _ = beyond(node.next_functions[0])
+    return node is not None and node.name() == engine.ACCUMULATE
+
+
+def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
+    """Hypotheses about which sample `0 .. n - 1` each row is of: samples first, or last and between other axes."""
+    if n == 0 or rows % n:
+        return
+    number, share = torch.arange(rows), rows // n
+    behind = sorted((d for d in range(1, share) if share % d == 0), reverse=True)
+    for inner in [share] if in_front else behind:
+        yield (number // inner) % n
+
+
+def mixed(what: str) -> UnsupportedLayer:
+    """The refusal of graphs in which samples cannot be told apart by rows."""
+    return UnsupportedLayer(
+        explain(
+            f"Rows are not samples: {what}.",
+            "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told "
+            "apart.",
+            "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
+            "losses take [N, C, T].",
+        )
+    )

@@ -1,0 +1,174 @@
+"""Before a backward pass: where samples are in each call behind a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from bpk.jacobians.core.errors import UnsupportedLayer, warn
+from bpk.plan.graph import Source
+from bpk.plan.samples.attribution import NotInFront, attribute, confirms
+from bpk.plan.samples.forms import Form, form_of, prove, recall, remember
+from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters
+from bpk.plan.sources import Sources
+from bpk.plan.survey import upstream
+from bpk.recording.graph.ownership import DISSOLVED, leave_to_autograd
+from bpk.recording.record import Record
+
+
+@dataclass
+class Placement:
+    """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
+
+    `rows` says, by `id` of a record, which sample each of its rows belongs to. `left` are modules whose calls were left
+    to autograd.
+    """
+
+    above: list[Record]
+    n: int
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    left: list[nn.Module] = field(default_factory=list)
+
+
+def place(
+    root: Record,
+    sources: Sources,
+    second_order: bool,
+    by_hand: Callable[[Record], bool] = lambda record: False,
+    apart: bool = False,
+) -> Placement:
+    """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
+
+    Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
+    calls whose input has no axis for samples (a layer that is given a parameter), and layers without parameters whose
+    rule cannot have the batch axis where it is. Where samples mix, second-order quantities are refused, and those
+    that need samples `apart`; for other first-order ones the user is told once.
+    """
+    above = upstream(root, sources)
+    given = set(above) if root.batch_size == 1 else read_parameters(above, sources)  # to one sample, all belongs
+    unknown = [r for r in above if r.rule is None or (r in given and has_no_axis(r))]
+    unknown = [r for r in unknown if not by_hand(r)]
+    modules = [record.module for record in unknown]
+    if unknown:
+        leave(unknown, (*above, root), sources)
+        above = upstream(root, sources)
+    moved = is_moved(root, above, sources, second_order)
+    stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
+    if not stuck and not moved:
+        return Placement(above, root.batch_size, left=modules)
+    every, form = list(above), form_of((*above, root), sources, second_order, stuck)
+    known = recall(root, form)
+    known = None if known is not None and known.mixed and apart else known
+    stuck = stuck if known is None else known.left
+    modules += [every[k].module for k in stuck]
+    leave([every[k] for k in stuck], (*above, root), sources)
+    above = upstream(root, sources)
+    if known is not None:
+        found = remembered(root, above, sources, known)
+        if found is not None:
+            return Placement(above, known.n, found, modules)
+    while True:
+        try:
+            n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)})
+            break
+        except NotInFront as found:
+            modules += [record.module for record in found.records]
+            leave(found.records, (*above, root), sources)
+            above = upstream(root, sources)
+        except UnsupportedLayer as error:
+            if second_order or apart or any(r.batch_size != root.batch_size for r in above if r.params):
+                raise
+            warn(f"{error} First-order quantities are those of the chain rule.")
+            n, rows = root.batch_size, {}
+            remember(root, form, Form(numbers_of(above, every), (), n, (), proven=False, mixed=True))
+            return Placement(above, n, rows, modules)
+    proof = prove(root, above, sources, n, rows)
+    if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
+        rows = {id(r): each for r, each in zip((*above, root), proof, strict=True) if each is not None}
+    if are_pieces(above, rows, n):  # what dropout has silenced in the only sample looked like another one
+        for record in above:
+            record.shift(0)
+        n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)}, at_most=1)
+        proof = prove(root, above, sources, n, rows)
+    of_calls = tuple(rows.get(id(r)) for r in (*above, root))
+    axes = tuple(record.shifted for record in (*above, root))
+    remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))
+    return Placement(above, n, rows, modules)
+
+
+def numbers_of(above: list[Record], every: list[Record]) -> tuple[int, ...]:
+    """Which of the calls were left to autograd."""
+    remaining = set(above)
+    return tuple(k for k, record in enumerate(every) if record not in remaining)
+
+
+def remembered(root: Record, above: list[Record], sources: Sources, known: Form) -> dict[int, Tensor] | None:
+    """Rows as an earlier pass found them, if that holds here (`None`: it does not)."""
+    records = (*above, root)
+    if known.mixed:
+        return {}
+    for record, axis in zip(records, known.axes, strict=True):
+        record.shift(axis)
+    rows = {id(record): each for record, each in zip(records, known.rows, strict=True) if each is not None}
+    if known.proven or confirms(root, above, {id(r): feeding(r, sources) for r in records}, known.n, rows):
+        return rows
+    for record in records:
+        record.shift(0)
+    return None
+
+
+def feeding(record: Record, sources: Sources) -> dict[int, Source]:
+    """By input index: the recorded calls that feed the call's inputs."""
+    return {index: source for index, source in sources[record].items() if source.targets}
+
+
+def is_stuck(record: Record) -> bool:
+    """Whether a layer without parameters rearranges the batch axis, so that autograd rather than its rule passes it."""
+    if record.params or record.rule is None or not record.rule.may_refuse or record.is_loss or record.problem:
+        return False
+    call = record.call()
+    return record.rule.obstacle(call) is not None and record.rule.mixing(call) is None
+
+
+def read_parameters(above: Iterable[Record], sources: Sources) -> set[Record]:
+    """The calls that are given parameters alone, and nothing that other calls have computed."""
+    found = set[Record]()
+    for record in above:
+        for source in sources[record].values():
+            if source.targets:
+                break
+        else:
+            if is_given_parameters(record):
+                found.add(record)
+    return found
+
+
+def is_moved(root: Record, above: list[Record], sources: Sources, second_order: bool) -> bool:
+    """Whether anything in the graph might have moved or merged the batch axis."""
+    n = root.batch_size
+    for record in above:
+        if (second_order or record.params) and record.batch_size != n:
+            return True
+    for record in (*above, root):
+        for index, source in sources[record].items():
+            if source.targets and (source.stretch is not None or (not record.aligned and record.axis(index))):
+                return True
+            for producer, edge in source.targets:
+                if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
+                    return True
+    return False
+
+
+def leave(records: Sequence[Record], consumers: Iterable[Record], sources: Sources) -> None:
+    """Leave calls to autograd; inputs come from elsewhere then."""
+    if not records:
+        return
+    wanted = set(records)
+    for consumer in consumers:
+        for source in sources[consumer].values():
+            for target, (node, _) in source.targets:
+                if target in wanted and node is not None and target.module is not DISSOLVED:
+                    leave_to_autograd(target, node)
+    sources.clear()

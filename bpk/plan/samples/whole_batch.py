@@ -1,0 +1,97 @@
+"""Where samples mix: the whole batch as one sample, for quantities that are sums over the batch.
+
+The columns of a loss are those of single samples. A layer that mixes samples (BatchNorm in training mode) spreads each
+of them over the batch, so that none of what is beyond belongs to a sample. Sums over the batch exist all the same:
+`diag(J^T H J)` with the Jacobian `J` of all predictions. If all rows are those of one sample, columns are written out
+row by row at the loss, rows of a parameter are summed before they are squared, and cross terms are right. Calls that
+mix are left to autograd, whose products are those of the batch.
+
+Sub-sampling means the terms of the loss that belong to the chosen samples, as functions of the whole batch:
+`sum_n J_n^T H_n J_n` with the Jacobian `J_n` of prediction `n`. Where samples are apart, this is the sum over what
+belongs to them alone; and everywhere the sum over all single samples is that of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.quantity import Quantity, is_of_batch
+from bpk.plan.samples.placement import Placement, is_stuck, leave, place
+from bpk.plan.sources import Sources
+from bpk.plan.support import require_support
+from bpk.plan.survey import mixes, upstream
+from bpk.recording.record import Record
+
+
+def place_or_merge(
+    roots: Iterable[Record],
+    sources: Sources,
+    extensions: Sequence[Quantity],
+    by_hand: Callable[[Record], bool],
+) -> tuple[dict[Record, Placement], bool]:
+    """`place`; where samples mix and all of second order are sums over the batch, merge them, behind all losses.
+
+    Returns what was found (for first-order extensions, where samples are merged), and whether they are merged.
+    """
+    second = [e for e in extensions if e.second_order]
+    apart = any(e.needs_apart for e in extensions)
+    if not may_merge(second) or not all(root.is_loss for root in roots):
+        return {root: place(root, sources, bool(second), by_hand, apart) for root in roots}, False
+    mixed = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
+    if not mixed:
+        try:
+            return {root: place(root, sources, True, by_hand, apart) for root in roots}, False
+        except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
+            pass
+    sampled = [e for e in second if e.subsampling is not None]
+    for root in roots if sampled else ():
+        require_rows(root, upstream(root, sources), sampled[0])
+    return {root: merge(root, sources, extensions, by_hand, mixed) for root in roots}, True
+
+
+def merge(
+    root: Record,
+    sources: Sources,
+    extensions: Sequence[Quantity],
+    by_hand: Callable[[Record], bool],
+    mixed: Iterable[Record],
+) -> Placement:
+    """Leave to autograd what mixes samples, or has no rule."""
+    first = [e for e in extensions if not e.second_order]
+    for record in mixed:
+        for extension in first:  # the user is told what they get
+            require_support(extension, record, lambda _: True)
+    apart = any(e.needs_apart for e in first)
+    found = place(root, sources, False, by_hand, apart) if first else Placement([], 1)
+    above = upstream(root, sources)
+    left = [r for r in above if not by_hand(r) and (r.rule is None or mixes(r) or is_stuck(r))]
+    modules = [*found.left, *(record.module for record in left)]
+    leave(left, (*above, root), sources)
+    return Placement(upstream(root, sources), found.n, found.rows, modules)
+
+
+def may_merge(second_order: Sequence[Quantity]) -> bool:
+    """Whether every second-order extension is a sum over the whole batch (and there are some)."""
+    return bool(second_order) and all(is_of_batch(e) for e in second_order)
+
+
+def require_rows(root: Record, above: Iterable[Record], extension: Quantity) -> None:
+    """Refuse sub-sampling where the rows of the loss need not be the samples: what mixes hides whose they are."""
+    given = {record.given[0] for record in above if record.given}
+    if any(root.batch_size not in shape[:2] for shape in given):
+        raise UnsupportedLayer(
+            explain(
+                f"{extension} cannot look at some samples only behind the loss '{root.path}'.",
+                f"samples mix, so that nothing tells which sample each of its {root.batch_size} rows belongs to.",
+                "leave out subsampling=, or give the loss one row for each sample ([N, C, T]).",
+            )
+        )
+
+
+def one_sample(record: Record) -> Tensor:
+    """The sample `[R]` of each row: the only one there is."""
+    return torch.zeros(record.batch_size, dtype=torch.long, device=record.output.device)

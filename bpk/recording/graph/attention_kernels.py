@@ -1,0 +1,83 @@
+"""Calls that autograd's graph remembers by itself: fused attention kernels, whose nodes keep all that a rule needs.
+
+A model that calls `F.scaled_dot_product_attention` gets a kernel that autograd can differentiate only once. Its node
+keeps queries, keys, values and options, so the call is written down during the backward pass, as if a layer had made
+it, and the rule of the function serves it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch.autograd.graph import Node
+
+from bpk.jacobians.attention.function import ScaledDotProductAttention
+from bpk.jacobians.core.function_module import Plain
+from bpk.recording import engine
+from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.ownership import LEFT, give
+from bpk.recording.record import Record
+from bpk.rules import REGISTRY
+
+MASKS = {
+    "ScaledDotProductFlashAttentionForCpuBackward": ("attn_mask",),
+    "ScaledDotProductFlashAttentionBackward": (),
+    "ScaledDotProductEfficientAttentionBackward": ("attn_bias",),
+    "ScaledDotProductCudnnAttentionBackward": ("attn_bias",),
+    "ScaledDotProductFusedAttentionOverrideableBackward": ("attn_bias",),
+}
+"""The nodes of fused attention, on processors and on GPUs, and where they keep a mask."""
+
+TENSORS = ("query", "key", "value", "output")
+OPTIONS = ("dropout_p", "is_causal", "scale")
+OTHER = {"logsumexp", "log_sumexp", "philox_seed", "philox_offset", "rng_state", "unused"}
+OTHER |= {"cum_seq_q", "cum_seq_k", "max_q", "max_k"}
+"""What such nodes keep besides, and what changes no result."""
+
+
+class FusedAttention(ScaledDotProductAttention, Plain):
+    """Stands for a call of `F.scaled_dot_product_attention` that nobody has recorded."""
+
+
+@lru_cache(maxsize=64)
+def attention(is_causal: bool, scale: float | None, grouped: bool) -> FusedAttention:
+    """One module for all calls with the same options: what is known of a graph's form is found by its modules."""
+    module = FusedAttention(is_causal, scale, grouped)
+    module.__dict__["_bpk_path"] = "F.scaled_dot_product_attention"
+    return module
+
+
+def names_of(node: Node) -> tuple[str, ...]:
+    """Under which names a node of fused attention keeps its call; nothing for all others.
+
+    A name that is missing, or one that is not known, may stand for an option that has been renamed or added: such a
+    node is left to autograd.
+    """
+    masks = MASKS.get(node.name().removesuffix("0"))
+    if masks is None:
+        return ()
+    wanted, names = (*TENSORS, *OPTIONS, *masks), engine.saved_names(type(node))
+    return () if names - OTHER != set(wanted) else wanted
+
+
+def recover(edge: Edge) -> Record | None:
+    """The record of a fused attention kernel, from its node; `None` for all others."""
+    node, nr = edge
+    names = names_of(node) if node is not None and nr == 0 else ()
+    if node is None or not names or LEFT in engine.belongings(node):
+        return None
+    query, key, value, output, dropout, is_causal, scale, *masks = (engine.saved(node, name) for name in names)
+    given = [mask for mask in masks if mask is not None]
+    if dropout or any(mask.requires_grad for mask in given) or not all(x.dim() == 4 for x in (query, key, value)):
+        return None
+    grouped = not query.shape[1] == key.shape[1] == value.shape[1]
+    module = attention(bool(is_causal), scale, grouped)
+    rule = REGISTRY.find(module)
+    assert rule is not None
+    binding = rule.bind(module, (query, key, value, *given), {})
+    if binding.problem:
+        return None
+    edges = tuple(node.next_functions[:3]) + ((None, 0),) * len(given)
+    record = Record(module, rule, binding, binding.inputs, edges, {0: output.detach()}, {0: 0})
+    give(node, record)
+    return record

@@ -1,0 +1,227 @@
+"""Linear layers without a module: functions that multiply with a parameter, found in autograd's graph.
+
+`torch.addmm(self.bias, x, self.weight)`, `F.linear(x, self.weight)`, `x @ self.weight`, `self.weight @ x` and
+`torch.einsum("ntd,hde->nthe", x, self.weight)` leave a node that keeps `x` and leads to the parameter. The call is
+written down from it during the backward pass, as if a layer had made it, so that the rules of linear layers serve the
+parameter: no individual row is formed for a square, and it has Kronecker factors.
+
+The record is at the node of the product itself, whose gradient is that of every use of the result. Matrices have two
+axes, so where `x` or the result was reshaped for the product, the rule sees the axes that were there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from functools import lru_cache
+from math import prod
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.function_module import Plain, TimesWeight
+from bpk.jacobians.families.rearranged import Interleaved, Rearranged
+from bpk.jacobians.rule import Rule
+from bpk.recording import engine
+from bpk.recording.graph.identity import function_name
+from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge
+from bpk.recording.graph.ownership import LEFT, OWNER, give
+from bpk.recording.graph.ports import Rows
+from bpk.recording.record import Record
+from bpk.rules import REGISTRY
+
+TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
+"""Nodes that exchange axes."""
+CAST = "ToCopyBackward0"
+"""The node that changes the precision (autocast)."""
+RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+SAME_ORDER = (
+    *RESHAPES,
+    "UnsqueezeBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "CloneBackward0",
+    "AliasBackward0",
+    CAST,
+)
+"""Nodes that keep the entries of a tensor in their order."""
+REPEATS = "ExpandBackward0"
+PRODUCTS = (*OF_MATRICES, "Bmm")
+
+
+class LinearFunction(nn.Linear, Plain):
+    """Stands for a call of `F.linear(x, weight, bias)`, or of `x @ weight.T + bias`."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self._bpk_path = "F.linear"
+
+
+class ProductFunction(TimesWeight, Plain):
+    """Stands for a call of `torch.addmm(bias, x, weight)`, or of `x @ weight`."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self._bpk_path = "torch.matmul"
+
+
+class EinsumFunction(nn.Module, Plain):
+    """Stands for a product with a parameter that is seen as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bpk_path = "torch.einsum"
+
+
+FUNCTIONS = {True: LinearFunction(), False: ProductFunction()}
+"""By whether the weight is transposed first. What is known of a graph's form is found by its modules."""
+
+
+@lru_cache(maxsize=256)
+def layer_of(arrangement: Arrangement) -> tuple[nn.Module, Rule | None]:
+    """What stands for the layer with this weight, and its rule."""
+    shape, matrix = arrangement.shape, arrangement.inverse.shape
+    in_first, out_first = arrangement.firsts
+    transposed = out_first and shape == matrix[::-1]
+    if arrangement.in_order and (transposed or (in_first and shape == matrix)):
+        module = FUNCTIONS[transposed]
+        return module, REGISTRY.find(module)
+    factorises = len(shape) > 1 and (in_first or out_first)
+    return EinsumFunction(), (Rearranged if factorises else Interleaved)(arrangement)
+
+
+def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = None) -> Record | None:
+    """The record of a product with a parameter, from its node; `None` for all others.
+
+    Args:
+        edge: Leads to the node.
+        held: The parameters that get fields.
+        behind: The node from which the edge comes, if it is no recorded call.
+    """
+    node = edge[0]
+    if node is None or (kind := function_name(node)) not in PRODUCTS:
+        return None
+    operands = OPERANDS[kind]
+    owned = engine.belongings(node)
+    if owned.get(LEFT) or OWNER in owned:
+        return None
+    for right in (True, False):
+        found = weight_of(node.next_functions[operands[right][1]][0], right)
+        if found is not None:
+            break
+    else:
+        return None
+    weight, arrangement = found
+    name, place = operands[not right]
+    params: dict[str, Tensor] = {"weight": weight}
+    if len(node.next_functions) > len(operands):
+        bias = parameter_at(node.next_functions[0][0])
+        if bias is None or not right or bias.dim() != 1 or len(bias) != arrangement.inverse.shape[1]:
+            return None
+        if engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1:
+            return None
+        params["bias"] = bias
+    if any(p not in held for p in params.values()):
+        return None
+    x, given = engine.saved_tensor(node, name), node.next_functions[place]
+    if x is None or x.is_complex() != weight.is_complex() or x.device != weight.device:
+        return None
+    if parameter_behind(given[0])[0] is not None:
+        return None
+    features = x.dim() - (1 if right else 2)
+    width, out_width = arrangement.inverse.shape
+    rows = rows_of(x, features, (width, out_width), given[0], behind)
+    x = x if rows is None else rows.to_rule(x[None])[0]
+    out = x.detach().new_zeros(()).expand(*x.shape[:-1], out_width)  # no rule reads it
+    module, rule = layer_of(arrangement)
+    record = Record(module, rule, Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params, rows=rows)
+    give(node, record)
+    return record
+
+
+def weight_of(node: Node | None, right: bool) -> tuple[nn.Parameter, Arrangement] | None:
+    """The parameter that an operand is, and how it becomes the matrix `[in, out]`.
+
+    Several matrices are one where each is the same, or where there is but one; else samples may have their own.
+    """
+    if node is not None and node.name() == REPEATS:  # one matrix for each row
+        before, after = tuple(engine.saved(node, "self_sym_sizes")), tuple(engine.output_shapes(node)[0])
+        if before[-2:] != after[-2:] or prod(before[:-2]) != 1:
+            return None
+        node = node.next_functions[0][0]
+    weight, walk = parameter_behind(node)
+    if weight is None:
+        return None
+    shape, steps = tuple(weight.shape), list[Step]()
+    for one in reversed(walk):
+        shape = tuple(engine.output_shapes(one)[0])
+        steps.append((AXES, axes_of(one, len(shape))) if one.name() in TRANSPOSES else (SHAPE, shape))
+    if len(shape) < 2 or prod(shape[:-2]) != 1:
+        return None
+    steps += [(SHAPE, shape[-2:])] if len(shape) > 2 else []
+    steps += [] if right else [(AXES, (1, 0))]
+    return weight, Arrangement(tuple(weight.shape), tuple(steps))
+
+
+def parameter_behind(node: Node | None) -> tuple[nn.Parameter | None, list[Node]]:
+    """The parameter whose entries a node hands out, and the nodes that rearrange them, the last one first.
+
+    They may be cast once, to the precision of the product. Where they are cast back, they were rounded on purpose.
+    """
+    walk: list[Node] = []
+    while node is not None and (node.name() in TRANSPOSES or node.name() in SAME_ORDER):
+        walk.append(node)
+        node = node.next_functions[0][0]
+    casts = sum(one.name() == CAST for one in walk)
+    return parameter_at(node) if casts < 2 else None, walk
+
+
+def axes_of(node: Node, dim: int) -> tuple[int, ...]:
+    """The order in which a node hands on axes. Negative axes are kept modulo `2 ** 64`."""
+    if node.name() == "PermuteBackward0":
+        return tuple(from_front(axis, dim) for axis in engine.saved(node, "dims"))
+    order = list(range(dim))
+    if node.name() == "TBackward0":
+        return tuple(reversed(order))
+    one, other = (from_front(engine.saved(node, name), dim) for name in ("dim0", "dim1"))
+    order[one], order[other] = order[other], order[one]
+    return tuple(order)
+
+
+def from_front(axis: int, dim: int) -> int:
+    """An axis, counted from the front."""
+    return axis if axis < dim else (axis - 2**64) % dim
+
+
+def parameter_at(node: Node | None) -> nn.Parameter | None:
+    """The parameter whose gradient a node accumulates."""
+    leaf = node.variable if node is not None and node.name() == engine.ACCUMULATE else None  # type: ignore[attr-defined]
+    return leaf if isinstance(leaf, nn.Parameter) else None
+
+
+def rows_of(x: Tensor, features: int, widths: tuple[int, int], before: Node | None, behind: Node | None) -> Rows | None:
+    """Where the rows of an operand are, with the axes that they had before it was reshaped (`None`: all as it is).
+
+    `widths` are those of the operand's features, and of the result's.
+    """
+    others = tuple(size for axis, size in enumerate(x.shape) if axis != features)
+    axes = (0,) if 0 in others else others  # of no rows nothing need be told apart
+    if prod(others) == max(others) > 0:
+        known: tuple[int, ...] = ()
+        width = 0
+        if before is not None and before.name() in RESHAPES:
+            known, width = tuple(engine.saved(before, "self_sym_sizes") or ()), widths[0]
+        elif before is None and behind is not None and behind.name() in RESHAPES:
+            known, width = tuple(engine.output_shapes(behind)[0]), widths[1]
+        around = (1, width) if features == x.dim() - 1 else (width, 1)
+        axes = next(split(known, max(others), around), (max(others),)) if known else (max(others),)
+    return None if features == len(others) and axes == others else Rows(features, others, axes)
+
+
+def split(sizes: tuple[int, ...], size: int, around: tuple[int, int]) -> Iterator[tuple[int, ...]]:
+    """Which adjacent `sizes` have this product, with those before and after having the products `around`."""
+    for start in range(len(sizes)):
+        for end in range(len(sizes), start, -1):
+            if (prod(sizes[:start]), prod(sizes[start:end]), prod(sizes[end:])) == (around[0], size, around[1]):
+                yield sizes[start:end]

@@ -1,0 +1,1 @@
+"""Matrices, averaged over the batch, that travel in the place of columns."""

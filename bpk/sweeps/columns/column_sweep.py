@@ -1,0 +1,229 @@
+"""Columns that travel from call to call by the transposed Jacobians: `U <- J^T U`, in chunks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bpk.fields.arrived import PIECE, Columns
+from bpk.fields.statistics import Use
+from bpk.plan.plan import Plan
+from bpk.plan.step import Link, Step
+from bpk.plan.stretch import STRETCH, PlainAutograd
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting, known
+from bpk.sweeps.columns.merging import Merging
+from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.sweep import Player, Settle
+
+
+class ColumnSweep(Player):
+    """Columns that begin at some calls, pass all calls behind these, and are summed up at parameters.
+
+    Where columns begin is up to those that inherit. Before they become too many, those under way go all the way to the
+    end, and others start then. Signed ones that are more than they need to be are merged on the way, if they `merge`.
+    `started` counts columns, and `rounds` how often some went all the way.
+    """
+
+    merges = False
+    started, rounds = 0, 0
+
+    @abstractmethod
+    def starting(self, step: Step) -> list[Starting]:
+        """The columns that begin at a call: at its inputs, and at parameters that it uses."""
+
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
+        self.run = Run(self)
+        plain = hand is None and not torch.is_grad_enabled()
+        self.merging = Merging(plan, at_most) if self.merges and plain else None
+
+    def end(self) -> None:
+        self.__dict__.pop("run", None)
+
+    def visit(self, step: Step) -> None:
+        by_hand = step.is_loss and self.hand is not None and self.hand.serves(step)
+        starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
+        if step.is_loss:
+            step.reached = True
+        self.run.merge(step)
+        if starting:
+            self.make_room(step.number, sum([lazy.count for lazy in starting]))
+        self.run.visit(step, last=not starting)
+        for lazy in starting:
+            for number, chunk in enumerate(lazy.chunks(self.chunk)):
+                count = next(iter(chunk[0].values())).shape[0]
+                if self.run.count and self.is_too_much(self.run.count + count):
+                    self.run.settle(step)
+                    self.make_room(step.number + 1, count)
+                self.run.start(step, (lazy.name, self.plan.name, step.number, number), chunk)
+        self.run.settle(step)
+
+    def by_hand(self, step: Step) -> LazyColumns:
+        """What a user's module extension for a loss returns."""
+        assert self.hand is not None
+        sent = self.hand.apply(step, None)
+        mats = [sent] if isinstance(sent, Tensor) else list(sent)
+        return known({index: mats[index] for index in step.links}, None, "loss")
+
+    def make_room(self, number: int, count: int) -> None:
+        """If so many more columns would be too many, let those under way go to the end, from step `number` on."""
+        if self.run.count and self.is_too_much(self.run.count + count):
+            for step in self.plan.steps[number:]:
+                if step.runs:
+                    self.run.merge(step)
+                    self.run.visit(step)
+                    self.run.settle(step)
+            self.run = Run(self)
+
+    def is_too_much(self, count: int) -> bool:
+        """Whether so many columns are more than may exist at a time."""
+        return self.at_most is not None and count > self.at_most
+
+    @property
+    def chunk(self) -> int:
+        """How many columns are made at a time: no block may outgrow what memory hands out quickly."""
+        on_processor = self.plan.steps[0].call.output.device.type == "cpu"
+        piece = max(1, PIECE // self.plan.largest) if on_processor else 1 << 62
+        return piece if self.at_most is None else max(1, min(piece, self.at_most))
+
+
+class Run:
+    """Columns that pass the calls of a plan together: what waits at each call, and what has come to parameters."""
+
+    def __init__(self, sweep: ColumnSweep) -> None:
+        self.sweep = sweep
+        self.waiting: dict[Step, Columns] = {}
+        self.uses: dict[int, list[Use]] = {}
+        self.count = 0
+
+    def start(self, step: Step, key: Hashable, chunk: Chunk) -> None:
+        """Columns begin at a call."""
+        mats, signs = chunk
+        if signs is not None and not bool((signs != 1).any()):
+            signs = None
+        of_params = Columns()
+        for wrt, mat in mats.items():
+            if isinstance(wrt, str):
+                of_params.add_to_parameter(wrt, key, mat, signs)
+            else:
+                self.send(step.links[wrt], key, mat, signs)
+        if of_params.of_params:
+            self.collect(step, of_params, of_params.of_params)
+        self.sweep.rounds += not self.count
+        count = next(iter(mats.values())).shape[0]
+        self.sweep.started += count
+        self.count += count
+
+    def merge(self, step: Step) -> None:
+        """Make fewer columns of those under way, before `step`, where that pays."""
+        found = self.sweep.merging.merge(self.waiting, self.uses, step) if self.sweep.merging is not None else None
+        if found is None:
+            return
+        mats, signs = found
+        self.count, size = len(signs), self.sweep.chunk
+        for (at, columns), mat in zip(self.waiting.items(), mats, strict=False):
+            shape = next(iter(columns.blocks.values())).shape[2:]
+            self.waiting[at] = Columns()
+            for number, part in enumerate(mat.split(size)):
+                key = ("merged", self.sweep.plan.name, step.number, number)
+                self.waiting[at].add(key, part.reshape(*part.shape[:2], *shape), signs[number * size :][: len(part)])
+        for mine, mat in zip(self.uses.values(), mats[len(self.waiting) :], strict=True):
+            use, param = mine[0], Columns()
+            for number, part in enumerate(mat.split(size)):
+                key = ("merged", self.sweep.plan.name, step.number, number)
+                rows = part.reshape(*part.shape[:2], *use.call.params[use.name].shape)
+                param.add_to_parameter(use.name, key, rows, signs[number * size :][: len(part)])
+            mine[:] = [replace(use, arrived=param)]
+
+    def visit(self, step: Step, last: bool = True) -> None:
+        """Let what waits at a call pass it, block by block; if these are the `last`, parameters are settled before.
+
+        So a block is let go when it has passed, and columns of two calls are not held at a time.
+        """
+        columns = self.waiting.pop(step, None)
+        if columns is None:
+            return
+        step.reached = True
+        for key, mat in columns.blocks.items():
+            if mat.dtype is not step.call.output.dtype:
+                columns.blocks[key] = step.cast(mat)
+        hand = self.sweep.hand
+        if hand is not None and hand.serves(step):
+            self.pass_by_hand(step, columns)
+            return
+        if step.rule is not None and step.rule.inputs_first:
+            self.pass_call(step, columns.copy())
+            self.collect(step, columns, step.params)
+            return
+        self.collect(step, columns, step.params)
+        if last:
+            self.settle(step)
+        if step.params:
+            columns = columns.copy()  # parameters that are not settled yet keep the others
+        if step.rule is STRETCH:
+            self.pass_stretch(step, columns)
+        else:
+            self.pass_call(step, columns)
+
+    def pass_call(self, step: Step, columns: Columns) -> None:
+        """Send columns to the inputs of a call, by its rule."""
+        assert step.rule is not None
+        view, only = step.view(self.sweep.samples), len(step.links) == 1
+        for key, mat in columns.drain():
+            free = only and key in columns.unshared and not step.params
+            if free and mat.is_contiguous():
+                mat = mat.view(-1).view(mat.shape)  # the strides of axes with one entry may be any
+            for index, link in step.links.items():
+                view.spare = mat.view(-1) if free and mat.is_contiguous() else None
+                sent = step.rule.jac_t_mat_prod(view, mat, index)
+                view.spare = None
+                new = free or (only and sent.untyped_storage() is not mat.untyped_storage())
+                self.send(link, key, sent, columns.signs[key], new)
+
+    def pass_stretch(self, step: Step, columns: Columns) -> None:
+        """Send columns to all inputs of a stretch at once."""
+        assert isinstance(step.rule, PlainAutograd)
+        for key, mat in columns.drain():
+            for index, part in step.rule.jac_t_mat_prods(step.view(self.sweep.samples), mat).items():
+                self.send(step.links[index], key, part, columns.signs[key])
+
+    def pass_by_hand(self, step: Step, columns: Columns) -> None:
+        """Let a user's module extension do it."""
+        assert self.sweep.hand is not None
+        sizes = [len(mat) for mat in columns.blocks.values()]
+        sent = self.sweep.hand.apply(step, torch.cat(list(columns.blocks.values())))
+        mats: Sequence[Tensor] = [sent] if isinstance(sent, Tensor) else list(sent or ())
+        for index, link in step.links.items():
+            for key, mat in zip(columns.blocks, mats[index].split(sizes), strict=True):
+                self.send(link, key, mat, columns.signs[key])
+
+    def send(self, link: Link, key: Hashable, mat: Tensor, signs: Tensor | None, unshared: bool = False) -> None:
+        """Hand columns at an input to the call that feeds it; `unshared`: nobody else looks at their memory."""
+        waiting = self.waiting.get(link.producer)
+        if waiting is None:
+            waiting = self.waiting[link.producer] = Columns()
+        waiting.add(key, mat if link.entrance is None else link.back(mat), signs)
+        if unshared and link.entrance is None:
+            waiting.unshared.add(key)
+        else:
+            waiting.unshared.discard(key)
+
+    def collect(self, step: Step, columns: Columns, names: Iterable[str]) -> None:
+        """Note what has come to parameters of a call."""
+        if not step.params:
+            return
+        found = self.sweep.uses(step, columns)
+        for name in names:
+            if name in found:
+                self.uses.setdefault(id(step.params[name]), []).append(found[name])
+
+    def settle(self, step: Step) -> None:
+        """Parameters whose last use this call is have got all that comes with these columns."""
+        for name in step.last:
+            uses = self.uses.pop(id(step.params[name]), None)
+            if uses is not None:
+                self.sweep.settle(step.params[name], uses, step.batch_size)

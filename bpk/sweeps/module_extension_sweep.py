@@ -1,0 +1,72 @@
+"""What travels for an extension that works through hand-written module extensions only: whatever these return."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.plan.plan import Plan
+from bpk.plan.step import Link, Step
+from bpk.plan.stretch import STRETCH, PlainAutograd
+from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.sweep import Player, Settle, not_by_hand
+
+
+class ByHand(Player):
+    """A quantity that module extensions hand from layer to layer; nothing but its shares of branches is known.
+
+    What is one tensor `[V, N, *x]` also passes plain autograd between two layers.
+    """
+
+    @property
+    def key(self) -> Hashable:
+        return ("by hand", self.samples)
+
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
+        self.waiting: dict[Step, Any] = {}
+
+    def visit(self, step: Step) -> None:
+        if step.rule is STRETCH:
+            self.pass_stretch(step, self.waiting.pop(step, None))
+            return
+        if self.hand is None or not self.hand.serves(step):
+            raise not_by_hand(step.where)
+        step.reached = True
+        sent = self.hand.apply(step, None if step.is_loss else self.waiting.pop(step, None))
+        for index, link in step.links.items():
+            self.send(link, sent[index] if isinstance(sent, (list, tuple)) else sent)
+
+    def pass_stretch(self, step: Step, share: Any) -> None:
+        """Only columns pass plain autograd."""
+        if share is None:
+            return
+        if step.params or not isinstance(share, Tensor):
+            raise no_way(step)
+        assert isinstance(step.rule, PlainAutograd)
+        for index, part in step.rule.jac_t_mat_prods(step.view(self.samples), share).items():
+            self.send(step.links[index], part)
+
+    def send(self, link: Link, share: Any) -> None:
+        """Add up what comes to a call."""
+        if share is None:
+            return
+        if link.entrance is not None and not isinstance(share, Tensor):
+            raise no_way(link.producer)
+        part = link.back(share) if link.entrance is not None else share
+        known = self.waiting.get(link.producer)
+        self.waiting[link.producer] = part if known is None else known + part
+
+
+def no_way(step: Step) -> UnsupportedLayer:
+    """The refusal where functions lie between two layers."""
+    return UnsupportedLayer(
+        explain(
+            f"A quantity of module extensions cannot pass {step.where}.",
+            "plain functions with parameters are there, or the quantity is more than one tensor.",
+            "write modules in place of the functions, with module extensions.",
+        )
+    )

@@ -1,0 +1,1 @@
+"""Products with curvature blocks: nothing travels until the user multiplies."""

@@ -1,0 +1,128 @@
+"""Products with curvature blocks: the tape of the calls between a parameter and the loss, played both ways.
+
+For one parameter `p` and tangents `v`, the product with the Hessian's block is the directional derivative of the
+gradient (Pearlmutter, 1994): tangents run forward from `p` to the loss (`t_out = J t_in + J_p v`), meet the loss
+Hessian, and adjoints run back (`a_in = J^T a_out + R t_in`), where `R` is each call's residual. Leaving out `R`
+gives the GGN, making `R` positive semi-definite the positive-curvature Hessian.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bpk.fields.statistics import Uses
+from bpk.jacobians.core.call import Wrt, index_of
+from bpk.jacobians.core.errors import explain
+from bpk.jacobians.losses.loss import Loss
+from bpk.recording.context.state import CTX
+from bpk.sweeps.curvature import Curvature
+from bpk.sweeps.products.linearised import Modify
+from bpk.sweeps.products.tape import Frame
+
+
+class BlockProduct:
+    """Multiply with the diagonal block of one parameter: one vector `[*p]`, or several, `[V, *p]`."""
+
+    def __init__(self, uses: Uses, curvature: Curvature, modify: Modify | None = None) -> None:
+        tape, _ = uses.uses[-1].arrived
+        self.frames: list[Frame] = tape.frames[: max(use.arrived[1] for use in uses.uses)]
+        self.param = uses.param
+        self.curvature = curvature
+        self.modify = modify
+        self.differentiable = torch.is_grad_enabled()
+        for frame in self.frames if curvature is not Curvature.GGN else ():
+            if frame.stretch is not None and frame.stretch.refusal is not None:
+                raise frame.stretch.refusal
+
+    def __repr__(self) -> str:
+        return f"BlockProduct({self.curvature.value}, {tuple(self.param.shape)})"
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        """Multiply `mat`, or every `mat[v]`, with the block: the number of axes says which."""
+        if not isinstance(mat, Tensor):
+            raise TypeError(
+                explain(
+                    f"The product got {type(mat).__name__}, which is no tensor.",
+                    "it multiplies vectors of the parameter's shape, dtype and device.",
+                    "convert it: torch.as_tensor(v, dtype=p.dtype, device=p.device).",
+                )
+            )
+        several = mat.dim() == self.param.dim() + 1
+        if mat.shape[several:] != self.param.shape:
+            shape = ", ".join(map(str, self.param.shape))
+            raise ValueError(
+                explain(
+                    f"The product expects shape [{shape}] or [V, {shape}], got {list(mat.shape)}.",
+                    "it multiplies one vector of the parameter's shape, or V of them at once.",
+                    "reshape it, such as v.reshape(p.shape) or v.reshape(-1, *p.shape).",
+                )
+            )
+        if mat.dtype != self.param.dtype:
+            raise ValueError(
+                explain(
+                    f"The product expects {self.param.dtype}, the parameter's, got {mat.dtype}.",
+                    "mixed precision would be lost in one of the two.",
+                    "convert the vectors: p.hmp(v.to(p.dtype)).",
+                )
+            )
+        for frame in self.frames:
+            frame.verify()
+        with CTX.quietly(), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
+            return self.multiply(mat) if several else self.multiply(mat[None])[0]
+
+    def multiply(self, mat: Tensor) -> Tensor:
+        """Tangents forward, adjoints backward."""
+        outs: dict[int, Tensor] = {}
+        tangents: dict[int, dict[Wrt, Tensor]] = {}
+        for frame in reversed(self.frames):
+            found: dict[Wrt, Tensor] = {
+                i: frame.cast(feed.forth(outs[feed.producer]))
+                for i, feed in frame.feeds.items()
+                if feed.producer in outs
+            }
+            found.update({name: mat for name, identity in frame.params.items() if identity == id(self.param)})
+            if found:
+                tangents[frame.number] = found
+                if not isinstance(frame.rule, Loss):
+                    outs[frame.number] = frame.push(found)
+        return self.gather(mat, outs, tangents)
+
+    def gather(self, mat: Tensor, outs: dict[int, Tensor], tangents: dict[int, dict[Wrt, Tensor]]) -> Tensor:
+        """Adjoints backward, from the loss to the parameter."""
+        result = torch.zeros_like(mat)
+        adjoints: dict[int, Tensor] = {}
+        for frame in self.frames:
+            inner = tangents.get(frame.number)
+            if inner is None:
+                continue
+            sent: list[tuple[Wrt, Tensor]] = []
+            if isinstance(frame.rule, Loss):
+                sent += loss_hessian(frame, inner).items()
+            elif frame.number in adjoints:
+                sent += frame.pull(adjoints.pop(frame.number), inner).items()
+            if self.curvature is not Curvature.GGN and not isinstance(frame.rule, Loss):
+                sent += frame.bend(inner, self.modify).items()
+            for wrt, part in sent:
+                if isinstance(wrt, str):
+                    result = result + part if frame.params.get(wrt) == id(self.param) else result
+                elif frame.feeds[wrt].producer in outs:
+                    number, arrived = frame.feeds[wrt].producer, frame.feeds[wrt].back(part)
+                    adjoints[number] = adjoints[number] + arrived if number in adjoints else arrived
+        return result
+
+
+def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+    """The loss Hessian (with its scalar factor) times tangents, by input; also where only some samples count."""
+    assert isinstance(frame.rule, Loss)
+    joint = frame.rule.joint(frame.call, tuple(frame.feeds))
+    tangent = joint.merge({wrt: mat for wrt, mat in tangents.items() if isinstance(wrt, int)})
+    if frame.samples is None:
+        product = joint.rule.hessian_mat_prod(joint.call, tangent) * frame.grad
+        if frame.terms is not None:
+            product = product * frame.terms.reshape(-1, *[1] * (product.dim() - 2))
+        return dict(joint.split(product).items())
+    index = index_of(frame.samples, tangent.device)
+    full = tangent.new_zeros(tangent.shape[0], *joint.call.inputs[0].shape).index_copy(1, index, tangent)
+    product = joint.rule.hessian_mat_prod(joint.call, full) * frame.grad
+    return dict(joint.split(product.index_select(1, index)).items())

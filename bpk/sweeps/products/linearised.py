@@ -1,0 +1,213 @@
+"""A stretch of plain autograd as a linear map, with its residual, that outlives the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.call import Wrt, index_of
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.numeric import placeholder
+from bpk.plan.graph import Source, pull_columns
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.ports import Port
+from bpk.sweeps.stretches.no_second_derivative import differentiable_twice, require_products
+from bpk.sweeps.stretches.residual import Group, StretchResidual
+
+Modify = Literal["clip", "abs"]
+
+
+class LinearisedStretch:
+    """Products with a stretch's Jacobian, its transpose, and its residual, by differentiating its gradient.
+
+    The gradient `J^T u` is recorded as a function of a placeholder `u`; its derivative is `J`, and the derivative
+    of that with respect to the tangent is `J^T` again. All of it is built while the graph is alive.
+
+    Args:
+        source: The stretch and the calls that feed it.
+        at_input: The tensor at the end of the stretch (for its shape).
+        share: The gradient at that tensor, `[N, *in]`.
+        samples: The samples considered, or `None`.
+        factored: Whether to factor the residual into signed columns, so that it can be made positive.
+        merged: Whether the batch is one sample, because samples mix.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        at_input: Tensor,
+        share: Tensor,
+        samples: tuple[int, ...] | None,
+        factored: bool,
+        merged: bool = False,
+    ) -> None:
+        require_products(source)
+        self.samples = samples
+        self.counts = None if samples is None else times_named(samples, share)
+        if self.counts is not None:  # what belongs to a parameter is a sum over samples, each as often as it is named
+            share = share * spread(self.counts, share.dim())
+        self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
+        self.cotangent = placeholder(at_input)
+        self.pulled = source.gradients(self.cotangent)
+        with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
+            self.tangents = [placeholder(p) for p in self.pulled]
+            pairs = [pair for pair in zip(self.pulled, self.tangents, strict=True) if pair[0].requires_grad]
+            pulled, tangents = [p for p, _ in pairs], [t for _, t in pairs]  # others were overwritten (`x.copy_(y)`)
+            self.pushed = torch.autograd.grad(pulled, self.cotangent, tangents, create_graph=True)[0]
+        self.probes: Sequence[Tensor] = ()
+        self.bent: Sequence[Tensor | None] = ()
+        self.columns: Group | None = None
+        self.apart: tuple[Group, Group] | None = None  # columns of what calls hand on alone, and of parameters alone
+        self.merged = False  # whether columns have an axis for the only sample
+        self.refusal: UnsupportedLayer | None = None
+        try:
+            if factored:
+                residual = StretchResidual(source, share, merged=merged)
+                self.merged = merged and not residual.keeps_rows_apart
+                residual = residual if merged == self.merged else StretchResidual(source, share)
+                self.columns = residual.columns()
+                self.apart = residual.columns_apart() if self.columns is not None and source.trained else None
+            else:
+                with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
+                    self.probes, self.bent = self.bend(source, share)
+        except UnsupportedLayer as error:
+            self.refusal = error  # products with the GGN do without
+
+    def bend(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The residual `R w` as a function of probes `w`, one per target (empty where the stretch is linear)."""
+        gradients = source.gradients(share.detach())
+        if not any(g.requires_grad for g in gradients):
+            return [], []
+        probes = [placeholder(g) for g in gradients]
+        curved = [(g, w) for g, w in zip(gradients, probes, strict=True) if g.requires_grad]
+        bent = torch.autograd.grad(
+            [g for g, _ in curved], source.beginnings(), [w for _, w in curved], create_graph=True, allow_unused=True
+        )
+        return probes, list(bent)
+
+    def push(self, tangents: Sequence[Tensor | None]) -> Tensor:
+        """`J t`: from tangents at the producers' outputs, then at the parameters, to the tangent at the input."""
+        known = next(t for t in tangents if t is not None)
+        full = [
+            torch.zeros(known.shape[0], *p.shape, dtype=p.dtype, device=p.device) if t is None else t
+            for t, p in zip(self.at_graph(tangents), self.pulled, strict=True)
+        ]
+        parts = [p for p in zip(self.pulled, full, strict=True) if p[0].requires_grad]
+        out = derivative([p for p, _ in parts], [self.cotangent], [t for _, t in parts])[0]
+        assert out is not None
+        return self.narrow(out)
+
+    def pull(self, adjoint: Tensor) -> list[Tensor | None]:
+        """`J^T a`, by producer."""
+        if self.counts is not None:
+            adjoint = self.widen(adjoint) * spread(self.counts, adjoint.dim() - 1)
+        return self.each(derivative((self.pushed,), self.tangents, (adjoint,)))
+
+    def curve(self, tangents: Sequence[Tensor | None], modify: Modify | None) -> list[Tensor | None]:
+        """The residual times the tangents, by producer."""
+        if modify is not None:
+            return self.curve_positively(tangents, modify)
+        total: list[Tensor | None] = [None] * len(self.tangents)
+        for bent, t in zip(self.bent, self.at_graph(tangents), strict=True) if self.bent else ():
+            if bent is not None and bent.requires_grad and t is not None:
+                extra = derivative((bent,), self.probes, (t,))
+                total = [add(p, e) for p, e in zip(total, extra, strict=True)]
+        return self.each(total)
+
+    def curve_positively(self, tangents: Sequence[Tensor | None], modify: Modify) -> list[Tensor | None]:
+        """The same with the residual's negative eigenvalues clipped, or made positive."""
+        if self.columns is None:
+            return [None] * len(self.tangents)
+        parts, signs = self.columns
+        number = sum(port is not None for port in self.ports)
+        if self.apart is not None and not (any_of(tangents[:number]) and any_of(tangents[number:])):
+            parts, signs = self.apart[any_of(tangents[number:])]
+        names: list[Wrt] = [k if port is not None else f"parameter {k}" for k, port in enumerate(self.ports)]
+        pairs = [(name, t, part) for name, t, part in zip(names, tangents, parts, strict=True) if t is not None]
+        known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}
+        if self.merged:
+            known = {name: t[:, None] if isinstance(name, int) else t for name, t in known.items()}
+        found = through_columns({name: part for name, _, part in pairs}, positive(signs, modify), known)
+        if self.merged:
+            found = {name: mat[:, 0] if isinstance(name, int) else mat for name, mat in found.items()}
+        if self.samples is not None:
+            found = {name: self.once(mat) if isinstance(name, int) else mat for name, mat in found.items()}
+        return [found.get(name) for name in names]
+
+    def at_graph(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Columns of each producer over the whole batch, as autograd sees them; those of parameters as they are."""
+        pairs = zip(mats, self.ports, strict=True)
+        return [m if m is None or port is None else port.to_graph(self.widen(m)) for m, port in pairs]
+
+    def each(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Columns of each producer as its rule sees them, restricted to the considered samples."""
+        pairs = zip(mats, self.ports, strict=True)
+        return [m if m is None or port is None else self.once(port.to_rule(m)) for m, port in pairs]
+
+    def widen(self, mat: Tensor) -> Tensor:
+        """Columns over the whole batch, zero for samples that are left out."""
+        if self.samples is None:
+            return mat
+        full = mat.new_zeros(mat.shape[0], self.cotangent.shape[0], *mat.shape[2:])
+        return full.index_copy(1, index_of(self.samples, mat.device), mat)
+
+    def narrow(self, mat: Tensor) -> Tensor:
+        """Columns over the considered samples."""
+        if self.samples is None:
+            return mat
+        return mat.index_select(1, index_of(self.samples, mat.device))
+
+    def once(self, mat: Tensor) -> Tensor:
+        """Columns over the considered samples, from columns in which each counts as often as it is named."""
+        return mat if self.counts is None else self.narrow(mat / spread(self.counts.clamp(min=1), mat.dim() - 1))
+
+
+def any_of(mats: Sequence[Tensor | None]) -> bool:
+    """Whether there are any."""
+    return any(mat is not None for mat in mats)
+
+
+def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:
+    """`[N]`: how often each sample of a batch `[N, ...]` is named."""
+    return torch.bincount(index_of(samples, like.device), minlength=len(like)).to(like.dtype)
+
+
+def spread(counts: Tensor, dims: int) -> Tensor:
+    """Numbers of samples, to be multiplied with rows `[N, ...]` of so many axes, or with columns of them."""
+    return counts.reshape(-1, *[1] * (dims - 1))
+
+
+def positive(values: Tensor, modify: Modify) -> Tensor:
+    """Clip negative values, or take absolute ones."""
+    return values.clamp(min=0) if modify == "clip" else values.abs()
+
+
+def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+    """`sum_k w_k u_k (u_k . t)`, sample by sample; what belongs to a parameter is summed over samples."""
+    flat = {wrt: c.reshape(*c.shape[:2], -1) for wrt, c in columns.items()}
+    inner = torch.zeros((), dtype=weights.dtype, device=weights.device)
+    for wrt, t in tangents.items():
+        pattern, lead = ("kni,vni->vkn", 2) if isinstance(wrt, int) else ("kni,vi->vkn", 1)
+        inner = inner + torch.einsum(pattern, flat[wrt], t.reshape(*t.shape[:lead], -1).to(flat[wrt].dtype))
+    weighted = inner * weights
+    result: dict[Wrt, Tensor] = {}
+    for wrt, t in tangents.items():
+        pattern = "kni,vkn->vni" if isinstance(wrt, int) else "kni,vkn->vi"
+        result[wrt] = torch.einsum(pattern, flat[wrt], weighted.to(flat[wrt].dtype)).reshape(t.shape).to(t.dtype)
+    return result
+
+
+def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Sequence[Tensor]) -> list[Tensor | None]:
+    """Transposed-Jacobian products of a recorded function, for columns `[V, ...]`."""
+    columns = [column.to(out.dtype) for out, column in zip(outputs, columns, strict=True)]
+    return pull_columns(outputs, inputs, columns, create_graph=False)
+
+
+def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """A sum in which `None` stands for zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

@@ -1,0 +1,160 @@
+"""The tape of the calls between a parameter and the loss, from which products with curvature blocks are made.
+
+Every call is written down when autograd is there, latest first; `block_product.py` plays the tape both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.products import Residual
+from bpk.jacobians.rule import Rule
+from bpk.plan.step import Alignment, Link, Step, promoted
+from bpk.plan.stretch import StretchCall
+from bpk.sweeps.products.linearised import LinearisedStretch, Modify, positive, through_columns
+from bpk.sweeps.sweep import Observer
+
+
+@dataclass(frozen=True)
+class Feed(Alignment):
+    """What feeds an input: another call by its number, not its graph."""
+
+    producer: int
+
+
+@dataclass
+class Frame:
+    """What the tape keeps of one call: products with its Jacobians and its residual, both ways.
+
+    `params` are, by name, the `id`s of the parameters that it uses.
+    """
+
+    number: int
+    rule: Rule
+    call: Call
+    grad: Tensor
+    feeds: dict[int, Feed]
+    where: str
+    samples: tuple[int, ...] | None
+    params: dict[str, int]
+    stretch: LinearisedStretch | None = None
+    terms: Tensor | None = None
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kept = () if self.stretch is not None else (*self.call.inputs, *self.call.params.values())
+        self.versions = [(x, x._version) for x in kept]
+
+    def verify(self) -> None:
+        """Refuse if a tensor of the forward pass, or a parameter, was changed since."""
+        if any(x._version != version for x, version in self.versions):
+            raise RuntimeError(
+                explain(
+                    f"Tensors of {self.where} were changed since the backward pass.",
+                    "the product belongs to the point at which the gradient was taken; mixing two points is wrong.",
+                    "call the product before optimizer.step(), or run forward and backward again.",
+                )
+            )
+
+    def cast(self, mat: Tensor) -> Tensor:
+        """Bring columns to the precision of the call."""
+        return promoted(mat, self.call)
+
+    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
+        """`sum_i J_i t_i`: from tangents at inputs and parameters to the output."""
+        if self.stretch is not None:
+            return self.stretch.push([tangents.get(wrt) for wrt in self.ends])
+        parts = [self.rule.jac_mat_prod(self.call, t, wrt) for wrt, t in tangents.items()]
+        return sum(parts[1:], parts[0])
+
+    def pull(self, adjoint: Tensor, wrts: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """`J_i^T a` for these inputs and parameters."""
+        if self.stretch is not None:
+            return self.known(self.stretch.pull(adjoint))
+        adjoint = self.cast(adjoint)
+        return {wrt: self.rule.jac_t_mat_prod(self.call, adjoint, wrt, sum_batch=True) for wrt in wrts}
+
+    def bend(self, tangents: Mapping[Wrt, Tensor], modify: Modify | None) -> dict[Wrt, Tensor]:
+        """The residual times the tangents, made positive where that is asked for."""
+        if self.stretch is not None:
+            return self.known(self.stretch.curve([tangents.get(wrt) for wrt in self.ends], modify))
+        kind = self.rule.residual(self.call, tuple(tangents))
+        if kind is Residual.ZERO:
+            return {}
+        if modify is None:
+            return self.rule.residual_mat_prod(self.call, self.grad, tangents)
+        if kind is Residual.DIAGONAL and tuple(tangents) == (0,):
+            diag = self.rule.residual_diag(self.call, self.grad)
+            return {0: positive(diag, modify) * tangents[0]}
+        columns, signs = self.rule.residual_columns(self.call, self.grad, tuple(tangents))
+        return through_columns(columns, positive(signs, modify), dict(tangents))
+
+    @property
+    def ends(self) -> list[Wrt]:
+        """Where a stretch begins: at its inputs, then at its parameters."""
+        return [*self.feeds, *self.params]
+
+    def known(self, parts: list[Tensor | None]) -> dict[Wrt, Tensor]:
+        """Those of the beginnings of a stretch where there is something."""
+        return {wrt: part for wrt, part in zip(self.ends, parts, strict=True) if part is not None}
+
+
+class Tape(Observer):
+    """Write down every visited call, latest first, for products later on.
+
+    `factored` says whether residuals will be made positive semi-definite.
+    """
+
+    def __init__(self, samples: tuple[int, ...] | None = None, factored: bool = False) -> None:
+        super().__init__(samples)
+        self.factored = factored
+        self.needs_root = factored  # clipping leaves the loss Hessian alone
+        self.frames: list[Frame] = []
+
+    @property
+    def key(self) -> Hashable:
+        return ("tape", self.samples, self.factored)
+
+    def visit(self, step: Step) -> tuple[Tape, int]:
+        """Add a frame."""
+        view = step.view(self.samples)
+        kept = view if torch.is_grad_enabled() else view.detached()  # a live graph would lead back to the parameter
+        samples = None if step.mixed else self.samples
+        grad = step.grad if step.is_loss or step.mixed else self.rows(step.grad)
+        feeds = {index: self.feed(link) for index, link in step.links.items()}
+        params = {name: id(p) for name, p in step.params.items()}
+        assert step.rule is not None
+        stretch = self.linearise(step)
+        if stretch is not None:
+            kept = Call(None, (), {}, step.call.output.new_empty(0))
+        frame = Frame(step.number, step.rule, kept, grad, feeds, step.where, samples, params, stretch)
+        frame.terms = self.terms(step) if step.is_loss else None
+        self.frames.append(frame)
+        return self, len(self.frames)
+
+    def feed(self, link: Link) -> Feed:
+        """What feeds an input."""
+        return Feed(link.producer.number, entrance=link.entrance, exit=link.exit)
+
+    def linearise(self, step: Step) -> LinearisedStretch | None:
+        """Prepare a stretch, while its graph is alive."""
+        call = step.call
+        if not isinstance(call, StretchCall):
+            return None
+        samples = None if step.mixed else self.samples
+        stretch = LinearisedStretch(call.source, call.output, step.grad, samples, self.factored, call.merged)
+        if self.factored and stretch.columns is not None and call.samples_of_rows is not None and not call.merged:
+            raise UnsupportedLayer(
+                explain(
+                    f"PCHMP cannot pass {step.where}.",
+                    "the batch axis is merged with another one, and its second derivative is known row by row only.",
+                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use HMP or GGNMP.",
+                )
+            )
+        return stretch

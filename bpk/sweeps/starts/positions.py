@@ -1,0 +1,113 @@
+"""A square root of the GGN whose columns keep to one position of a sample (a time step, a pixel), while that lasts.
+
+A loss over `T` positions has `C T` columns, each zero at all positions but one. Layers that treat positions one by one
+leave it at that. So `[V, N, T, ...]` stands for the columns of all positions, where written out they would be
+`[V T, N, T, ...]`, and for squares a position counts as a sample. Columns are written out where positions meet
+(attention, recurrence, pooling), a few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from bpk.fields.arrived import Columns
+from bpk.fields.statistics import Use
+from bpk.jacobians.core.call import Wrt
+from bpk.plan.plan import Plan
+from bpk.plan.samples.rows import slots
+from bpk.plan.step import Step
+from bpk.sweeps.columns.closed_form import settle_last_layer
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting
+from bpk.sweeps.columns.position_axes import axes_of_positions, behind, positions_of
+from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.starts.square_root import SquareRoot
+from bpk.sweeps.sweep import Settle, times_root_of_factor
+
+
+class ByPosition(SquareRoot):
+    """An exact square root for extensions whose values are sums over columns and rows.
+
+    `waiting` has the columns of all positions at a call, by the place where they began, with the number of axes behind
+    the batch axis that tell positions apart.
+    """
+
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
+        self.waiting: dict[Step, dict[Hashable, tuple[int, Tensor]]] = {}
+
+    def starting(self, step: Step) -> list[Starting]:
+        if not step.is_loss:
+            return self.pass_positions(step)
+        joint, rows = step.joint, step.samples_of_rows
+        several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
+        possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()
+        if self.may_be_closed(step) and settle_last_layer(self, step):
+            return []
+        root = joint.rule.sqrt_hessian_by_position(joint.call) if possible else None
+        if root is None:
+            return super().starting(step)
+        where = positions_of(root.shape[1:], joint.rule.positions(joint.call.inputs[0]), root.device)
+        found: list[Starting] = []
+        mat = times_root_of_factor(root, step)
+        for number, part in enumerate(mat.split(max(1, self.at_most or len(mat)))):
+            index = next(iter(step.links))
+            self.started, self.rounds = self.started + len(part), self.rounds + 1
+            found += self.send_positions(step, index, ("loss", step.number, number), part, where)
+        return found
+
+    def pass_positions(self, step: Step) -> list[Starting]:
+        """Send columns of all positions through a call; returns those that have to be written out behind it."""
+        found: list[Starting] = []
+        assert step.rule is not None
+        for key, (axes, arrived) in self.waiting.pop(step, {}).items():
+            step.reached = True
+            mat = step.cast(arrived)
+            self.collect(step, key, mat, axes)
+            for index in step.links:
+                sent = step.rule.jac_t_mat_prod(step.view(None), mat, index)
+                where = positions_of(sent.shape[1:], range(1, 1 + axes), mat.device)
+                found += self.send_positions(step, index, key, sent, where)
+        return found
+
+    def collect(self, step: Step, key: Hashable, mat: Tensor, axes: int) -> None:
+        """A position counts as a sample of the call's parameters, which no other call uses."""
+        columns, uses = Columns(), dict[int, list[Use]]()
+        columns.add(key, mat.flatten(1, 1 + axes))
+        for name, param in step.params.items():  # a parameter may have several names
+            assert step.rule is not None
+            uses.setdefault(id(param), []).append(Use(step.call.by_position(axes), step.rule, name, columns))
+        for found in uses.values():
+            self.settle(step.params[found[0].name], found, 0)
+
+    def send_positions(self, step: Step, index: int, key: Hashable, mat: Tensor, where: Tensor) -> list[Starting]:
+        """Hand columns of all positions to what feeds an input, or return them, if they have to be written out."""
+        producer, mats, numbers = behind(step.links[index], mat, where)
+        alone = producer is not None and not any(self.plan.is_shared(p) for p in producer.params.values())
+        axes = axes_of_positions(producer, numbers) if producer is not None and alone else None
+        if producer is None or axes is None:
+            return [written_out(mat, where, step.samples_of_rows, index, ("positions", key))]
+        self.waiting.setdefault(producer, {})[key] = axes, mats
+        return []
+
+
+def written_out(mat: Tensor, where: Tensor, samples: Tensor | None, index: int, name: Hashable) -> LazyColumns:
+    """Columns `[V, N, *x]` of all positions at an input as columns `[K, N, *x]` of one position each."""
+    in_row = int(where.max()) // len(where)  # positions of a row
+    number = (where - 1) % in_row
+    if samples is not None:
+        number = number + in_row * slots(samples).reshape(-1, *[1] * (where.dim() - 1))
+    count = int(number.max()) + 1
+
+    def make(start: int, stop: int) -> Chunk:
+        columns = mat.new_empty(stop - start, *mat.shape[1:])
+        for k in range(start // len(mat), (stop - 1) // len(mat) + 1):
+            first, last = max(start, k * len(mat)), min(stop, (k + 1) * len(mat))
+            some = mat[first - k * len(mat) : last - k * len(mat)]
+            torch.mul(some, (number == k).to(mat.dtype), out=columns[first - start : last - start])
+        of_inputs: dict[Wrt, Tensor] = {index: columns}
+        return of_inputs, None
+
+    return LazyColumns(len(mat) * count, make, name, unit=len(mat))

@@ -1,0 +1,151 @@
+"""The sweep of the Hessian's diagonal: signed columns, with those of every residual on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+
+from torch import Tensor
+
+from bpk.fields.arrived import ClosedForm
+from bpk.fields.statistics import Use
+from bpk.jacobians.core.call import Wrt
+from bpk.jacobians.core.products import Residual
+from bpk.plan.plan import Plan
+from bpk.plan.samples.rows import to_samples
+from bpk.plan.step import Step
+from bpk.plan.stretch import STRETCH, StretchCall
+from bpk.sweeps.columns.closed_form import settle_last_layer
+from bpk.sweeps.columns.column_sweep import ColumnSweep
+from bpk.sweeps.columns.diagonals import behind, takes, tied_inside
+from bpk.sweeps.columns.enumerated import Enumerated
+from bpk.sweeps.columns.lazy import LazyColumns, Starting, diagonal, known, split_rows
+from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.stretches.curved import CurvedStretch
+from bpk.sweeps.sweep import Settle
+
+
+class SignedHessian(ColumnSweep):
+    """Signed columns `U`, `s` with `H = sum_k s_k U_k U_k^T`: the Hessian of the loss at each output.
+
+    The loss contributes its columns, each nonlinear call those of its residual (the second derivative contracted with
+    the gradient); from there they travel like the square root of the GGN.
+    """
+
+    merges = True
+
+    @property
+    def key(self) -> Hashable:
+        return ("hessian", self.samples)
+
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        super().begin(plan, settle, at_most, hand)
+        self.diagonals: dict[Step, Tensor] = {}
+
+    def starting(self, step: Step) -> list[Starting]:
+        if step.is_loss:
+            return [] if settle_last_layer(self, step) else [self.of_loss(step)]
+        if step.rule is STRETCH:
+            return list(self.of_stretch(step))
+        return [*self.of_diagonal(step), *(self.split(step, lazy) for lazy in self.of_call(step))]
+
+    def of_diagonal(self, step: Step) -> list[Starting]:
+        """What a diagonal at the output of a call brings to its parameters, and sends to its input."""
+        diag, rule, view = self.diagonals.pop(step, None), step.rule, step.view(self.samples)
+        if diag is None or rule is None:
+            return []
+        step.reached = True
+        for name in step.params:
+            self.settle_squares(step, name, partial(rule.squares_of_diagonal, view, diag, name))
+        return [behind(rule, view, diag)] if step.links else []
+
+    def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
+        """Note what some columns add to the squares of a parameter."""
+        assert step.rule is not None
+        use = Use(step.view(self.samples), step.rule, name, ClosedForm(squares), of=(step.record, "squares"))
+        self.settle(step.params[name], [use], step.batch_size)
+
+    def starts_later(self, step: Step, diag: Tensor) -> bool:
+        """Leave the diagonal residual of a call to the call before, where that has a shorter way."""
+        link = step.links[0]
+        at = link.producer
+        if (
+            self.merging is None
+            or step.samples_of_rows is not None
+            or diag.dtype is not at.call.output.dtype
+            or not takes(at)
+        ):
+            return False
+        back = link.back(diag[None])[0]
+        self.diagonals[at] = self.diagonals[at] + back if at in self.diagonals else back
+        return True
+
+    def of_loss(self, step: Step) -> LazyColumns:
+        """The Hessian of a loss, times its factor in the objective."""
+        joint = step.joint
+        root, signs = joint.rule.hessian_columns(joint.call)
+        size = step.grad.abs().sqrt()
+        columns: dict[Wrt, Tensor] = {k: self.rows(mat, 1) * size for k, mat in joint.split(root).items()}
+        return self.split(step, known(columns, self.rows(signs, 1) * step.grad.sign(), "loss"))
+
+    def of_call(self, step: Step) -> list[LazyColumns]:
+        """The residual of a call, jointly over inputs and parameters that are used elsewhere as well, by calls further
+        up or under another name; then those of the other parameters, one by one."""
+        rule, view = step.rule, step.view(self.samples)
+        assert rule is not None
+        shared = (*step.reused, *(tied := tied_inside(step)))
+        joint: tuple[Wrt, ...] = (*step.links, *shared)
+        curved = [wrts for wrts in (joint, *((name,) for name in step.last if name not in tied)) if wrts]
+        grad = None
+        found = []
+        for wrts in curved:
+            kind = rule.residual(view, wrts)
+            if kind is Residual.ZERO:
+                continue
+            grad = self.rows(step.grad) if grad is None else grad
+            if isinstance(wrts[0], str) and wrts != joint:
+                squares = rule.residual_squares(view, grad, wrts[0])
+                if step.samples_of_rows is not None:
+                    squares = to_samples(squares[None], step.samples_of_rows, step.batch_size)[0]
+                self.settle_squares(step, wrts[0], partial(by_sample_or_not, squares))
+            elif kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
+                diag = rule.residual_diag(view, grad)
+                found += [] if self.starts_later(step, diag) else [diagonal(diag)]
+            elif not shared and wrts == joint and (rows := Enumerated(step, self.samples, grad)).saves:
+                found.append(rows.columns())
+            else:
+                found.append(known(*rule.signed_columns(view, grad, wrts), ("residual", *wrts)))
+        return found
+
+    def of_stretch(self, step: Step) -> list[LazyColumns]:
+        """The residual of a stretch, in as many groups as it takes; parameters that it uses last get squares."""
+        call = step.call
+        assert isinstance(call, StretchCall)
+        if call.source.is_linear:
+            return []
+        stretch = CurvedStretch(step)
+        per_sample = self.fields_are_rows or (self.samples is not None and not step.mixed)
+        for name, squares in stretch.squares(per_sample).items():
+            squares = self.rows(squares) if per_sample and not step.mixed else squares
+            self.settle_squares(step, name, partial(by_sample_or_not if per_sample else summed, squares))
+        diag = stretch.diagonal() if 0 in step.links and takes(step.links[0].producer) else None
+        if diag is not None and self.starts_later(step, self.rows(diag)):
+            return []
+        return stretch.columns(self.rows)
+
+    def split(self, step: Step, lazy: LazyColumns) -> LazyColumns:
+        """Columns for each row, where a sample has several."""
+        if step.samples_of_rows is None:
+            return lazy
+        return split_rows(lazy, step.samples_of_rows, step.batch_size)
+
+
+def summed(total: Tensor, per_sample: bool) -> Tensor:
+    """`[*p]`, known as a sum only."""
+    assert not per_sample
+    return total
+
+
+def by_sample_or_not(rows: Tensor, per_sample: bool) -> Tensor:
+    """`[N, *p]`, or their sum."""
+    return rows if per_sample else rows.sum(0)

@@ -1,0 +1,84 @@
+"""The sweep of the GGN: a square root of the Hessian of the loss, at each call behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import torch
+from torch import Tensor
+
+from bpk.plan.step import Step
+from bpk.sweeps.columns.closed_form import settle_last_layer
+from bpk.sweeps.columns.column_sweep import ColumnSweep
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting, known, split_rows
+from bpk.sweeps.sweep import positive_factor, times_root_of_factor
+
+
+class SquareRoot(ColumnSweep):
+    """`J^T S` with a square root `S` of the loss Hessian, exact or sampled: a square root of the GGN."""
+
+    needs_root = True
+
+    def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
+        super().__init__(samples)
+        self.mc_samples = mc_samples
+
+    @property
+    def key(self) -> Hashable:
+        return ("square root", self.mc_samples, self.samples)
+
+    def starting(self, step: Step) -> list[Starting]:
+        if not step.is_loss:
+            return []
+        if self.may_be_closed(step) and settle_last_layer(self, step):
+            return []
+        if self.mc_samples is None and step.samples_of_rows is None:
+            return [RootColumns(self, step)]
+        return [self.all_at_once(step)]
+
+    def may_be_closed(self, step: Step) -> bool:
+        """Whether nobody wants exact columns themselves."""
+        return "columns" not in self.takes and self.mc_samples is None and positive_factor(step) >= 0
+
+    def all_at_once(self, step: Step) -> LazyColumns:
+        """All columns of a loss: sampled ones, or exact ones with columns of their own for each row of a sample."""
+        if self.mc_samples is not None:
+            return known(self.at_inputs(step, self.sampled(step, self.mc_samples)), None, "loss")
+        assert step.samples_of_rows is not None
+        entries = step.joint.call.inputs[0].shape[1:].numel()
+        columns = known({0: torch.cat(list(self.parts(step, max(1, entries))))}, None, "loss")
+        rows = split_rows(columns, step.samples_of_rows, step.batch_size)
+        return rows.mapped(lambda chunk: (self.at_inputs(step, chunk[0][0]), None))
+
+    def parts(self, step: Step, size: int) -> Iterator[Tensor]:
+        """Exact columns of the predictions of a loss, so many at a time."""
+        yield from step.joint.rule.sqrt_hessian_parts(step.joint.call, size)
+
+    def sampled(self, step: Step, count: int) -> Tensor:
+        """So many random columns."""
+        return step.joint.rule.sqrt_hessian_sampled(step.joint.call, count)
+
+    def scaled(self, mat: Tensor, step: Step) -> Tensor:
+        """Columns times the root of the factor of the loss."""
+        return times_root_of_factor(mat, step)
+
+    def at_inputs(self, step: Step, root: Tensor) -> dict[int | str, Tensor]:
+        """Columns of the predictions of a loss, side by side, by input, scaled."""
+        terms = self.terms(step)
+        mat = self.rows(root, 1) if terms is None else root * terms.sqrt().reshape(-1, *[1] * (root.dim() - 2))
+        return dict(step.joint.split(self.scaled(mat, step)).items())
+
+
+class RootColumns(Starting):
+    """The columns of an exact square root, which the loss makes in parts."""
+
+    name = "loss"
+
+    def __init__(self, sweep: SquareRoot, step: Step) -> None:
+        self.count = step.joint.call.inputs[0][:1].numel()
+        self.sweep = sweep
+        self.step = step
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        for part in self.sweep.parts(self.step, size):
+            yield self.sweep.at_inputs(self.step, part), None

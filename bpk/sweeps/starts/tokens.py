@@ -1,0 +1,123 @@
+"""Columns of single tokens: the gradient, or a square root, of each term that the loss adds up for a sample.
+
+A token is a row of the prediction, or a position in it, where the loss adds up a term for each (`Curvature.positions`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from bpk.fields.tokens import Tokens
+from bpk.plan.plan import Plan
+from bpk.plan.samples.rows import slots
+from bpk.plan.step import Step
+from bpk.sweeps.columns.column_sweep import ColumnSweep
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting
+from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.starts.square_root import SquareRoot
+from bpk.sweeps.sweep import Settle
+
+AT_ONCE = 1 << 19
+"""How many numbers columns of tokens have at the largest layer, on a processor: there are many, each is for itself, and
+few take no more time than all at once, and less memory. Where fields are rows, these are what takes memory."""
+
+
+def numbered(step: Step) -> tuple[Tensor, int]:
+    """The number of each entry's token `[R, *prediction]` among those of its sample, and how many there are at most.
+
+    They are the positions of each row, one row after the other.
+    """
+    x, rule, rows = step.joint.call.inputs[0], step.joint.rule, step.samples_of_rows
+    axes = rule.positions(x)
+    sizes = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
+    count = prod(sizes)
+    number = torch.arange(count, device=x.device).reshape(sizes).expand(x.shape)
+    if rows is not None and len(rows):
+        slot = slots(rows)
+        number = number + count * slot.reshape(-1, *[1] * (x.dim() - 1))
+        count *= int(slot.max()) + 1
+    return number, count
+
+
+class TokenColumns(ColumnSweep):
+    """Columns that are zero at all tokens of a sample but one.
+
+    `columns` gives those of all tokens on top of each other. Those of some tokens begin together, in order; what comes
+    to a parameter knows of which `Tokens` it is by its birthplace. Tokens of several losses count on.
+    """
+
+    before = 0
+
+    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
+        if at_most is not None and not self.fields_are_rows and plan.steps[0].call.output.device.type == "cpu":
+            at_most = min(at_most, max(1, AT_ONCE // plan.largest))
+        super().begin(plan, settle, at_most, hand)
+
+    @abstractmethod
+    def columns(self, step: Step) -> Tensor:
+        """`[K, R, *prediction]` of a loss."""
+
+    @abstractmethod
+    def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
+        """Columns of a loss, times its factor in the objective, by input."""
+
+    def starting(self, step: Step) -> list[Starting]:
+        if not step.is_loss:
+            return []
+        columns, (number, count) = self.columns(step), numbered(step)
+        each = max(1, self.chunk // max(1, len(columns)))
+        starts = range(0, count, each)
+        found: list[Starting] = [self.some(step, columns, number, k, min(k + each, count)) for k in starts]
+        self.before += count
+        return found
+
+    def some(self, step: Step, columns: Tensor, number: Tensor, first: int, last: int) -> LazyColumns:
+        """The columns of some tokens, one token after the other."""
+        k = len(columns)
+
+        def make(start: int, stop: int) -> Chunk:
+            here = torch.arange(start, stop, device=columns.device)
+            mine = number == (first + here // k).reshape(-1, *[1] * number.dim())
+            return self.at_inputs(step, torch.where(mine, columns[here % k], 0.0)), None
+
+        return LazyColumns((last - first) * k, make, Tokens(self.before + first, self.before + last))
+
+
+class TokenGradient(TokenColumns):
+    """The gradient of each token's loss."""
+
+    of_loss_hessian = False
+
+    @property
+    def key(self) -> Hashable:
+        return ("token gradient", self.samples)
+
+    def columns(self, step: Step) -> Tensor:
+        joint = step.joint
+        return joint.rule.jac_t_mat_prod(joint.call, joint.call.inputs[0].new_ones(1))
+
+    def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
+        return {k: part * step.grad.to(part.dtype) for k, part in step.joint.split(self.rows(mat, 1)).items()}
+
+
+class TokenRoot(TokenColumns, SquareRoot):
+    """A square root of the Hessian of each token's loss, exact or sampled."""
+
+    @property
+    def key(self) -> Hashable:
+        return ("token root", self.mc_samples, self.samples)
+
+    def columns(self, step: Step) -> Tensor:
+        rule, call = step.joint.rule, step.joint.call
+        if self.mc_samples is not None:
+            return rule.sqrt_hessian_sampled(call, self.mc_samples)
+        root = rule.sqrt_hessian_by_position(call)
+        return rule.sqrt_hessian(call) if root is None else root
+
+    def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
+        return SquareRoot.at_inputs(self, step, mat)

@@ -1,0 +1,1 @@
+"""Second derivatives of stretches: plain autograd between two recorded calls."""
