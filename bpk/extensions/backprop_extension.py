@@ -44,6 +44,8 @@ class BackpropExtension:
     """Whether per-sample squares `[N, *p]` are materialised anyway."""
     combines = False
     """Whether values from some of the columns, and from the others, give the whole (see `combine`)."""
+    stacks = False
+    """Whether these are rows `[V, N, *p]` that are put one behind the other."""
     sums_rows = False
     """Whether the value adds up rows, exact ones of a square root, so that each may count as a sample of its own."""
     takes: Takes = "columns"

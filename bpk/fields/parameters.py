@@ -12,6 +12,7 @@ from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memory
+from bpk.fields.stacked import combined, whole
 from bpk.fields.statistics import Use, Uses
 from bpk.fields.totals import Totals
 from bpk.fields.values import one_value_only, own, remove_stale, value_of
@@ -82,30 +83,29 @@ class Parameters:
         return found
 
     # ---- from sweeps that are played ---------------------------------------------------------------------
-    def settle(self, key: Hashable, param: Tensor, uses: list[Use], batch_size: int) -> None:
-        """Some columns have reached all uses of a parameter: keep what extensions make of them."""
-        state = self.state_of(param)
+    def settle(
+        self, key: Hashable, param: Tensor, uses: list[Use], batch_size: int, columns: int | None = None
+    ) -> None:
+        """Some columns (of so many, if that is known) have reached all uses of a parameter: keep what comes of them."""
+        state, found = self.state_of(param), self.uses_for(param, key, uses, batch_size)
+        combining = None
         if self.more_losses or key in state.pending:  # what is no sum over losses needs all of them
             before, n = state.pending.get(key, ([], batch_size))
             state.pending[key] = merged(before, [without_graph(use, batch_size) for use in uses]), n
-            self.evaluate(state, key, uses, batch_size, combining=True)
-        else:
-            self.evaluate(state, key, uses, batch_size)
+            combining = True
+        self.evaluate(state, key, found, combining, columns)
 
     def evaluate(
-        self, state: ParameterState, key: Hashable, uses: list[Use], batch_size: int, combining: bool | None = None
+        self, state: ParameterState, key: Hashable, found: Uses, combining: bool | None, columns: int | None = None
     ) -> None:
         """Keep what extensions (those that are `combining` values, or not, or all) make of the uses of a parameter."""
-        found = self.uses_for(state.param, key, uses, batch_size)
         for index, extension in self.listening[key]:
-            if combining is None or extension.combines == combining:
-                if index not in state.values:
-                    self.recycle(state.param, extension, found)
-                    state.values[index] = value_of(extension, found, self.adds_up, state.parts)
-                else:
-                    state.values[index] = extension.combine(
-                        own(state.values, index), value_of(extension, found, self.adds_up)
-                    )
+            if combining is not None and extension.combines != combining:
+                continue
+            if index not in state.values:
+                self.recycle(state.param, extension, found)
+            before = own(state.values, index) if index in state.values else None
+            state.values[index] = combined(before, extension, found, columns, self.adds_up, state.parts)
 
     def save_values(self, params: Iterable[Tensor]) -> None:
         """All columns have reached these parameters; if they were those of the last loss, save the fields."""
@@ -114,9 +114,9 @@ class Parameters:
             if state is None:
                 continue
             for key, (uses, batch_size) in state.pending.items():
-                self.evaluate(state, key, uses, batch_size, combining=False)
+                self.evaluate(state, key, self.uses_for(state.param, key, uses, batch_size), combining=False)
             for index, value in state.values.items():
-                self.save(state.param, self.extensions[index].savefield, value)
+                self.save(state.param, self.extensions[index].savefield, whole(value))
             state.pending, state.values = {}, {}
 
     # ---- from observers ---------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Quantity(Protocol):
     subsampling: tuple[int, ...] | None
     second_order: bool
     combines: bool
+    stacks: bool
     sums_rows: bool
     sums_samples: bool
     linear_in_terms: bool

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -76,8 +76,11 @@ class Gradient(Observer):
         return Columns({"gradient": grad[None]}, signs={"gradient": None})
 
 
-Settle = Callable[[Tensor, list[Use], int], None]
-"""Told that all calls that use a parameter have got their share of some columns: the parameter, its uses, and `N`."""
+class Settle(Protocol):
+    """Told that all calls that use a parameter have got their share of some columns."""
+
+    def __call__(self, param: Tensor, uses: list[Use], batch_size: int, columns: int | None = None) -> None:
+        """Take the share of some columns (of so many in all, if that is known)."""
 
 
 class Player(Sweep):

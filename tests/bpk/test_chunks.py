@@ -94,6 +94,46 @@ def test_two_losses_and_subsampling() -> None:
     torch.testing.assert_close(*results)
 
 
+def test_rows_of_several_rounds_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go into memory for all columns (that of an old field, too): no round is copied to make room for the next."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(cnn()[0].eval().double()), bpk.extend(nn.CrossEntropyLoss())
+    _, x, y = cnn()
+    joined: list[int] = []
+    cat = torch.cat
+    expected, again = E.SqrtGGNExact(), E.SqrtGGNExact()
+    again.savefield = "again"
+    with bpk.backpack(expected):
+        loss_fn(model(x), y).backward()
+    kept = {name: p.sqrt_ggn_exact.clone() for name, p in model.named_parameters()}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", lambda parts, *args: joined.append(len(parts)) or cat(parts, *args))
+        for _ in range(2):
+            with bpk.backpack(expected, again, chunk_size=2):
+                loss_fn(model(x), y).backward()
+    assert not joined
+    for name, p in model.named_parameters():
+        for field in (p.sqrt_ggn_exact, p.again):
+            torch.testing.assert_close(field, kept[name])
+            assert field.untyped_storage().nbytes() == field.numel() * 8
+        assert p.sqrt_ggn_exact.data_ptr() != p.again.data_ptr()
+
+
+def test_rows_of_several_losses_in_rounds() -> None:
+    """Columns of the second loss come behind those of the first."""
+    torch.manual_seed(0)
+    loss_fn, other = bpk.extend(nn.CrossEntropyLoss()), bpk.extend(nn.MSELoss())
+    model, x, y = bpk.extend(nn.Linear(4, 3).double()), rand(N, 4), torch.randint(3, (N,))
+    results = []
+    for limits in ({}, {"chunk_size": 2}):
+        out = model(x)
+        with bpk.backpack(E.SqrtGGNExact(), **limits):
+            (loss_fn(out, y) + 2 * other(out, x[:, :3])).backward()
+        assert model.weight.sqrt_ggn_exact.shape == (6, N, 3, 4)
+        results.append(torch.einsum("vnoi,vnpj->oipj", *[model.weight.sqrt_ggn_exact] * 2))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("limits", [{"chunk_size": 0}, {"memory": -1}, {"chunk_size": 1.5}], ids=str)
 def test_bad_limits(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="whole number"):

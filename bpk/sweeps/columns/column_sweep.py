@@ -30,6 +30,8 @@ class ColumnSweep(Player):
 
     merges = False
     started, rounds = 0, 0
+    in_all: int | None = None
+    """How many columns begin at the loss, where none begin elsewhere."""
 
     @abstractmethod
     def starting(self, step: Step) -> list[Starting]:
@@ -226,4 +228,4 @@ class Run:
         for name in step.last:
             uses = self.uses.pop(id(step.params[name]), None)
             if uses is not None:
-                self.sweep.settle(step.params[name], uses, step.batch_size)
+                self.sweep.settle(step.params[name], uses, step.batch_size, self.sweep.in_all)

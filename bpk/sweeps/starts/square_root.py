@@ -32,9 +32,10 @@ class SquareRoot(ColumnSweep):
             return []
         if self.may_be_closed(step) and settle_last_layer(self, step):
             return []
-        if self.mc_samples is None and step.samples_of_rows is None:
-            return [RootColumns(self, step)]
-        return [self.all_at_once(step)]
+        exact = self.mc_samples is None and step.samples_of_rows is None
+        columns = RootColumns(self, step) if exact else self.all_at_once(step)
+        self.in_all = columns.count
+        return [columns]
 
     def may_be_closed(self, step: Step) -> bool:
         """Whether nobody wants exact columns themselves."""

@@ -16,7 +16,7 @@ class SqrtGGN(SquareRootExtension):
 
     form = Form.ROOT
     needs_rows = True
-    combines = True
+    combines = stacks = True
     over_batches = Rows(power=0.5, axis=1)
 
     def value(self, uses: Uses) -> Tensor:
