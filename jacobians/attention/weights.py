@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families import sequences
@@ -102,6 +103,22 @@ class LinearInside(SeveralOutputs):
             return joined([m.sum(2) for m in parts], 2)
         longest = max(m.shape[2] for m in parts)
         return joined([torch.nn.functional.pad(m, (0, 0, 0, longest - m.shape[2])) for m in parts], 3)
+
+    def projected_squares(
+        self, call: Call, mats: Sequence[Tensor], param: str, left: Tensor | None, right: Tensor | None
+    ) -> Tensor | None:
+        """Of one layer, or of several: the positions of all of them, with columns that are projected before."""
+        inputs = self.operands(call, param)
+        if not inputs or torch.is_grad_enabled() or (left is None and len(inputs) > 1):
+            return None
+        if left is None or len(inputs) == 1:
+            return sequences.projected_squares([self.columns(call, m, param)[0] for m in mats], inputs[0], left, right)
+        blocks = []
+        for mat in mats:
+            parts = self.columns(call, mat, param)
+            bases = left.split([m.shape[3] for m in parts])
+            blocks.append(torch.cat([linear(m, basis.T.to(m.dtype)) for m, basis in zip(parts, bases, strict=True)], 2))
+        return sequences.projected_squares(blocks, torch.cat(inputs, 1), None, right)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """For a weight, of the bias that its factor `G` belongs to."""

@@ -43,6 +43,8 @@ def kronecker(case: Case, param: str) -> None:
         )
         return
     case.same("kron_input", factor, factor.T, param, against="its transpose")
+    projected_squares(case, mat, param, size, len(factor))
+    outer_products(case, mat, param, got, factor)
     if rule.averages_inputs and len(call.inputs) == 1:
         mean_input(case, param)
     for name in _added(case, size, param):
@@ -60,6 +62,38 @@ def kronecker(case: Case, param: str) -> None:
                 left, right = right, left
             expected = case.run("jac_t_mat_prod", block, rule, one, column, param)
             case.same("kron_output", torch.kron(left, right), expected, param, against="the block of one sample")
+
+
+def projected_squares(case: Case, mat: Tensor, param: str, outputs: int, inputs: int) -> None:
+    """Squares of rows in other bases, where the rule has a way of its own, with columns in two blocks."""
+    rule, call = case.rule, case.call
+    left, right = case.random(outputs, outputs), case.random(inputs, inputs)
+    rows = case.run("jac_t_mat_prod", rule.jac_t_mat_prod, call, mat, param, False)
+    if rows is None or mat.dtype not in (torch.float32, torch.float64):
+        return
+    matrices = rule.kron_matrix(call, rows, param, outputs)
+    for in_left, in_right in ((left, right), (left, None), (None, right)):
+        blocks = [mat[:1], mat[1:]]
+        got = case.run("projected_squares", rule.projected_squares, call, blocks, param, in_left, in_right)
+        if got is not None:
+            expected = matrices if in_left is None else in_left.T @ matrices
+            expected = expected if in_right is None else expected @ in_right
+            case.same("projected_squares", got, expected.square().sum((0, 1)), param, against="rows", loosen=4.0)
+
+
+def outer_products(case: Case, mat: Tensor, param: str, outputs: Tensor, inputs: Tensor) -> None:
+    """Where rows are sums of outer products, `A` is made of what they multiply, and `G` of the rows of `kron_rows`."""
+    rule, call = case.rule, case.call
+    rows = case.run("kron_rows", rule.kron_rows, call, mat, param)
+    if rows is not None:
+        flat = rows.flatten(0, -2)
+        case.same("kron_rows", flat.T @ flat, outputs, param, against="kron_output", loosen=4.0)
+    parts = case.run("outer", rule.outer, call, mat, param) if rule.factors_from_outer else ()
+    if parts and inputs.layout is torch.strided:
+        every = [part.patches(slice(None)) for part in parts]
+        found = [torch.einsum("ngit,ngjt->ij", a, a) / a.shape[1] for a in every]
+        total = torch.stack(found).mean(0) / call.batch_size
+        case.same("outer", total, inputs, param, against="kron_input", loosen=4.0)
 
 
 def mean_input(case: Case, param: str) -> None:

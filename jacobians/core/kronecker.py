@@ -20,6 +20,9 @@ class Kronecker(ABC):
     averages_inputs: bool = False
     """Whether what a weight multiplies is linear in each input, so that its mean over rows is that of the input."""
 
+    factors_from_outer: bool = True
+    """Whether `A` is that of the vectors in `outer`, where rows are sums of outer products."""
+
     @abstractmethod
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         """See `Rule`."""

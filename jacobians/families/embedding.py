@@ -58,6 +58,8 @@ def refusal(options: Options) -> tuple[str, str] | None:
 class TableLookup(LinearInEach):
     """The family "rows of a table, selected by integers, scaled and added"."""
 
+    factors_from_outer = False  # there are no vectors to write out, and bags add up what they look up
+
     def transposes(self, param: str) -> bool:
         return True
 

@@ -168,6 +168,10 @@ class Composite(Rule):
         index, rule, inner, name = self._owner(call, param)
         return rule.kron_output(inner, self._pull_to(call, index, mat), name, approximation)
 
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        index, rule, inner, name = self._owner(call, param)
+        return rule.kron_rows(inner, self._pull_to(call, index, mat), name, approximation)
+
     def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:
         _, rule, inner, name = self._owner(call, param)
         return rule.kron_matrix(inner, rows, name, outputs)

@@ -5,11 +5,12 @@ The sums of `gemm` and `squares`, where features lie behind positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from bpk.jacobians.core import gemm, squares
+from bpk.jacobians.core import projected_squares as projected
 from bpk.jacobians.core.numeric import products
 from bpk.jacobians.core.outer import Outer, Some
 
@@ -27,6 +28,11 @@ def per_sample(m: Tensor, x: Tensor, empty: gemm.Empty) -> Tensor:
 def squared_sum(m: Tensor, x: Tensor, weights: Tensor | None, keep: bool, empty: gemm.Empty) -> Tensor:
     """`sum_v w_vn (sum_t m x^T)^2`: `[O, I]`, or `[N, O, I]` where `keep`. No graph is built."""
     return squares.squared_sum(patches(x), [as_columns(m)], x.shape[2], weights, keep, empty).squeeze(-3)
+
+
+def projected_squares(blocks: Sequence[Tensor], x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """`sum_vn (L^T (sum_t m x^T) R)^2` `[O, I]` over all blocks (`None`: the identity). No graph is built."""
+    return projected.projected_squares(patches(x), [as_columns(m) for m in blocks], x.shape[2], left, right)
 
 
 def norm_squared(m: Tensor, x: Tensor) -> Tensor:

@@ -51,6 +51,13 @@ def factors_agree(model: nn.Module, loss: Any, groups: list[list[int]], n: int) 
             scale = n / len(group) if len(expected) > 1 else 1
             product = torch.kron(*expected) * scale if len(expected) > 1 else expected[0]
             torch.testing.assert_close(torch.kron(*each) if len(each) > 1 else each[0], product)
+    each, at_once = E.BatchKFLR([[k] for k in range(n)]), E.BatchKFLR()
+    at_once.savefield = "at_once"
+    with bpk.backpack(each, at_once):
+        loss().backward()
+    for p in found:
+        for one, other in zip(p.kflr_batch, p.at_once, strict=True):
+            torch.testing.assert_close(other.to_dense(), one.to_dense())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,6 +12,7 @@ from bpk.extensions.definition import Form
 from bpk.extensions.factors import FactorRows
 from bpk.extensions.over_batches import OverBatches, Parts
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
+from bpk.fields.factors_by_sample import factors_by_sample
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 
@@ -58,6 +59,9 @@ class BatchKFLR(SquareRootExtension):
             self.over_batches = OF_ONE_BATCH
 
     def value(self, uses: Uses) -> list[Tensor]:
+        known = factors_by_sample(uses) if self.groups is None else None
+        if known is not None:
+            return known
         groups = self.groups_of(uses.count)
         each = [uses.of_samples(group).factors() for group in groups]
         return [torch.stack(factors) for factors in zip(*each, strict=True)]
