@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -87,7 +88,8 @@ class StretchCall(Call):
     def of_parameters(self, mat: Tensor, together: bool) -> list[Tensor]:
         """Columns at the output times the transposed Jacobian in each parameter, row by row `[V, R, *p]`.
 
-        Autograd sums over rows, so it is asked for one row after the other; `together`, once for their sum `[V, *p]`.
+        Autograd sums over rows, so it is asked for those of one sample after the other, and their sum is that of the
+        first of them; `together`, once for the sum of all `[V, *p]`.
         All parameters are found at once, and kept for the next one that is asked for.
         """
         if self.latest is None or self.latest[0] is not mat or self.latest[1] != together:
@@ -96,23 +98,30 @@ class StretchCall(Call):
         return self.latest[2]
 
     def rows(self, mat: Tensor) -> list[Tensor]:
-        """Rows `[V, R, *p]` of all parameters: of those that are only spread in one pass, of others in one for each."""
+        """Rows `[V, R, *p]` of all parameters: of those that are only spread in one pass, of others in one a sample."""
         if self.spread is None:
             self.spread = SpreadColumns(self.source, draw(self.output.shape, mat[:0], 0))
         found = {k: self.narrow(x) for k, x in self.spread.rows(self.widen(mat)).items()}
         rest = [k for k in range(len(self.source.trained)) if k not in found]
         if rest:
-            numbers = range(mat.shape[1]) if self.samples is None else self.samples
             part = replace(self.source, trained=tuple(self.source.trained[k] for k in rest))
-            each = [part.pull_to_parameters(self.at_row(n, mat[:, k])) for k, n in enumerate(numbers)]
-            none = [mat.new_zeros(len(mat), 0, *param.shape) for param in part.trained]
-            found.update(zip(rest, [torch.stack(rows, 1) for rows in zip(*each, strict=True)] or none, strict=True))
+            full, places = self.widen(mat), self.places_by_sample(mat)
+            each = [part.pull_to_parameters(at_rows(full, rows)) for rows, _ in places]
+            first = torch.tensor([place for _, place in places], dtype=torch.long, device=mat.device)
+            for number, k in enumerate(rest):
+                found[k] = mat.new_zeros(*mat.shape[:2], *self.source.trained[k].shape)
+                if places:
+                    sums = torch.stack([parts[number] for parts in each], 1)
+                    found[k] = sums if len(places) == mat.shape[1] else found[k].to(sums).index_copy(1, first, sums)
         return [found[k] for k in range(len(self.source.trained))]
 
-    def at_row(self, number: int, mat: Tensor) -> Tensor:
-        """Columns `[V, ...]` at one row of the output, zero at all others."""
-        full = mat.new_zeros(mat.shape[0], self.output.shape[0], *mat.shape[1:])
-        return full.index_copy(1, torch.tensor([number], device=mat.device), mat[:, None])
+    def places_by_sample(self, mat: Tensor) -> list[tuple[Tensor, int]]:
+        """For every sample: its rows of the output, and the first of them among the columns' rows, in this order."""
+        rows = torch.arange(mat.shape[1], device=mat.device) if self.samples is None else self.index(mat.device)
+        if self.samples_of_rows is None:
+            return [(row, k) for k, row in enumerate(rows.split(1) if len(rows) else ())]
+        of = self.samples_of_rows[rows]
+        return sorted([(rows[of == n], int((of == n).nonzero()[0])) for n in of.unique()], key=itemgetter(1))
 
     def rows_by_sample(self) -> list[list[Tensor]] | None:
         """For the output, then for each input: the rows of every sample (`None`: rows are the samples)."""
@@ -121,6 +130,11 @@ class StretchCall(Call):
             return None
         each = [torch.arange(self.n) if samples is None else samples for samples in found]
         return [[(samples == k).nonzero()[:, 0] for k in range(self.n)] for samples in each]
+
+
+def at_rows(mat: Tensor, rows: Tensor) -> Tensor:
+    """Columns `[V, R, ...]` that are zero at all but some rows."""
+    return torch.zeros_like(mat).index_copy(1, rows, mat.index_select(1, rows))
 
 
 class PlainAutograd(Rule):

@@ -228,11 +228,10 @@ class Record(Connected):
         LIVE.discard(weakref.ref(self))
         if not keeps_fields and self.left is not None:
             forget(self.module, self.left)
-        self.left = None  # the graph owns the record until the loss is let go
+        self.left = self.recomputed = None  # the graph owns the record until the loss is let go
         self._inputs, self._results, self.seen, self.noted = (), {}, None, []
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
-        self.recomputed = None
 
 
 def calls_by_parameter() -> dict[int, list[weakref.ref[Record]]]:

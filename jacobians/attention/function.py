@@ -85,7 +85,8 @@ class DotProductRule(Rule):
             axes[3] = None  # all samples share it
         common = inputs[0].dim() >= 3 and len({(x.dim(), x.shape[0]) for x in inputs[:3]}) == 1
         problem = "" if common else "its inputs have no common batch axis in front."
-        return Binding(module, tuple(inputs), tuple(axes), problem=problem, do="expand them to the batch size.")
+        do = "expand them to the batch size."
+        return Binding(module, tuple(inputs), tuple(axes), problem=problem, do=do, certain=False)
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         return self.evaluate_heads(options, inputs).z

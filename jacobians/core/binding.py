@@ -21,7 +21,8 @@ class Binding:
 
     `options` carries the hyperparameters, `inputs` the tensors that the layer was given, `axes` their batch axes,
     `out_axes` those of the results (left out: axis 0 everywhere). A `problem` says why the rule cannot serve
-    the call, and `do` what to write instead.
+    the call, and `do` what to write instead. The axes of a layer are `certain` to be those of samples; those of a
+    function that looks at the last ones alone are not.
     """
 
     options: Any
@@ -30,6 +31,7 @@ class Binding:
     out_axes: tuple[int, ...] = ()
     problem: str = ""
     do: str = "use one of the outputs only, or a first-order extension."
+    certain: bool = True
 
     def axis(self, index: int) -> Axis:
         """The batch axis of an input."""

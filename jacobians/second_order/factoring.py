@@ -13,10 +13,13 @@ from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 from bpk.jacobians.core.products import Differentiable
 from bpk.jacobians.core.side_by_side import as_rows, beside, taken_apart
 from bpk.jacobians.second_order.bordered import Bordered, corner, rows_by_sample
-from bpk.jacobians.second_order.structure import Couplings, Product, connected, dense_blocks
+from bpk.jacobians.second_order.structure import Couplings, Product, components, connected, dense_blocks
 
 BALANCE = 4
 """How many times rows are scaled by the root of their largest entry; a ratio is then its 16th root."""
+
+LARGE = 48
+"""From how many rows a matrix is looked at for blocks before it is decomposed."""
 
 
 def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
@@ -27,6 +30,10 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     does one of zeros, also in derivatives. Columns that are `balanced` are no eigenvectors, but those of the matrix
     whose rows have been scaled to about the same size (Ruiz, 2001), scaled back: rounding is that of each row then.
     """
+    seen = used_rows(dense)
+    if seen is not None:
+        columns, signs = factor(dense[:, seen[:, None], seen], balanced)
+        return columns.new_zeros(*columns.shape[:2], dense.shape[1]).index_copy(2, seen, columns), signs
     symmetric = wide((dense + dense.transpose(1, 2)) / 2)
     scale = None
     if balanced and not is_differentiated() and symmetric.numel():
@@ -37,7 +44,7 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     finite = symmetric.isfinite().flatten(1).all(1)[:, None]
     regular = finite & (symmetric != 0).flatten(1).any(1, keepdim=True)
     distinct = torch.arange(1, symmetric.shape[1] + 1).diag().to(symmetric)  # its eigenvectors have derivatives
-    values, basis = eigh(torch.where(regular[..., None], symmetric, distinct))
+    values, basis = block_by_block(torch.where(regular[..., None], symmetric, distinct))
     size = values.abs()
     rounding = 4 * torch.finfo(values.dtype).eps * size.shape[1]
     kept = regular & (size > rounding * (size.amax(1, keepdim=True) if size.numel() else size))
@@ -49,6 +56,32 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     columns = (basis * roots[:, None, :]).permute(2, 0, 1)
     columns = columns if scale is None else columns * scale
     return torch.where(finite, columns, torch.nan).to(dense.dtype), signs.T.to(dense.dtype)
+
+
+def used_rows(dense: Tensor) -> Tensor | None:
+    """Which rows of matrices `[N, D, D]` are not zero in all of them (`None`: all, none, or not worth a look).
+
+    Functions that take a part of a parameter (the weights of one expert) leave the rows of the others zero.
+    """
+    if dense.shape[1] < LARGE or is_differentiated():
+        return None
+    joined = (dense != 0).any(0)
+    used = (joined.any(0) | joined.any(1)).nonzero()[:, 0]
+    return used if 0 < len(used) < len(joined) else None
+
+
+def block_by_block(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues `[N, D]` and eigenvectors `[N, D, D]`, where all matrices together may fall into blocks."""
+    n, size = matrices.shape[:2]
+    joined = torch.ones(()) if size < LARGE or is_differentiated() else (matrices != 0).any(0)
+    if joined.all():
+        return eigh(matrices)
+    values, basis = matrices.new_zeros(n, size), torch.zeros_like(matrices)
+    for at in components(joined):
+        rows, columns = at[:, :, None], at[:, None, :]
+        found, vectors = eigh(matrices[:, rows, columns])
+        values[:, at], basis[:, rows, columns] = found, vectors
+    return values, basis
 
 
 def residual_columns(

@@ -150,19 +150,24 @@ class Blocks:
 
 def connected(dense: Tensor) -> Tensor:
     """Indices `[B, S]` of the blocks outside of which a matrix `[D, D]` is zero (`[1, D]`: where sizes differ)."""
-    size = len(dense)
-    every = torch.arange(size, device=dense.device)
-    joined = (dense != 0) | (dense != 0).T | torch.eye(size, dtype=torch.bool, device=dense.device)
-    label = every
+    found = components((dense != 0) | (dense != 0).T)
+    return found[0] if len(found) == 1 else torch.arange(len(dense), device=dense.device)[None]
+
+
+def components(joined: Tensor) -> list[Tensor]:
+    """Indices `[B, S]` of what a symmetric relation `[D, D]` joins, directly or not: those of each size together."""
+    size = len(joined)
+    label = torch.arange(size, device=joined.device)
+    joined = joined | (label == label[:, None])
     while True:  # everyone takes the smallest label around, until all in a block have the same
         least = torch.where(joined, label, size).amin(1)
         least = least[least]
         if torch.equal(least, label):
             break
         label = least
-    counts = label.unique(return_counts=True)[1]
-    same = len(counts) > 0 and bool((counts == counts[0]).all())
-    return label.argsort(stable=True).reshape(len(counts), -1) if same else every[None]
+    members = label.bincount(minlength=size)[label]  # of the block of each
+    order = label.argsort(stable=True)
+    return [order[members[order] == most].reshape(-1, int(most)) for most in members.unique()]
 
 
 def dense_blocks(product: Product, blocks: Tensor, like: Tensor, width: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.plan.graph import Source
 
 
 def check(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -193,3 +194,42 @@ def test_tokens_in_the_batch_axis_are_positions(approximation: str) -> None:
 def test_means_over_tokens_in_the_batch_axis_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="averages over the positions of a sample"):
         factors(nn.Embedding(7, 4), True, torch.randint(7, (5, 3)), "reduce")
+
+
+class Decayed(nn.Module):
+    """A parameter in a recurrence over steps, whose results a layer sees one by one (as in linear attention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.decay = nn.Linear(2, 4), nn.Parameter(torch.randn(4))
+        self.norm, self.head = nn.LayerNorm(2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T, 2]
+        state, states = 0.0, []
+        for step in self.first(x).unbind(1):
+            state = self.decay.exp() * state + step
+            states.append(state)
+        heads = torch.stack(states, 1).unflatten(2, (2, 2))
+        return self.head(self.norm(heads.reshape(-1, 2)).view(*x.shape[:2], 4)).sum(1)
+
+
+def test_parameters_of_functions_take_one_pass_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 5, 2, dtype=torch.float64), torch.tensor([0, 1, 2, 1])
+    check(Decayed(), x, y)
+    model, loss_fn = bpk.extend(Decayed().double()), bpk.extend(nn.CrossEntropyLoss())
+    passes: list[int] = []
+    plain = Source.pull_to_parameters
+
+    def counted(source: Source, mat: Tensor) -> list[Tensor]:
+        passes.append(len(mat))
+        return plain(source, mat)
+
+    monkeypatch.setattr(Source, "pull_to_parameters", counted)
+    quantities = (E.BatchGrad(), E.SqrtGGNExact())
+    for quantity in quantities:
+        with bpk.backpack(quantity):
+            loss_fn(model(x), y).backward()
+        assert 0 < len(passes) <= 4
+        passes.clear()
+    assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, *quantities)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.decoding import all_different, batch_axis, decode, digits
+from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared
 from bpk.plan.samples.given import is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
 from bpk.plan.samples.hypotheses import (
     are_pieces,
@@ -26,27 +27,6 @@ from bpk.plan.samples.hypotheses import (
 from bpk.plan.samples.picked import picked
 from bpk.plan.samples.probing import SourcesOf, fuller, sweep, tolerance_of, uses_of
 from bpk.recording.record import Record
-
-
-class Shared(Exception):
-    """A call whose rows feed several samples: it may have no batch axis."""
-
-
-class NotInFront(Exception):
-    """Layers are to be left to autograd: their rules need the batch axis in front, and it is elsewhere or missing.
-
-    `missing` says how many have none under a hypothesis, `certain` whether others, which are given data, have one.
-    """
-
-    def __init__(self, records: list[Record], missing: int = 0, certain: bool = False) -> None:
-        super().__init__(", ".join(record.path for record in records))
-        self.records = records
-        self.missing = missing
-        self.certain = certain
-
-
-class LastResort(NotInFront):
-    """Rows of layers without parameters feed several samples, but entries of these rows may feed one each."""
 
 
 def attribute(
@@ -86,13 +66,13 @@ def attribute(
                 refusal = error if not isinstance(refusal, LastResort) else refusal
             except NotInFront as error:
                 if not error.missing:
+                    put_back(before)
                     raise
                 if movable not in without or error.missing < without[movable].missing:
                     without[movable] = error
                 if n != root.batch_size:
                     fewer.add(movable)
-            for record, axis in before:
-                record.shift(axis)
+            put_back(before)
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
     if at_most is None and (found := as_picked(root, above, sources, sure=False)):
@@ -118,14 +98,21 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
             except UnsupportedLayer:
                 pass
             except NotInFront as error:  # they have to be left first
-                if not in_front and all(reads_tables(record, sources) for record in error.records):
+                tables = not in_front and all(reads_tables(record, sources) for record in error.records)
+                if tables or isinstance(error, AllInside):
+                    put_back(before)
                     raise
                 left = True
-            for record, axis in before:
-                record.shift(axis)
+            put_back(before)
             if left:
                 return None
     return None
+
+
+def put_back(axes: list[tuple[Record, int]]) -> None:
+    """Move batch axes to where they had been."""
+    for record, axis in axes:
+        record.shift(axis)
 
 
 def as_picked(
@@ -146,6 +133,7 @@ def follow(
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
     shared: dict[int, tuple[Record, Shared]] = {}
+    inside: list[Record] = []
     tolerance = tolerance_of(root, above)
     uses = uses_of((*above, root), sources)
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
@@ -158,6 +146,8 @@ def follow(
             if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
                 # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
                 raise Shared(f"row of '{record.path}' may feed several of the {n} samples")
+        except Inside:
+            inside.append(record)
         except Shared as error:
             if record.reads_piece:  # of what the model was given: no table
                 raise mixed(f"one {error}") from None
@@ -185,6 +175,8 @@ def follow(
     for record in above:
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
+    if inside:
+        raise AllInside(inside)
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
     if are_pieces(above, rows_of, n):
         raise mixed(f"'{root.path}' has {n}, and what was called has one")
@@ -219,6 +211,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
 
     Raises:
         Shared: If there may be none.
+        Inside: If it is one of those that the call looks at, and the call has no parameters.
         NotInFront: If there is none.
     """
     if has_no_axis(record):
@@ -228,6 +221,8 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         return rows
     axis, rows = batch_axis(mat, n, tolerance)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
+    if not record.binding.certain and decode(mat.flatten(1)[..., None], n, tolerance) is not None:
+        raise Inside
     if movable and axis and len(record.used) > 1 and not record.params:
         raise NotInFront([record])  # its results come side by side, without axes of their own
     if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:

@@ -31,7 +31,7 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     axes = axes_of_one_row(above)
     if axes and not one_by_one(root, above):
         sizes = sorted({1, *axes.intersection(sizes)}, reverse=True)
-    last = [n for n in sizes if n == 1 and any(r.knows_batch and r.batch_size > 1 for r in above)]
+    last = [n for n in sizes if n == 1 and any(r.binding.axes and r.batch_size > 1 for r in above)]
     sizes = [n for n in sizes if n not in last]
     whole = [n for n in sizes if n == root.batch_size]
     several = any(has_axis(record, root.batch_size) for record in above)
@@ -45,7 +45,7 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
 
 def may_be_one_sample(above: list[Record]) -> bool:
     """Whether what was called may have been given a batch of one: its first tensor, or a layer that knows, says so."""
-    if any(record.knows_batch and record.batch_size == 1 for record in above):
+    if any(record.binding.axes and record.batch_size == 1 for record in above):
         return True
     first = [shapes[0] for shapes in {record.given for record in above} if shapes]
     tables = [shape for shape in first if len(shape) < 2]  # of positions, maybe, where parts of a model are called

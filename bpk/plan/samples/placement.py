@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.plan.graph import Source
-from bpk.plan.samples.attribution import NotInFront, attribute, confirms
+from bpk.plan.samples.attribution import attribute, confirms
+from bpk.plan.samples.findings import AllInside, NotInFront
 from bpk.plan.samples.forms import Form, form_of, prove, recall, remember
-from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters
+from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.sources import Sources
 from bpk.plan.survey import upstream
 from bpk.recording.graph.ownership import DISSOLVED, leave_to_autograd
@@ -38,13 +39,15 @@ def place(
     second_order: bool,
     by_hand: Callable[[Record], bool] = lambda record: False,
     apart: bool = False,
+    twice: bool = False,
 ) -> Placement:
     """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
 
     Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
     calls whose input has no axis for samples (a layer that is given a parameter), and layers without parameters whose
     rule cannot have the batch axis where it is. Where samples mix, second-order quantities are refused, and those
-    that need samples `apart`; for other first-order ones the user is told once.
+    that need samples `apart`; for other first-order ones the user is told once. So is attention that has samples inside
+    of its rows, where autograd would have to differentiate it `twice`: of fused kernels only the rule can.
     """
     above = upstream(root, sources)
     given = set(above) if root.batch_size == 1 else read_parameters(above, sources)  # to one sample, all belongs
@@ -58,7 +61,7 @@ def place(
     stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
     if not stuck and not moved:
         return Placement(above, root.batch_size, left=modules)
-    every, form = list(above), form_of((*above, root), sources, second_order, stuck)
+    every, form = list(above), form_of((*above, root), sources, second_order, twice, stuck)
     known = recall(root, form)
     known = None if known is not None and known.mixed and apart else known
     stuck = stuck if known is None else known.left
@@ -74,6 +77,8 @@ def place(
             n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)})
             break
         except NotInFront as found:
+            if twice and isinstance(found, AllInside):
+                raise mixed(f"one row of '{found}' has entries of several samples") from None
             modules += [record.module for record in found.records]
             leave(found.records, (*above, root), sources)
             above = upstream(root, sources)

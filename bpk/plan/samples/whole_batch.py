@@ -43,8 +43,9 @@ def place_or_merge(
         return {root: place(root, sources, bool(second), by_hand, apart) for root in roots}, False
     mixed = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
     if not mixed:
+        twice = not all(e.linear_in_terms for e in second)  # not made of columns of the loss alone
         try:
-            return {root: place(root, sources, True, by_hand, apart) for root in roots}, False
+            return {root: place(root, sources, True, by_hand, apart, twice) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
     sampled = [e for e in second if e.subsampling is not None]

@@ -87,7 +87,7 @@ class Connected:
     @property
     def knows_batch(self) -> bool:
         """Whether the layer itself says which axis is the batch axis."""
-        return bool(self.binding.axes)
+        return bool(self.binding.axes) and self.binding.certain
 
     def shift(self, axis: int) -> None:
         """The batch axis is not in front, but here (in all inputs and results)."""

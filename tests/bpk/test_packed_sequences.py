@@ -1,0 +1,71 @@
+"""Samples side by side in one sequence: attention sees one row, and a mask keeps samples apart (as Pixtral does)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bpk
+from bpk.extensions import BatchDiagGGNExact, BatchDiagHessian, BatchGrad, DiagGGNExact, DiagHessian
+
+SAMPLES, PIECES, WIDTH, CLASSES = 3, 4, 4, 3
+
+
+class Packed(nn.Module):
+    """Pieces of all images are one sequence, in which each attends to those of its own image."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, WIDTH, 2, stride=2)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.each = each
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = torch.cat([image.flatten(1).T for image in self.conv(x)])[None]
+        own = torch.arange(len(x)).repeat_interleave(PIECES)
+        q, k = self.query(pieces)[:, None], pieces[:, None]
+        seen = pieces + F.scaled_dot_product_attention(q, k, k, attn_mask=own[:, None] == own)[:, 0]
+        if self.each:
+            return self.head(seen)[0]
+        return self.head(seen.view(len(x), PIECES, WIDTH).mean(1))
+
+
+def problem(each: bool) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = bpk.extend(Packed(each).double())
+    x = torch.randn(SAMPLES, 2, 4, 4, dtype=torch.float64)
+    return model, bpk.extend(nn.CrossEntropyLoss()), x, torch.randint(CLASSES, (SAMPLES * (PIECES if each else 1),))
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["images", "pieces"])
+def test_individual_gradients(each: bool) -> None:
+    model, loss_fn, x, y = problem(each)
+    with bpk.backpack(BatchGrad()):
+        loss_fn(model(x), y).backward()
+    terms = F.cross_entropy(model(x), y, reduction="none").view(SAMPLES, -1).sum(1) / len(y)
+    for n, term in enumerate(terms):
+        expected = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], grad)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["images", "pieces"])
+def test_second_order(each: bool) -> None:
+    quantities = (BatchDiagGGNExact(), DiagGGNExact(), DiagHessian())
+    bpk.verify(*problem(each), *quantities, raise_on_error=True)
+
+
+def test_what_cannot_be_differentiated_twice_is_refused_by_sample_and_not_remembered_for_sums() -> None:
+    model, loss_fn, x, y = problem(each=False)
+    with pytest.raises(NotImplementedError, match="differentiated twice"), bpk.backpack(BatchDiagHessian()):
+        loss_fn(model(x), y).backward()
+    for _ in range(2):
+        with bpk.backpack(DiagGGNExact(), BatchGrad()):
+            loss_fn(model(x), y).backward()
+        assert model.query.weight.grad_batch.shape == (SAMPLES, WIDTH, WIDTH)
+        with bpk.backpack(DiagHessian()):
+            loss_fn(model(x), y).backward()
+    assert model.query.weight.diag_h.shape == (WIDTH, WIDTH)
