@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.second_order.fused import StandIns
-from bpk.jacobians.second_order.weight_norm import weight_norm
+from bpk.jacobians.second_order.twice import TWICE
 from bpk.rules import REGISTRY
 from bpk.sweeps.stretches.no_second_derivative import only_once
 
@@ -71,7 +71,7 @@ def bags(
 STAND_INS: dict[Any, Callable[..., Tensor]] = {
     F.embedding: embedding,
     F.embedding_bag: bags,
-    torch._weight_norm: weight_norm,
+    **TWICE,
 }
 """By the function that they stand for.
 

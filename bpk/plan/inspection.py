@@ -104,9 +104,8 @@ class Inspection:
                 if source.trained:
                     self.by_functions.update(map(id, source.trained))
         self.tell(root, above, placement.left)
-        if root.is_loss and not placement.left:  # calls that were left to autograd are seen
-            require_layers(root, above, self.sources)
         if root.is_loss:
+            require_layers(root, above, bool(placement.left), self.sources, self.extensions)
             caution_coupling(root, node, self.extensions, placement.rows.get(id(root)), placement.n)
         for record in above:
             self.check(record)

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from torch import nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.quantity import Quantity
+from bpk.plan.quantity import Quantity, is_of_batch
+from bpk.plan.samples.hypotheses import mixed
 from bpk.plan.sources import Sources
-from bpk.recording.context.state import CTX
+from bpk.recording import engine
+from bpk.recording.before import GIVEN
 from bpk.recording.record import Record
 
 
@@ -34,10 +36,20 @@ def mixes(record: Record) -> bool:
     return rule.mixing(record.call()) is not None
 
 
-def require_layers(loss: Record, records: list[Record], sources: Sources) -> None:
-    """Refuse a loss with parameters but no recorded layer behind it: the model was not extended in time."""
-    unseen = [leaf for source in sources[loss].values() for leaf in source.leaves if isinstance(leaf, nn.Parameter)]
-    if not records and unseen:
+def require_layers(
+    loss: Record, records: list[Record], left: bool, sources: Sources, extensions: Iterable[Quantity]
+) -> None:
+    """Refuse a loss with parameters but no recorded call behind it, where nobody knows the model or needs its samples.
+
+    That calls were `left` to autograd shows that the model was extended, and so do the shapes that an extended model
+    has left on the nodes of its results: functions use all of its parameters then.
+    """
+    behind = list(sources[loss].values())
+    unseen = [leaf for source in behind for leaf in source.leaves if isinstance(leaf, nn.Parameter)]
+    if records or not unseen:
+        return
+    given = [shapes for source in behind for node in source.nodes if (shapes := engine.belongings(node).get(GIVEN))]
+    if not given and not left:
         CTX.check_transforms(False)
         raise RuntimeError(
             explain(
@@ -47,6 +59,10 @@ def require_layers(loss: Record, records: list[Record], sources: Sources) -> Non
                 "call bpk.extend(model) before the forward pass, run it outside of disable(), and write layer(x).",
             )
         )
+    first = {shape[:2] for shapes in given for shape in shapes[:1]}
+    needed = not all(e.second_order and is_of_batch(e) for e in extensions)
+    if needed and any(shape and loss.batch_size not in shape for shape in first):
+        raise mixed(f"no layer between the model and '{loss.path}' tells whose its {loss.batch_size} rows are")
 
 
 def require_whole_batch(extensions: Iterable[Quantity], loss: Record) -> None:

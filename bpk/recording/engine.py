@@ -75,18 +75,25 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 If it goes: `keep_graph` of the frame that `roots` finds."""
 
 
-def roots() -> list[tuple[Node, int]] | None:
-    """Where in the graph the running backward pass has started (`None`: it was not started from Python).
+def question() -> dict[str, Any]:
+    """With what the engine was called for the running backward pass (empty: not from Python).
 
-    The engine runs below the stack frame of the function that called it. If that is renamed: refuse second order.
-    """
+    It runs below the stack frame of the function that called it. If that is renamed: refuse second order."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
         frame = frame.f_back
-    if frame is None:
-        return None
-    ends = [get_gradient_edge(end) if isinstance(end, Tensor) else end for end in frame.f_locals["t_outputs"]]
-    return [(end.node, end.output_nr) for end in ends]
+    return {} if frame is None else frame.f_locals
+
+
+def roots() -> list[tuple[Node, int]] | None:
+    """Where in the graph the running backward pass has started (`None`: not known)."""
+    ends = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in question().get("t_outputs", ())]
+    return [(end.node, end.output_nr) for end in ends] or None
+
+
+def accumulates() -> bool:
+    """Whether the running backward pass adds to `.grad`, other than `torch.autograd.grad` (not known: it does)."""
+    return bool(question().get("kwargs", {}).get("accumulate_grad", True))
 
 
 will_run = torch._C._will_engine_execute_node

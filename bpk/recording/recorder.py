@@ -206,8 +206,9 @@ def passage(module: nn.Module, result: Tensor) -> Tensor:
 
 def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
     """How the rule sees the arguments; tensors that all samples share must not depend on other layers."""
-    if rule is None:
-        return Binding(module, tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+    if rule is None:  # a layer of a user's, who may give it lists: all that is behind it must be seen
+        given = [tuple(x.values()) if isinstance(x, Mapping) else x for x in (*args, *kwargs.values())]
+        return Binding(module, tuple(tensors_in(given)))
     binding = rule.bind(module, args, kwargs)
     for k, x in enumerate(binding.inputs):
         if x.is_nested:

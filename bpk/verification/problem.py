@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bpk.extending import detach
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.second_order.fused import StandIns
-from bpk.jacobians.second_order.weight_norm import weight_norm
+from bpk.jacobians.second_order.twice import TWICE
 from bpk.verification.structure import tensors_of, with_tensors
 
 
@@ -182,10 +182,6 @@ def undisturbed(dtype: torch.dtype | None, devices: Sequence[torch.device]) -> I
             yield
     finally:
         torch.set_default_dtype(default)
-
-
-TWICE = {torch._weight_norm: weight_norm}
-"""Functions with the same values whose second derivatives are right."""
 
 
 @contextmanager

@@ -225,6 +225,40 @@ def test_functions_marked_as_differentiable_once() -> None:
     assert bpk.verify(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact())
 
 
+def test_functions_whose_gradients_are_overwritten() -> None:
+    """A gradient that works in place is right, and cannot be differentiated; torch says so while it is."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            twice = 2 * grad
+            found = twice * ctx.saved_tensors[0]
+            twice.zero_()
+            return found
+
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Square.apply(self.first(x)))
+
+    model, loss_fn = bpk.extend(Squares()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    with pytest.raises(NotImplementedError, match=r"(?s)before 'last'.*modified by an inplace operation"):
+        backward(model, loss_fn, x, y, E.DiagHessian())
+    with pytest.raises(NotImplementedError, match="modified by an inplace operation"):
+        backward(model, loss_fn, x, y, E.HMP())
+        model.first.weight.hmp(model.first.weight)
+    assert bpk.verify(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact())
+
+
 def test_first_order_without_an_extended_loss() -> None:
     model = bpk.extend(last_generic().double())
     x, y = torch.randn(5, 4).double(), torch.tensor([0, 1, 2, 0, 1])

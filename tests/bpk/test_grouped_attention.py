@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bpk
+import bpk.operators
 from bpk import extensions as E
 from bpk.recording import engine
 from bpk.recording.graph import attention_kernels as recovery
@@ -143,6 +144,36 @@ def test_what_is_written_out_by_torch(way: str) -> None:
     found = bpk.verify(model, nn.CrossEntropyLoss(), x, y, *[e() for e in EVERY])
     assert model(x).requires_grad and model.node != FLASH
     assert {row.verdict.value for row in found.rows} == {"ok"}, str(found)
+
+
+class Attend(nn.Module):
+    """A layer of a user's that is nothing but the kernel, which it has chosen itself."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v)
+
+
+class AttendingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.attend, self.last = nn.Linear(5, 3 * 4 * D), Attend(), nn.Linear(4 * D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.attend(*self.qkv(x).view(len(x), T, 3, 4, D).permute(2, 0, 3, 1, 4))
+        return self.last(z.transpose(1, 2).flatten(2)).mean(1)
+
+
+def test_a_layer_that_is_the_kernel_it_has_chosen() -> None:
+    """Its call is left to autograd, and the kernel's node is still read; references choose another kernel."""
+    torch.manual_seed(0)
+    model, x, y = AttendingModel().double(), torch.randn(N, T, 5, dtype=torch.float64), torch.tensor([0, 2, 1])
+    found = bpk.verify(model, nn.CrossEntropyLoss(), x, y, *[e() for e in EVERY])
+    assert {row.verdict.value for row in found.rows} == {"ok"}, str(found)
+    (entry,) = fields(model, x, y)["qkv.weight.diag_h"].flatten()[:1]
+    unit = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    unit[0] = 1.0
+    torch.testing.assert_close((bpk.operators.Hessian(model, nn.CrossEntropyLoss(), (x, y)) @ unit)[0], entry)
 
 
 # ---- what a node keeps -------------------------------------------------------------------------------------

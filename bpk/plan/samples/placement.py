@@ -15,6 +15,8 @@ from bpk.plan.samples.forms import Form, form_of, prove, recall, remember
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.sources import Sources
 from bpk.plan.survey import upstream
+from bpk.recording.graph.bystanders import beyond
+from bpk.recording.graph.nodes import is_of_leaves
 from bpk.recording.graph.ownership import DISSOLVED, leave_to_autograd
 from bpk.recording.record import Record
 
@@ -49,12 +51,9 @@ def place(
     that need samples `apart`; for other first-order ones the user is told once. So is attention that has samples inside
     of its rows, where autograd would have to differentiate it `twice`: of fused kernels only the rule can.
     """
-    above = upstream(root, sources)
-    given = set(above) if root.batch_size == 1 else read_parameters(above, sources)  # to one sample, all belongs
-    unknown = [r for r in above if r.rule is None or (r in given and has_no_axis(r))]
-    unknown = [r for r in unknown if not by_hand(r)]
-    modules = [record.module for record in unknown]
-    if unknown:
+    above, modules = upstream(root, sources), list[nn.Module]()
+    while unknown := [r for r in left_at_once(root, above, sources) if not by_hand(r)]:  # others may come to light
+        modules += [record.module for record in unknown]
         leave(unknown, (*above, root), sources)
         above = upstream(root, sources)
     moved = is_moved(root, above, sources, second_order)
@@ -148,6 +147,17 @@ def read_parameters(above: Iterable[Record], sources: Sources) -> set[Record]:
             if is_given_parameters(record):
                 found.add(record)
     return found
+
+
+def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Record]:
+    """The calls that autograd passes wherever the samples are: those without a rule, and without a batch axis."""
+    given = set(above) if root.batch_size == 1 else read_parameters(above, sources)  # to one sample, all belongs
+    return [r for r in above if r.rule is None or (r in given and has_no_axis(r)) or computes_parameter(r)]
+
+
+def computes_parameter(record: Record) -> bool:
+    """Whether a layer without parameters is given what is made of parameters alone: its rows are no samples."""
+    return not record.params and bool(record.edges) and all(is_of_leaves(beyond(edge)[0]) for edge in record.edges)
 
 
 def is_moved(root: Record, above: list[Record], sources: Sources, second_order: bool) -> bool:

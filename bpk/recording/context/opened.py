@@ -58,7 +58,7 @@ class Opened:
     `begin` is called when a pass comes to a recorded call for the first time, with the number of the engine's task and
     with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended. `recorded` says
     whether a call was written down, `reached` whether a pass has come to one, and `elsewhere` whether a pass in another
-    thread has come to a call of this thread.
+    thread has come to a call of this thread. `called` is the model whose forward pass has opened the context, if any.
     """
 
     def __init__(self, context: Settings, begin: Callable[[int, dict[int, Pass]], Pass]) -> None:
@@ -68,8 +68,18 @@ class Opened:
         self.recorded = False
         self.reached = False
         self.elsewhere = False
+        self.called: nn.Module | None = None
         runs_passes = context.adds_up  # by itself: there will be one
         self.passes_before = PROBE.passes() if context.extensions and not runs_passes else 0
+
+    def is_for(self, called: nn.Module | None) -> bool:
+        """Whether the running backward pass is one that the context is for; `called` is the model that runs now.
+
+        The forward pass of a model, or a function's gradient, may ask for gradients of its own (a force, an adjoint
+        equation): what becomes of these is differentiated as functions of the model.
+        """
+        inside = (called is not None and called is not self.called) or bool(self.backwards)
+        return not inside or engine.current_task() in self.backwards or engine.accumulates()
 
     def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """A backward pass has reached a recorded call."""

@@ -52,6 +52,7 @@ class Context(threading.local):
         if not self.entered:
             self.multithreaded = engine.multithreaded()
         engine.set_multithreaded(False)
+        opened.called = self.called
         self.entered.append(opened)
 
     def innermost(self, stays: Sequence[Opened]) -> Opened:

@@ -64,7 +64,7 @@ def recover(edge: Edge) -> Record | None:
     """The record of a fused attention kernel, from its node; `None` for all others."""
     node, nr = edge
     names = names_of(node) if node is not None and nr == 0 else ()
-    if node is None or not names or LEFT in engine.belongings(node):
+    if node is None or not names or engine.belongings(node).get(LEFT):
         return None
     query, key, value, output, dropout, is_causal, scale, *masks = (engine.saved(node, name) for name in names)
     given = [mask for mask in masks if mask is not None]

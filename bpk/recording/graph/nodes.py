@@ -36,6 +36,15 @@ OPERANDS = {
 OF_MATRICES = ("Mm", "Addmm")
 """Products of two matrices."""
 
+ALONE = words("""Abs Add Addmm Alias Bmm Cat Clamp ClampMax ClampMin Clone Cos Cosh Diagonal DiagEmbed Div Elu Erf
+Exp Expm1 Flip Gelu Identity LinalgVectorNorm Log Log1P LogSigmoid LogSoftmax Matmul Mean Mm Mul Mv Neg Norm Permute Pow
+Reciprocal Relu ReshapeAlias Roll Rsqrt Select Sigmoid Silu Sin Sinh Slice Softmax Softplus Split SplitWithSizes
+Sqrt Squeeze Stack Sub Sum T Tan Tanh ToCopy Transpose Tril Triu Unbind UnsafeView Unsqueeze View""")
+"""Functions whose results have no size but those of their arguments, and look nothing up."""
+
+ALONE_OF = "bpk.alone"
+"""Under which name a node keeps whether it hands out what is made of leaves alone."""
+
 FRACTION = "Div"
 """Linear in its first argument."""
 
@@ -84,3 +93,49 @@ def weight_of_product(node: Node) -> Tensor | None:
 def leaf_of(node: Node | None) -> Tensor | None:
     """The leaf whose gradient a node accumulates."""
     return node.variable if node is not None and node.name() == engine.ACCUMULATE else None  # type: ignore[attr-defined]
+
+
+def is_of_leaves(node: Node | None) -> bool:
+    """Whether what a node hands out is made of leaves alone, none of them repeated: nothing there is of samples."""
+    known = verdict(node)
+    if node is None or known is not None:
+        return bool(known)
+    under_way = [(node, arguments(node))]
+    while under_way:
+        here, rest = under_way[-1]
+        if not rest:
+            engine.belongings(here)[ALONE_OF] = True
+            under_way.pop()
+            continue
+        above = rest.pop()
+        known = verdict(above)
+        if known is None and above is not None:
+            under_way.append((above, arguments(above)))
+        elif not known:
+            for below, _ in under_way:
+                engine.belongings(below)[ALONE_OF] = False
+            return False
+    return True
+
+
+def verdict(node: Node | None) -> bool | None:
+    """What is known at once: `None` if it depends on the arguments of a function."""
+    if node is None:
+        return False
+    if node.name() == engine.ACCUMULATE:
+        return True
+    known: bool | None = engine.belongings(node).get(ALONE_OF)
+    return known if known is not None or function_name(node) in ALONE else False
+
+
+def arguments(node: Node) -> list[Node | None]:
+    """Where a function's arguments come from (`None`: not from the graph), but for a number that it multiplies with."""
+    return [above for k, (above, _) in enumerate(node.next_functions) if above is not None or not is_number(node, k)]
+
+
+def is_number(node: Node, place: int) -> bool:
+    """Whether an argument by which a function multiplies or divides is one number."""
+    name = "other" if place else "self"
+    if function_name(node) not in ("Mul", FRACTION) or not engine.keeps_tensor(node, name):
+        return False
+    return engine.saved(node, name).dim() == 0

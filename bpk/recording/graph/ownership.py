@@ -54,7 +54,7 @@ def visit(record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | No
         return None
     if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
         return (None,) * len(grads)
-    for nr in record.places if CTX.stack else ():
+    for nr in record.places if CTX.stack and CTX.stack[-1].is_for(CTX.called) else ():
         if grads[nr] is not None:
             return CTX.stack[-1].visit(record, grads)
     pass_by(record)

@@ -25,7 +25,7 @@ from bpk.jacobians.families.rearranged import Interleaved, Rearranged
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
-from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge
+from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_of_leaves
 from bpk.recording.graph.ownership import LEFT, OWNER, give
 from bpk.recording.graph.ports import Rows
 from bpk.recording.record import Record
@@ -127,8 +127,8 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     x, given = engine.saved_tensor(node, name), node.next_functions[place]
     if x is None or x.is_complex() != weight.is_complex() or x.device != weight.device:
         return None
-    if parameter_behind(given[0])[0] is not None:
-        return None
+    if parameter_behind(given[0])[0] is not None or is_of_leaves(given[0]):
+        return None  # it computes a parameter of something else: its rows are no samples
     features = x.dim() - (1 if right else 2)
     width, out_width = arrangement.inverse.shape
     rows = rows_of(x, features, (width, out_width), given[0], behind)

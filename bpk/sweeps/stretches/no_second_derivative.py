@@ -15,7 +15,13 @@ UNDEFINED = {
 }
 """Functions whose products with vectors autograd cannot differentiate, as those that outlive a pass have to be."""
 
-ONCE = ("is not implemented", "once_differentiable", "double backward", "cannot reshape tensor of 0 elements")
+ONCE = (
+    "is not implemented",
+    "once_differentiable",
+    "double backward",
+    "cannot reshape tensor of 0 elements",
+    "modified by an inplace operation",
+)
 """How autograd says that a function can be differentiated once only."""
 
 
