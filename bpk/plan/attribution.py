@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.decoding import all_different, batch_axis, decode, digits
-from bpk.plan.given import is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
+from bpk.plan.given import follows_data, is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
 from bpk.plan.hypotheses import (
     are_pieces,
     behind_first_axis,
@@ -108,23 +108,28 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
             the loss has its rows in another order than what the model was given.
     """
     before = [(record, record.shifted) for record in above]
-    for n, movable, in_front in of_what_was_given(root, above):
-        for numbers in numberings(root.batch_size, n, in_front):
-            left = False
-            try:
-                rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
-                if rows_in_order(above, rows, n):
-                    return n, rows
-            except UnsupportedLayer:
-                pass
-            except NotInFront as error:  # they have to be left first
-                if not in_front and all(reads_tables(record, sources) for record in error.records):
-                    raise
-                left = True
-            for record, axis in before:
-                record.shift(axis)
-            if left:
-                return None
+    tells = any(record.turned is not None for record in above)
+    for strict in (
+        (True, False) if tells else (False,)
+    ):  # data that has as many steps as samples may tell which is which
+        for n, movable, in_front in of_what_was_given(root, above):
+            for numbers in numberings(root.batch_size, n, in_front):
+                left = False
+                try:
+                    rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+                    told = not strict or all(follows_data(record, rows, n, sources) for record in above)
+                    if told and rows_in_order(above, rows, n):
+                        return n, rows
+                except UnsupportedLayer:
+                    pass
+                except NotInFront as error:  # they have to be left first
+                    if not in_front and all(reads_tables(record, sources) for record in error.records):
+                        raise
+                    left = True
+                for record, axis in before:
+                    record.shift(axis)
+                if left:
+                    return None
     return None
 
 
