@@ -21,10 +21,9 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
 from bpk.recording.changed import as_seen, changed, note
-from bpk.recording.context.state import CTX
+from bpk.recording.data import is_piece, is_turned
 from bpk.recording.graph.connections import Connected
 from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ports import Rows
 from bpk.recording.membership import path_of
 from bpk.recording.settings import Settings
 
@@ -84,19 +83,12 @@ def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
         return False
 
 
-def is_piece(inputs: Sequence[Tensor], edges: Sequence[Edge], whole: Tensor) -> bool:
-    """Whether the first input of a call that is given data is a part of a tensor: it shares its memory."""
-    if not inputs or any(node is not None for node, _ in edges) or inputs[0].numel() >= whole.numel():
-        return False
-    plain = inputs[0].layout is whole.layout is torch.strided
-    return plain and inputs[0].untyped_storage() is whole.untyped_storage()
-
-
 class Record(Connected):
     """One recorded call of a layer: module, rule, inputs, results, and how these are connected to the graph.
 
     `given` are the shapes of the tensors with which the whole model was called; `reads_piece` says that the call reads
-    a part of the first one, such as a step of time. `contexts` are those that the thread of the forward pass is in.
+    a part of the first one, such as a step of time, `turned` that it has the second axis of that in front (`None`: not
+    known, or shapes tell). `contexts` are those that the thread of the forward pass is in.
     `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
     state of the generators before the call. `left` is what was left of the output on the module. `open`: a backward
     pass is awaited. `released`: the tensors are gone.
@@ -130,7 +122,10 @@ class Record(Connected):
         self.noted = [note(p) for p in self.params.values()]
         self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
         self.settings = Settings(module, binding.options)
-        self.reads_piece = CTX.data is not None and is_piece(inputs, edges, CTX.data)
+        self.reads_piece, self.turned = False, None
+        if CTX.data is not None:
+            self.reads_piece = is_piece(inputs, edges, CTX.data)
+            self.turned = is_turned(inputs, CTX.data, CTX.given)
         self.given, self.contexts = CTX.given, CTX.entered
         if self.contexts:
             self.contexts[-1].recorded = True

@@ -54,6 +54,31 @@ def refused_or_right(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor,
         check_rows(model, loss_fn, x, y)
 
 
+class Weighted(nn.Module):
+    """Steps as rows, which a softmax weighs; its axis may be that of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.softmax, self.last = nn.Linear(2, 3), nn.Softmax(-1), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.softmax(self.first(x.flatten(0, 1))).unflatten(0, x.shape[:2]).mean(1))
+
+
+def test_a_layer_that_begins_to_mix_samples() -> None:
+    """Its options are no part of a form, but whether it mixes is."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Weighted().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(3, 2, 2).double(), torch.arange(3)
+    for dim in (-1, 0, -1):
+        model.softmax.dim = dim
+        if dim == 0:
+            with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchGrad()):
+                loss_fn(model(x), y).backward()
+        else:
+            check_rows(model, loss_fn, x, y)
+
+
 class Flipping(nn.Module):
     """`[N, T, D]`, in which the first layer may be called time first."""
 

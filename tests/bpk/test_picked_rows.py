@@ -50,6 +50,17 @@ class Pixels(nn.Module):
         return self.head(torch.tanh(self.norm(self.conv(x)))).permute(0, 2, 3, 1)
 
 
+class Pairs(nn.Module):
+    """Eight numbers in all, of which the last ones feed nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(2, C)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.body(x).unflatten(1, (2, 2))[mask])
+
+
 Case = tuple[nn.Module, Callable[[], Tensor], Tensor]
 
 
@@ -73,6 +84,11 @@ def masked(counts: list[int]) -> Case:
     return model, lambda: model(tokens, mask), mask
 
 
+def pairs() -> Case:
+    x, mask, model = torch.randn(2, 3).double(), torch.tensor([[True, True], [True, False]]), Pairs()
+    return model, lambda: model(x, mask), mask
+
+
 def pixels() -> Case:
     x, mask, model = torch.randn(3, 2, 4, 4).double(), torch.rand(3, 4, 4) < 0.5, Pixels()
     return model, lambda: model(x)[mask], mask
@@ -86,6 +102,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "as many as samples": lambda: masked([2, 0, 1, 1]),
     "a multiple of the samples": lambda: masked([3, 2, 1]),
     "the same for each": lambda: masked([2, 2, 2]),
+    "of eight numbers": pairs,
     "pixels": pixels,
     "in any order": lambda: pixels_by_index([2, 0, 1, 0, 2]),
     "as many as two for each": lambda: pixels_by_index([0, 0, 2, 2, 2, 1]),

@@ -122,6 +122,23 @@ def loaded(model: nn.Module) -> nn.Module:
     return made
 
 
+def test_files_carry_no_products() -> None:
+    """Those live on activations, and may hold what cannot be pickled, such as functions of pooling layers."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 3)).double()
+    model, loss_fn = bpk.extend(net), bpk.extend(nn.CrossEntropyLoss())
+    size = len(pickle.dumps(model))
+    x = torch.rand(200, 1, 3, 3, dtype=torch.float64)
+    backward(model, loss_fn, x, torch.arange(200) % 3, E.HMP(), E.GGNMP(), E.PCHMP())
+    for p in model.parameters():
+        p.grad = None
+    assert len(pickle.dumps(model)) < size + 5000
+    weight, twin = model[0].weight, loaded(model)[0].weight
+    with pytest.raises(RuntimeError, match="came out of a file"):
+        twin.hmp(torch.ones_like(twin))
+    again = copy.deepcopy(weight.hmp)
+    torch.testing.assert_close(again(torch.ones_like(weight)), weight.hmp(torch.ones_like(weight)))
+
+
 COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), loaded]
 
 

@@ -31,11 +31,29 @@ def two_views(m: Assembled, x: Tensor) -> Tensor:
     return torch.stack([m.second(m.act(m.first(view))) for view in (x[:, 0], x[:, 1].sin())], 1)
 
 
+def copied_in_front(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x.transpose(0, 1).contiguous()))).transpose(0, 1)
+
+
+def flat_in_front(m: Assembled, x: Tensor) -> Tensor:
+    rows = m.second(m.act(m.first(x.transpose(0, 1).flatten(0, 1))))
+    return rows.unflatten(0, x.shape[1::-1]).transpose(0, 1)
+
+
+def scaled_in_front(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(2 * x.transpose(0, 1)))).transpose(0, 1)
+
+
+def in_front_later(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x).transpose(0, 1))).transpose(0, 1)
+
+
 ONE_BY_ONE = (step_by_step, steps_in_front, sample_by_sample, two_views)
+ONE_BY_ONE += (copied_in_front, flat_in_front, scaled_in_front, in_front_later)
 
 
 @pytest.mark.parametrize("steps_first", [False, True])
-@pytest.mark.parametrize("n", [3, 5])
+@pytest.mark.parametrize("n", [3, 4, 5])
 @pytest.mark.parametrize("forward", ONE_BY_ONE)
 def test_steps_that_never_meet_are_no_samples(
     forward: Callable[[Assembled, Tensor], Tensor], n: int, steps_first: bool

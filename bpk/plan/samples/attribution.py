@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.decoding import all_different, batch_axis, decode, digits
-from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared
-from bpk.plan.samples.given import is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
+from bpk.plan.samples.given import follows_data, is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
 from bpk.plan.samples.hypotheses import (
     are_pieces,
     behind_first_axis,
@@ -88,6 +87,7 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
             the loss has its rows in another order than what the model was given.
     """
     before = [(record, record.shifted) for record in above]
+<<<<<<< HEAD:bpk/plan/samples/attribution.py
     for n, movable, in_front in of_what_was_given(root, above):
         for numbers in numberings(root.batch_size, n, in_front):
             left = False
@@ -106,6 +106,30 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
             put_back(before)
             if left:
                 return None
+=======
+    tells = any(record.turned is not None for record in above)
+    for strict in (
+        (True, False) if tells else (False,)
+    ):  # data that has as many steps as samples may tell which is which
+        for n, movable, in_front in of_what_was_given(root, above):
+            for numbers in numberings(root.batch_size, n, in_front):
+                left = False
+                try:
+                    rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+                    told = not strict or all(follows_data(record, rows, n, sources) for record in above)
+                    if told and rows_in_order(above, rows, n):
+                        return n, rows
+                except UnsupportedLayer:
+                    pass
+                except NotInFront as error:  # they have to be left first
+                    if not in_front and all(reads_tables(record, sources) for record in error.records):
+                        raise
+                    left = True
+                for record, axis in before:
+                    record.shift(axis)
+                if left:
+                    return None
+>>>>>>> hunt-steps:bpk/plan/attribution.py
     return None
 
 

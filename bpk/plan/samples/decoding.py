@@ -27,10 +27,10 @@ def batch_axis(mat: Tensor, n: int, tolerance: float) -> tuple[int, Tensor]:
     return found
 
 
-def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
+def decode(mat: Tensor, n: int, tolerance: float, in_order: bool = True) -> Tensor | None:
     """The sample `[R]` of every row from gradients `[1 + K, R, ...]`, or `None` if a row feeds several samples.
 
-    Rows that feed nothing count as the sample of their number, or as none (-1).
+    Rows that feed nothing count as the sample of their number, if they may be `in_order`, or as none (-1).
     """
     flat, parts = mat[..., None].flatten(2), []
     for piece in flat.split(max(1, AT_ONCE // max(1, flat.shape[0] * flat.shape[2])), 1):
@@ -44,7 +44,8 @@ def decode(mat: Tensor, n: int, tolerance: float) -> Tensor | None:
     size, digit = torch.cat([length for length, _ in parts]), torch.cat([one for _, one in parts], 1)
     place = 2 ** torch.arange(len(digit), device=mat.device)
     number = (digit.long() * place[:, None]).sum(0).clamp(0, n - 1)
-    alone = torch.arange(len(size), device=mat.device) if len(size) == n else torch.full_like(number, -1)
+    own = in_order and len(size) == n
+    alone = torch.arange(n, device=mat.device) if own else torch.full_like(number, -1)
     return torch.where(size > 0, number, alone)
 
 

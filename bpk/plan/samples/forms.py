@@ -86,7 +86,7 @@ def form_of(records: Sequence[Record], sources: Sources, *details: Hashable) -> 
 def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, Source]) -> Hashable:
     """One call: its layer, what it sees, and where that comes from.
 
-    What the layer's options say does not matter: rules work row by row, or are not used.
+    What else the layer's options say does not matter: rules work row by row, or are not used.
     """
     fed = list[Hashable]()
     for index, source in sources.items():
@@ -100,6 +100,8 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
         record.rule,
         record.settings.plain.get("training"),
         record.given,
+        record.turned,
+        mixes(record),
         shapes,
         tuple(record.binding.axes),
         *fed,

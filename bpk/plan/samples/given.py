@@ -9,6 +9,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from bpk.plan.graph import Source
 from bpk.recording.record import Record
 
 
@@ -45,7 +46,7 @@ def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bo
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
             orders = [] if count != n and count in behind else orders
-            orders += [found.max().expand(count)] if count != n else []
+            orders += [found.max().expand(count)] if count != n or record.turned else []
             if not any(bool(((found < 0) | (found == order)).all()) for order in orders):
                 return False
     return True
@@ -72,6 +73,20 @@ def is_as_large_as_given(record: Record) -> bool:
     """Whether a call sees as many rows as the first two axes of what the model was given have: no table has those."""
     first = record.given[0][:2] if record.given else torch.Size()
     return len(first) == 2 and min(first) > 1 and record.batch_size == first[0] * first[1]
+
+
+def follows_data(record: Record, rows: Mapping[int, Tensor], n: int, sources: Mapping[int, dict[int, Source]]) -> bool:
+    """Whether a call has samples along the first axis of what the model was given, as far as that can be seen."""
+    if record.turned is None or any(source.targets for source in sources[id(record)].values()):
+        return True
+    (first, steps), count = record.given[0][:2], record.batch_size
+    if count != first * steps:
+        if record.reads_piece and record.turned:  # steps of one sample
+            return id(record) in rows and len(rows[id(record)].unique()) == 1
+        return count != n or bool(record.shifted) == record.turned
+    number = torch.arange(count)
+    found = rows[id(record)].cpu() if id(record) in rows else number
+    return bool(((found < 0) | (found == (number % n if record.turned else number // steps))).all())
 
 
 def is_given_data(record: Record) -> bool:

@@ -38,7 +38,7 @@ def picked(
         mat = next((mat for record, mat in sweep(root, above, sources, weights) if has_samples(record, mat)), None)
         if mat is None or mat[0].numel() == count or (sure and count in mat.shape[1:]):
             return None
-        part = decode(mat.flatten(1)[..., None], 1 << DIGITS, tolerance)
+        part = decode(mat.flatten(1)[..., None], 1 << DIGITS, tolerance, in_order=False)
         if part is None:
             return None
         shifted = torch.where(part < 0, part, part << place)

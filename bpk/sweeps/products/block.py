@@ -8,6 +8,8 @@ gives the GGN, making `R` positive semi-definite the positive-curvature Hessian.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,12 @@ class BlockProduct:
 
     def __repr__(self) -> str:
         return f"BlockProduct({self.curvature.value}, {tuple(self.param.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockProduct:
+        return self  # as functions do: nothing changes it
+
+    def __reduce__(self) -> tuple[type[Lost], tuple[str]]:
+        return Lost, (repr(self),)
 
     def __call__(self, mat: Tensor) -> Tensor:
         """Multiply `mat`, or every `mat[v]`, with the block: the number of axes says which."""
@@ -110,6 +118,26 @@ class BlockProduct:
                     number, arrived = frame.feeds[wrt].producer, frame.feeds[wrt].back(part)
                     adjoints[number] = adjoints[number] + arrived if number in adjoints else arrived
         return result
+
+
+class Lost:
+    """What files have in the place of a product: that lives on activations, and on autograd's graph."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"{self.name}, lost on the way through a file"
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        """Say what is missing."""
+        raise RuntimeError(
+            explain(
+                f"{self.name} came out of a file or another process, without what it multiplies with.",
+                "a product keeps the activations of its forward pass, which files of a model do not carry.",
+                "run the passes here, or save what the product returns.",
+            )
+        )
 
 
 def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
