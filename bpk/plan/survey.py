@@ -12,6 +12,7 @@ from bpk.plan.samples.hypotheses import mixed
 from bpk.plan.sources import Sources
 from bpk.recording import engine
 from bpk.recording.before import GIVEN
+from bpk.recording.context.state import CTX
 from bpk.recording.record import Record
 
 

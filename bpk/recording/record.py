@@ -21,9 +21,11 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
 from bpk.recording.changed import as_seen, changed, note
+from bpk.recording.context.state import CTX
 from bpk.recording.data import is_piece, is_turned
 from bpk.recording.graph.connections import Connected
 from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.ports import Rows
 from bpk.recording.membership import path_of
 from bpk.recording.settings import Settings
 

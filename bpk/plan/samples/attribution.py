@@ -13,7 +13,15 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.decoding import all_different, batch_axis, decode, digits
-from bpk.plan.samples.given import follows_data, is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
+from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared, put_back
+from bpk.plan.samples.given import (
+    follows_data,
+    is_as_large_as_given,
+    is_given_data,
+    is_told,
+    of_what_was_given,
+    rows_in_order,
+)
 from bpk.plan.samples.hypotheses import (
     are_pieces,
     behind_first_axis,
@@ -87,30 +95,8 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
             the loss has its rows in another order than what the model was given.
     """
     before = [(record, record.shifted) for record in above]
-<<<<<<< HEAD:bpk/plan/samples/attribution.py
-    for n, movable, in_front in of_what_was_given(root, above):
-        for numbers in numberings(root.batch_size, n, in_front):
-            left = False
-            try:
-                rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
-                if rows_in_order(above, rows, n):
-                    return n, rows
-            except UnsupportedLayer:
-                pass
-            except NotInFront as error:  # they have to be left first
-                tables = not in_front and all(reads_tables(record, sources) for record in error.records)
-                if tables or isinstance(error, AllInside):
-                    put_back(before)
-                    raise
-                left = True
-            put_back(before)
-            if left:
-                return None
-=======
     tells = any(record.turned is not None for record in above)
-    for strict in (
-        (True, False) if tells else (False,)
-    ):  # data that has as many steps as samples may tell which is which
+    for strict in (True, False) if tells else (False,):  # data with as many steps as samples may tell which is which
         for n, movable, in_front in of_what_was_given(root, above):
             for numbers in numberings(root.batch_size, n, in_front):
                 left = False
@@ -122,21 +108,15 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
                 except UnsupportedLayer:
                     pass
                 except NotInFront as error:  # they have to be left first
-                    if not in_front and all(reads_tables(record, sources) for record in error.records):
+                    tables = not in_front and all(reads_tables(record, sources) for record in error.records)
+                    if tables or isinstance(error, AllInside):
+                        put_back(before)
                         raise
                     left = True
-                for record, axis in before:
-                    record.shift(axis)
+                put_back(before)
                 if left:
                     return None
->>>>>>> hunt-steps:bpk/plan/attribution.py
     return None
-
-
-def put_back(axes: list[tuple[Record, int]]) -> None:
-    """Move batch axes to where they had been."""
-    for record, axis in axes:
-        record.shift(axis)
 
 
 def as_picked(

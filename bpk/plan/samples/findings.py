@@ -32,3 +32,9 @@ class LastResort(NotInFront):
 
 class AllInside(NotInFront):
     """Functions have the samples inside of their rows, and everything else agrees with the hypothesis."""
+
+
+def put_back(axes: list[tuple[Record, int]]) -> None:
+    """Move batch axes to where they had been."""
+    for record, axis in axes:
+        record.shift(axis)
