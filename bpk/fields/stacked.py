@@ -34,7 +34,8 @@ class Stacked:
         """Take more columns, which may be in that memory already."""
         part = self.rows[self.count : self.count + len(rows)]
         if not rows.is_set_to(part):
-            part.copy_(rows)
+            here = rows.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()  # in another arrangement
+            part.copy_(rows.clone() if here else rows)
         self.count += len(rows)
 
 
