@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,18 @@ class HalfSquaredError(nn.Module):
         return 0.5 * self.squares(outputs, torch.zeros_like(outputs))
 
 
+LOSSES: WeakKeyDictionary[nn.Module, HalfSquaredError] = WeakKeyDictionary()
+"""That of each model: what was found out about samples, in graphs of one form, is kept by the loss."""
+
+
+def half_squared_error(model: nn.Module) -> HalfSquaredError:
+    """The loss for passes over a model's outputs."""
+    known = LOSSES.get(model)
+    if known is None:
+        known = LOSSES[model] = HalfSquaredError()
+    return known
+
+
 def require_tensors(function: str, **batches: object) -> None:
     """Refuse batches that are no tensors, by the name of the argument."""
     for name, batch in batches.items():
@@ -156,4 +169,4 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
 
 def of_outputs(model: nn.Module, outputs: Tensor, *extensions: OfRoot) -> Summed:
     """Statistics of the Jacobian of a model's outputs: column `c` of the root is the row of output `c`."""
-    return run(model, HalfSquaredError()(outputs), *extensions)
+    return run(model, half_squared_error(model)(outputs), *extensions)

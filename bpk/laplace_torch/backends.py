@@ -17,7 +17,7 @@ from bpk.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, SqrtG
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.side_by_side import as_rows
-from bpk.kernels.passes import HalfSquaredError
+from bpk.kernels.passes import half_squared_error
 from bpk.kernels.predictive import only
 from bpk.operators import GGN as GGNOperator
 
@@ -46,7 +46,7 @@ class Backend(CurvatureInterface):
         """`[N, C, P]` and the outputs `[N, C]`, in one backward pass of all columns."""
         with self.trained(), torch.enable_grad():
             f = self.model(x)
-            rows = self.fields(HalfSquaredError()(f), SqrtGGNExact(), enable_backprop)
+            rows = self.fields(half_squared_error(self.model)(f), SqrtGGNExact(), enable_backprop)
         found = torch.cat([as_rows(row, 2) for row in rows], 2).transpose(0, 1)
         found = found if self.subnetwork_indices is None else found[:, :, self.subnetwork_indices]
         return (found, f) if enable_backprop else (found.detach(), f.detach())
@@ -62,7 +62,7 @@ class Backend(CurvatureInterface):
             f = self.model(x)
             if len(chosen) != len(f):
                 raise ValueError(f"outputs are chosen for {len(chosen)} samples, and there are {len(f)}.")
-            rows = self.fields(HalfSquaredError()(f.gather(1, chosen)), SqrtGGNExact(), enable_backprop)
+            rows = self.fields(half_squared_error(self.model)(f.gather(1, chosen)), SqrtGGNExact(), enable_backprop)
         found = torch.cat([as_rows(row, 2) for row in rows], 2).transpose(0, 1)
         return (found, f) if enable_backprop else (found.detach(), f.detach())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from bpk.costing.allocated import allocated
 from bpk.extensions import KFLR, BatchGrad, DiagGGNExact, GGNGram, GradGram, SqrtGGNExact
 from bpk.jacobians.core import outer
 from bpk.kernels import Diagonal, Kronecker, LowRank
+from bpk.plan.samples import placement
 from bpk.utils.kroneckers import kfacs_to_mat
 
 Make = Callable[[int], Tensor]
@@ -377,3 +379,25 @@ def test_refusals() -> None:
     for k, kind in ((7, "factored"), ((2, 3), "gaussian"), (0, "gaussian"), (True, "sparse"), (2.0, "sparse")):
         with pytest.raises(ValueError, match="is no size of"):
             kernels.projected_gradients(model, torch.zeros(()), k, kind)  # type: ignore[arg-type]
+
+
+def test_samples_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found out about samples of a model with attention is known in the next call, and not to other models."""
+    asked = []
+    attribute = placement.attribute
+    monkeypatch.setattr(placement, "attribute", lambda *args: asked.append(1) or attribute(*args))
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True), nn.Flatten()]
+        nn.Linear(3, 4),
+        nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    ]
+    model = nn.Sequential(*layers).double()
+    x = torch.randn(3, 2, 3, dtype=torch.float64)
+    for seen in (1, 0):
+        bpk.ntk(model, x)
+        assert len(asked) == seen
+        asked.clear()
+    bpk.ntk(copy.deepcopy(model), x)
+    assert len(asked) == 1
