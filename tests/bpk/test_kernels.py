@@ -387,13 +387,8 @@ def test_samples_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     attribute = placement.attribute
     monkeypatch.setattr(placement, "attribute", lambda *args: asked.append(1) or attribute(*args))
     torch.manual_seed(0)
-    layers = [nn.Linear(3, 4), nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True), nn.Flatten()]
-        nn.Linear(3, 4),
-        nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True),
-        nn.Flatten(),
-        nn.Linear(8, 2),
-    ]
-    model = nn.Sequential(*layers).double()
+    encoder = nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(3, 4), encoder, nn.Flatten(), nn.Linear(8, 2)).double()
     x = torch.randn(3, 2, 3, dtype=torch.float64)
     for seen in (1, 0):
         bpk.ntk(model, x)
