@@ -80,7 +80,12 @@ def test_the_map_of_the_code_is_complete() -> None:
     section = page.partition("## The folders of `bpk/`")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", section, re.MULTILINE))
     assert set(re.findall(r"`(\w+)(?:\.py|/)`", " ".join(rows))) == listed
-    for folder in ("plan", "sweeps", "fields"):
+    packages = [
+        path.parent
+        for name in ("fields", "plan", "recording", "sweeps")
+        for path in (ROOT / "bpk" / name).rglob("__init__.py")
+    ]
+    for folder in [path.relative_to(ROOT / "bpk").as_posix() for path in packages]:
         inside = {path.name for path in (ROOT / "bpk" / folder).glob("*.py")} - {"__init__.py"}
         assert set(re.findall(r"`(\w+\.py)`", rows[f"`{folder}/`"])) == inside
     files = {path.name for folder in ("bpk", "jacobians") for path in (ROOT / folder).rglob("*.py")}
