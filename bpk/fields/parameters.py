@@ -206,7 +206,7 @@ class Parameters:
     # ---- fields ------------------------------------------------------------------------------------
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
-        old = param.__dict__.pop(extension.savefield, None)
+        old, uses.spare = param.__dict__.pop(extension.savefield, None), None  # that of another field has been used
         if old is not None and not (extension.needs_total or torch.is_grad_enabled()):
             uses.spare = spare_memory(old)
 

@@ -47,7 +47,7 @@ class Rows:
     `batch_size` is the full batch's `N`, also where the sweep looks at some samples only. `keeps_rows`
     says that an active extension needs individual rows anyway, so that the others derive theirs from them. All of it is
     that of the loss times `loss_scale`. `gradient` and `total` (of all parameters) are there where extensions ask for
-    them; `spare` is memory that rows may be written into.
+    them; `spare` is memory that rows may be written into, and `room` where they are to be, if they can.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Rows:
         self.gradient: Tensor | None = None
         self.total: Any = None
         self.spare: Tensor | None = None
+        self.room: Tensor | None = None
         self._memo: dict[Hashable, Any] = {}
 
     def memo(self, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
@@ -91,11 +92,8 @@ class Rows:
         known = self.memo("signs", self._signs)
         if all(signs is None for signs in known.values()):
             return None
-        return join([self.ones(key) if (signs := known[key]) is None else signs for key in keys])
-
-    def ones(self, key: Hashable) -> Tensor:
-        """The signs `[V, N]` of a block where all are positive."""
-        return self.param.new_ones(self.first(key).shape[:2])
+        found = ((key, known[key]) for key in keys)
+        return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found])
 
     def first(self, key: Hashable) -> Tensor:
         """A block `[V, N, ...]` where it has arrived first."""
@@ -215,14 +213,15 @@ class Rows:
         if not self.simple:
             return join([self.rows(key) for key in self.keys])
         use, blocks = self.uses[0], self.blocks()
-        if len(blocks) == 1:
-            return added_up(use, self.rows_of(use, blocks[0][0], self.spare))
         mats = [mat for mat, _ in blocks]
+        into = self.room if self.room is not None and self.room.dtype is mats[0].dtype else None
+        if len(mats) == 1 and into is None:
+            return added_up(use, self.rows_of(use, mats[0], self.spare))
         if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, self.spare) for mat in mats])
         shape = (sum(map(len, mats)), *mats[0].shape[1:2], *use.call.params[use.name].shape)
         use.call.spare = self.spare
-        rows = use.call.empty(shape, mats[0])
+        rows = use.call.empty(shape, mats[0]) if into is None else into
         for mat, part in zip(mats, rows.split([len(mat) for mat in mats]), strict=True):
             found = self.rows_of(use, mat, part.view(-1))
             if not found.is_set_to(part):

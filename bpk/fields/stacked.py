@@ -27,15 +27,14 @@ class Stacked:
         return self.count + uses.lead[0] <= len(self.rows) and uses.lead[1] == self.rows.shape[1]
 
     def room(self, uses: Uses) -> Tensor:
-        """Memory for more columns, flat."""
-        return self.rows[self.count : self.count + uses.lead[0]].view(-1)
+        """Memory for more columns."""
+        return self.rows[self.count : self.count + uses.lead[0]]
 
     def add(self, rows: Tensor) -> None:
         """Take more columns, which may be in that memory already."""
         part = self.rows[self.count : self.count + len(rows)]
         if not rows.is_set_to(part):
-            here = rows.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()  # in another arrangement
-            part.copy_(rows.clone() if here else rows)
+            part.copy_(rows)
         self.count += len(rows)
 
 
@@ -50,8 +49,9 @@ def combined(
     if first and extension.stacks and columns is not None and not (adds_up or torch.is_grad_enabled()):
         before = Stacked(columns, uses)
     if isinstance(before, Stacked) and before.has_room(uses):
-        uses.spare = before.room(uses)
+        uses.spare, uses.room = None, before.room(uses)
         before.add(value_of(extension, uses, adds_up, keeps if first else None))
+        uses.room = None
         return before
     if before is None:
         return value_of(extension, uses, adds_up, keeps)

@@ -119,6 +119,23 @@ def test_rows_of_several_rounds_are_written_once(monkeypatch: pytest.MonkeyPatch
         assert p.sqrt_ggn_exact.data_ptr() != p.again.data_ptr()
 
 
+def test_rows_in_rounds_beside_other_quantities() -> None:
+    """Squares are taken of the same rows, also where a rule has these in another arrangement."""
+    torch.manual_seed(0)
+    layers = nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(15, 4)
+    model, loss_fn = bpk.extend(nn.Sequential(*layers).double()), bpk.extend(nn.CrossEntropyLoss())
+    extensions = E.SqrtGGNExact(), E.BatchDiagGGNExact(), E.DiagGGNExact()
+    x, y = rand(N, 2, 4), torch.randint(4, (N,))
+    for _ in range(2):
+        with bpk.backpack(*extensions, chunk_size=3):
+            loss_fn(model(x), y).backward()
+        for p in model.parameters():
+            squares = p.sqrt_ggn_exact.square().sum(0)
+            torch.testing.assert_close(p.diag_ggn_exact_batch, squares)
+            torch.testing.assert_close(p.diag_ggn_exact, squares.sum(0))
+        extensions = extensions[::-1]
+
+
 def test_rows_of_several_losses_in_rounds() -> None:
     """Columns of the second loss come behind those of the first."""
     torch.manual_seed(0)

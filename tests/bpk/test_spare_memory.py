@@ -117,3 +117,42 @@ def test_a_field_that_nobody_holds_is_used_again() -> None:
         ballast = [torch.empty(8, 200, 300) for _ in range(3)]
     assert len(places) == 1
     del ballast
+
+
+TENSORS = (
+    E.BatchGrad,
+    E.SumGradSquared,
+    E.SqrtGGNExact,
+    E.SqrtGGNMC,
+    E.BatchDiagGGNExact,
+    E.BatchDiagGGNMC,
+    E.DiagGGNMC,
+)
+
+
+@pytest.mark.parametrize("first", TENSORS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_memory_of_one_field_is_not_that_of_another(first: type[E.BatchGrad], n: int) -> None:
+    """A quantity that joins in the second pass is as large as the field of the first: for one sample, or one draw."""
+    torch.manual_seed(0)
+    (model, loss_fn), x, y = extended(), torch.randn(n, 4, dtype=torch.float64), torch.arange(n) % 3
+
+    def fresh() -> None:
+        for p in model.parameters():
+            vars(p).clear()
+
+    def passed(*kinds: type[Any]) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        extensions = [kind() for kind in kinds]
+        backward(model, loss_fn, x, y, *extensions)
+        fields = [(name, p, e) for name, p in model.named_parameters() for e in extensions]
+        return {f"{name} {e.savefield}": vars(p)[e.savefield] for name, p, e in fields}
+
+    for other in set(TENSORS) - {first}:
+        for kinds in ((first, other), (other, first)):
+            fresh()
+            expected = {key: x.clone() for key, x in passed(*kinds).items()}
+            fresh()
+            passed(first)
+            for key, value in passed(*kinds).items():
+                torch.testing.assert_close(value, expected[key], msg=lambda text, key=key: f"{key}: {text}")
