@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.attention.function import ScaledDotProductAttention
+from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
 from bpk.recording.graph_nodes import Edge
@@ -67,12 +68,17 @@ def misread(module: FusedAttention, inputs: Sequence[Tensor], mask: Tensor, outp
     """Whether the kernel took other numbers than those of the mask, so that what came out is no attention.
 
     The one for processors does (seen in torch 2.13), with 16 keys or more, where the mask is in single precision and
-    the queries in double.
+    the queries in double. The user is told: gradients are wrong as well.
     """
     if mask.dtype is not torch.float32 or inputs[0].dtype is not torch.float64:
         return False
     with torch.no_grad():
-        return not torch.allclose(module(*inputs, mask.double()), output)
+        right = torch.allclose(module(*inputs, mask.double()), output)
+    if not right:
+        what = "F.scaled_dot_product_attention has taken other numbers than those of its mask."
+        why = "torch's kernel for processors misreads a mask in float32 beside queries in float64."
+        warn(explain(what, why, "convert the mask, attn_mask.to(query.dtype); values are those of what was computed."))
+    return not right
 
 
 def recover(edge: Edge) -> Record | None:

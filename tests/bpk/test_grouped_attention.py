@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -213,8 +214,10 @@ def test_a_mask_in_another_precision_gives_the_derivatives_of_what_the_kernel_co
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(OtherMask().double()), bpk.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(N, keys, D, dtype=torch.float64), torch.arange(N)
-    with bpk.backpack(E.BatchGrad(), E.SqrtGGNExact()):
+    with warnings.catch_warnings(record=True) as told, bpk.backpack(E.BatchGrad(), E.SqrtGGNExact()):
+        warnings.simplefilter("always")
         loss_fn(model(x), y).backward()
+    assert any("misreads a mask" in str(w.message) for w in told) is (keys >= 16)
     logits = model(x)
     p = logits.detach().softmax(1)
     for n in range(N):
