@@ -347,8 +347,9 @@ MODELS = (
     hub("Mistral3ForConditionalGeneration", "pictures", {"text_config": {"model_type": "mistral", **GROUPED},
         "vision_config": {"model_type": "pixtral", **VISION, "image_size": 32}, "image_token_index": PICTURE,
         "spatial_merge_size": 2, "pieces": 4}),
-    hub("Qwen2VLForConditionalGeneration", "patches", {"text_config": {**TEXT, "num_key_value_heads": 2, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}, "image_token_id": PICTURE,
+    hub("Qwen2VLForConditionalGeneration", "patches", {"image_token_id": PICTURE,
+        "text_config": {**TEXT, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default",
+        "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}},
         "vision_config": {"depth": 1, "embed_dim": 8, "hidden_size": 8, "num_heads": 2, "patch_size": 4}}),
     hub("LayoutLMv3ForSequenceClassification", "boxes", TEXT, input_size=32, coordinate_size=1, shape_size=2,
         max_2d_position_embeddings=24),
