@@ -120,10 +120,17 @@ def as_picked(
 ) -> tuple[int, dict[int, Tensor]] | None:
     """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
     found = picked(root, above, sources, tolerance_of(root, above), sure)
-    try:
-        return found and (found[0], follow(root, above, sources, found[1], found[0], movable=False))
-    except UnsupportedLayer:
+    before = [(record, record.shifted) for record in above]
+    if found is None:
         return None
+    for movable in (False, True):
+        try:
+            return found[0], follow(root, above, sources, found[1], found[0], movable)
+        except (UnsupportedLayer, NotInFront) as error:
+            put_back(before)
+            if isinstance(error, AllInside) or (isinstance(error, NotInFront) and not movable):
+                raise
+    return None
 
 
 def follow(

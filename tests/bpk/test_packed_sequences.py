@@ -69,3 +69,31 @@ def test_what_cannot_be_differentiated_twice_is_refused_by_sample_and_not_rememb
         with bpk.backpack(DiagHessian()):
             loss_fn(model(x), y).backward()
     assert model.query.weight.diag_h.shape == (WIDTH, WIDTH)
+
+
+class Words(nn.Module):
+    """Pieces of each image stand in front of its words; all layers but the first see the samples apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.table, self.head = Packed(each=True), nn.Embedding(5, CLASSES), nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        pieces = self.packed(x).view(len(x), PIECES, CLASSES)
+        return self.head(torch.cat([pieces, self.table(words)], 1).cumsum(1))
+
+
+def test_rows_that_are_picked_behind_a_packed_sequence() -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Words().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, words = torch.randn(SAMPLES, 2, 4, 4, dtype=torch.float64), torch.randint(5, (SAMPLES, 3))
+    mask = torch.arange(PIECES + 3) < torch.tensor([[4], [7], [6]])
+    y = torch.randint(CLASSES, mask.shape)
+    with bpk.backpack(BatchGrad()):
+        loss_fn(model(x, words)[mask], y[mask]).backward()
+    logits = model(x, words)
+    for n in range(SAMPLES):
+        term = F.cross_entropy(logits[n][mask[n]], y[n][mask[n]], reduction="sum") / mask.sum()
+        expected = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], grad)
