@@ -22,7 +22,9 @@ from bpk.plan.hypotheses import (
     hypotheses,
     mixed,
     numberings,
+    put_back,
     reads_tables,
+    require_apart,
 )
 from bpk.plan.picked import picked
 from bpk.plan.probing import SourcesOf, fuller, sweep, tolerance_of, uses_of
@@ -109,12 +111,6 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
     return None
 
 
-def put_back(axes: list[tuple[Record, int]]) -> None:
-    """Move batch axes to where they had been."""
-    for record, axis in axes:
-        record.shift(axis)
-
-
 def as_picked(
     root: Record, above: list[Record], sources: SourcesOf, sure: bool
 ) -> tuple[int, dict[int, Tensor]] | None:
@@ -183,6 +179,7 @@ def follow(
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
     if inside:
+        require_apart(inside, sources, found, n)
         raise AllInside(inside)
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
     if are_pieces(above, rows_of, n):
@@ -218,7 +215,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
 
     Raises:
         Shared: If there may be none.
-        Inside: If it is one of those that the call looks at, and the call has no parameters.
+        Inside: If it is one of those that the call looks at, of a function, or of a layer that is given one row.
         NotInFront: If there is none.
     """
     if has_no_axis(record):
@@ -228,7 +225,11 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         return rows
     axis, rows = batch_axis(mat, n, tolerance)
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
-    if not record.binding.certain and decode(mat.flatten(1)[..., None], n, tolerance) is not None:
+    if (
+        record.binding.axes
+        and not (record.knows_batch and record.batch_size > 1)
+        and decode(mat.flatten(1)[..., None], n, tolerance) is not None
+    ):
         raise Inside
     if movable and axis and len(record.used) > 1 and not record.params:
         raise NotInFront([record])  # its results come side by side, without axes of their own

@@ -97,3 +97,35 @@ def test_rows_that_are_picked_behind_a_packed_sequence() -> None:
         expected = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
         for p, grad in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(p.grad_batch[n], grad)
+
+
+class PackedLayer(nn.Module):
+    """The same with a layer that knows its batch axis, and is given a batch of one."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, WIDTH, 2, stride=2), nn.Linear(WIDTH, CLASSES)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.apart = apart
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = torch.cat([image.flatten(1).T for image in self.conv(x)])[None]
+        own = torch.arange(len(x)).repeat_interleave(PIECES)
+        mask = own[:, None] != own if self.apart else None
+        seen = pieces + self.attention(pieces, pieces, pieces, attn_mask=mask, need_weights=False)[0]
+        return self.head(seen.view(len(x), PIECES, WIDTH).mean(1))
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_layer_with_parameters_is_given_all_samples_in_one_row(apart: bool) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(PackedLayer(apart).double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(SAMPLES, 2, 4, 4, dtype=torch.float64), torch.arange(SAMPLES)
+    with bpk.backpack(BatchGrad(), DiagGGNExact()):
+        loss_fn(model(x), y).backward()
+    terms = F.cross_entropy(model(x), y, reduction="none") / SAMPLES
+    for n, term in enumerate(terms if apart else [terms.sum()]):  # images that attend to each other are one sample
+        expected = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], grad)
+    assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, DiagGGNExact(), DiagHessian())
