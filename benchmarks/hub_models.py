@@ -26,6 +26,9 @@ for package in ("transformers.modeling_utils", "timm"):  # here, so that it is i
 SAMPLES, TOKENS, WORDS, CLASSES = 3, 5, 13, 3
 """Sizes of a batch: samples, positions of a sequence, of its vocabulary, and classes."""
 
+PICTURE = 3
+"""The token in whose place a piece of a picture is put; it is none of `words`."""
+
 
 @dataclass(frozen=True)
 class Hub:
@@ -78,7 +81,7 @@ def transformer(name: str, options: dict[str, Any]) -> nn.Module:
     import transformers
 
     model: Any = getattr(transformers, name)
-    config = model.config_class(**options)
+    config = model.config_class(**without(options, "pieces", "size"))
     return model(config)
 
 
@@ -158,10 +161,47 @@ def frames(options: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
     return {"input_features": noise(rows, 16, 4), "decoder_input_ids": words(rows, 4)}
 
 
+def with_pictures(rows: int, pieces: int) -> dict[str, Tensor]:
+    """Tokens with the pieces of a picture in between."""
+    found = words(rows, TOKENS + pieces)
+    found[:, 1 : 1 + pieces] = PICTURE
+    return {"input_ids": found, "attention_mask": torch.ones_like(found)}
+
+
+def pictures(options: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
+    """A picture for each sequence; some models put those of all samples side by side in one sequence."""
+    size = options["vision_config"]["image_size"]
+    sizes = torch.tensor([[size, size]] * rows)
+    return {**with_pictures(rows, options["pieces"]), "pixel_values": noise(rows, 3, size, size), "image_sizes": sizes}
+
+
+def patches(options: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
+    """The same, as the patches of all pictures, one after the other, and how many of them there are in each."""
+    tokens = with_pictures(rows, 2)
+    grid = torch.tensor([[1, 2, 4]] * rows)
+    values = noise(rows * 8, 3 * 2 * options["vision_config"]["patch_size"] ** 2)
+    kinds = (tokens["input_ids"] == PICTURE).long()
+    return {**tokens, "pixel_values": values, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+
+
+def boxes(options: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
+    """Tokens, and where they are on a page."""
+    corners = torch.randint(0, 8, (rows, TOKENS, 4))
+    corners[..., 2:] += 8
+    return {"input_ids": words(rows), "bbox": corners}
+
+
+def series(options: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
+    """Several values over time."""
+    return {"past_values": noise(rows, options["context_length"], options["num_input_channels"])}
+
+
 DATA: dict[str, Callable[[Mapping[str, Any], int], dict[str, Tensor]]] = {
     function.__name__: function
-    for function in (tokens, masked, long_tokens, pair, images, video, audio, spectrum, frames)
-}
+    for function in (
+        tokens, masked, long_tokens, pair, images, video, audio, spectrum, frames, pictures, patches, boxes, series
+    )
+}  # fmt: skip
 
 # ---- the table -----------------------------------------------------------------------------------
 TEXT = {
@@ -176,6 +216,8 @@ TEXT = {
 }
 GROUPED = {**TEXT, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16, "head_dim": 4}
 """Grouped-query attention."""
+LATENT = {**TEXT, "kv_lora_rank": 4, "q_lora_rank": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+"""Keys and values by way of a small latent vector."""
 EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 GPT = {"vocab_size": WORDS, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 24, "pad_token_id": 0,
        "num_labels": CLASSES}  # fmt: skip
@@ -282,6 +324,38 @@ MODELS = (
         "residual_in_fp32": False}),
     hub("RwkvForCausalLM", base={"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 2,
         "context_length": 24, "use_cache": False}),
+    # other ways to attend, states, and mixtures
+    hub("DeepseekV3ForCausalLM", base=LATENT, n_routed_experts=3, moe_intermediate_size=6, first_k_dense_replace=1,
+        n_group=1, topk_group=1, num_experts_per_tok=2, experts_implementation="eager"),
+    hub("GptOssForCausalLM", base={**GROUPED, **EXPERTS}, sliding_window=4),
+    hub("DbrxForCausalLM", base={"vocab_size": WORDS, "d_model": 8, "n_heads": 2, "n_layers": 1, "max_seq_len": 24,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 8, "ffn_hidden_size": 6, "moe_num_experts": 3, "moe_top_k": 2}}),
+    hub("Mamba2ForCausalLM", base={"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "state_size": 3,
+        "num_heads": 2, "head_dim": 8, "n_groups": 1, "chunk_size": 3, "expand": 2}),
+    hub("BambaForCausalLM", base=GROUPED, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_state=3,
+        mamba_chunk_size=4, mamba_expand=2),
+    hub("RecurrentGemmaForCausalLM", base=GROUPED, block_types=["recurrent", "attention"], attention_window_size=4),
+    hub("MiniMaxForCausalLM", base={**GROUPED, **EXPERTS}, layer_types=["full_attention", "linear_attention"],
+        block_size=4),
+    hub("Qwen3NextForCausalLM", base=GROUPED, layer_types=["linear_attention", "full_attention"], num_experts=3,
+        num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=6, linear_key_head_dim=4,
+        linear_value_head_dim=4, linear_num_key_heads=2, linear_num_value_heads=4, experts_implementation="eager"),
+    hub("SwitchTransformersForConditionalGeneration", "pair", T5, num_experts=3, num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1),
+    # texts with pictures, pages, time series
+    hub("Mistral3ForConditionalGeneration", "pictures", {"text_config": {"model_type": "mistral", **GROUPED},
+        "vision_config": {"model_type": "pixtral", **VISION, "image_size": 32}, "image_token_index": PICTURE,
+        "spatial_merge_size": 2, "pieces": 4}),
+    hub("Qwen2VLForConditionalGeneration", "patches", {"image_token_id": PICTURE,
+        "text_config": {**TEXT, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default",
+        "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}},
+        "vision_config": {"depth": 1, "embed_dim": 8, "hidden_size": 8, "num_heads": 2, "patch_size": 4}}),
+    hub("LayoutLMv3ForSequenceClassification", "boxes", TEXT, input_size=32, coordinate_size=1, shape_size=2,
+        max_2d_position_embeddings=24),
+    hub("PatchTSTForClassification", "series", {"num_input_channels": 2, "context_length": 12, "patch_length": 4,
+        "patch_stride": 4, "num_hidden_layers": 1, "d_model": 8, "num_attention_heads": 2, "ffn_dim": 12,
+        "num_targets": CLASSES}),
     # encoders with decoders
     hub("T5ForConditionalGeneration", "pair", T5),
     hub("MT5ForConditionalGeneration", "pair", T5, feed_forward_proj="gated-gelu"),
@@ -317,6 +391,11 @@ MODELS = (
     hub("PvtForImageClassification", "images", {"image_size": 32, "num_encoder_blocks": 2, "depths": [1, 1],
         "sequence_reduction_ratios": [2, 1], "hidden_sizes": [4, 8], "patch_sizes": [4, 2], "strides": [4, 2],
         "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "num_labels": CLASSES}),
+    hub("HieraForImageClassification", "images", {"image_size": [32, 32], "patch_stride": [4, 4], "depths": [1, 1],
+        "num_heads": [1, 2], "embed_dim": 4, "num_query_pool": 1, "query_stride": [2, 2], "masked_unit_size": [4, 4],
+        "masked_unit_attention": [True, False], "mlp_ratio": 2.0, "num_labels": CLASSES, "size": 32}),
+    hub("FocalNetForImageClassification", "images", {"image_size": 32, "depths": [1, 1], "embed_dim": 8,
+        "hidden_sizes": [8, 16], "focal_levels": [2, 2], "focal_windows": [3, 3], "num_labels": CLASSES}),
     hub("CLIPForImageClassification", "images", {"vision_config": VISION, "image_size": 16, "num_labels": CLASSES}),
     hub("SiglipForImageClassification", "images", {"vision_config": VISION, "image_size": 16, "num_labels": CLASSES}),
     hub("VivitForVideoClassification", "video", {**VISION, "num_frames": 2, "tubelet_size": [1, 8, 8]}),

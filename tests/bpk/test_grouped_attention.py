@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -223,3 +224,35 @@ def test_an_option_that_was_renamed_changes_no_number(missing: str, monkeypatch:
     assert verdicts == {"BatchGrad": "ok", "DiagGGNExact": "ok", "DiagHessian": "refused"}, str(found)
     with pytest.raises(NotImplementedError, match="differentiated twice"):
         fields(model, x, y)
+
+
+class OtherMask(nn.Module):
+    """A model in double precision whose mask is in single: the kernel of torch 2.13 takes other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        mask = torch.randn(len(x), 1, x.shape[1], x.shape[1], dtype=torch.float32)
+        q, k = self.query(x)[:, None], x[:, None]
+        return self.head(F.scaled_dot_product_attention(q, k, k, attn_mask=mask)[:, 0].sum(1))
+
+
+@pytest.mark.parametrize("keys", [4, 24])
+def test_a_mask_in_another_precision_gives_the_derivatives_of_what_the_kernel_computes(keys: int) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(OtherMask().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(N, keys, D, dtype=torch.float64), torch.arange(N)
+    with warnings.catch_warnings(record=True) as told, bpk.backpack(E.BatchGrad(), E.SqrtGGNExact()):
+        warnings.simplefilter("always")
+        loss_fn(model(x), y).backward()
+    assert any("misreads a mask" in str(w.message) for w in told) is (keys >= 16)
+    logits = model(x)
+    p = logits.detach().softmax(1)
+    for n in range(N):
+        root = p[n].sqrt().diag() - torch.outer(p[n], p[n].sqrt())
+        rows = [torch.autograd.grad(logits[n], model.query.weight, column, retain_graph=True)[0] for column in root.T]
+        ggn = torch.stack(rows).square().sum(0) / N
+        torch.testing.assert_close(model.query.weight.sqrt_ggn_exact[:, n].square().sum(0), ggn)

@@ -71,6 +71,35 @@ def test_float16_gradients_do_not_break() -> None:
     assert all(v.dtype == torch.float32 for f in FIELDS.values() for v in values(model, f))
 
 
+class Routed(nn.Module):
+    """A mixture whose scores are computed in single precision, in a model in double (as Switch Transformers do)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router, self.head = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        scores = self.router.float()(h.float()).softmax(-1).to(h.dtype)
+        return self.head(scores[:, :1] * self.experts[0](h) + scores[:, 1:] * self.experts[1](h))
+
+
+def test_branches_of_two_precisions() -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Routed().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 1])
+    params = list(model.parameters())
+    with bpk.backpack(E.DiagGGNExact(), E.BatchDiagHessian(), E.KFRA(), E.KFLR()):
+        loss_fn(model(x), y).backward()
+    assert all(factor.isfinite().all() for p in params for factor in p.kfra)
+    grads = torch.autograd.grad(loss_fn(model(x), y), params, create_graph=True)
+    for p, grad in zip(params, grads, strict=True):
+        rows = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten()[k] for k, g in enumerate(grad.flatten())]
+        found = p.diag_h_batch.sum(0).flatten()
+        torch.testing.assert_close(found, torch.stack(rows), rtol=1e-4, atol=1e-6, check_dtype=True)
+
+
 # ---- copies ------------------------------------------------------------------------------------------
 def test_deepcopy_after_forward_and_backward() -> None:
     model, loss_fn = extended()

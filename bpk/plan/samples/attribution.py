@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.plan.samples.decoding import all_different, batch_axis, decode, digits
+from bpk.plan.samples.decoding import all_different, digits
 from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared, put_back
 from bpk.plan.samples.given import (
     follows_data,
-    is_as_large_as_given,
     is_given_data,
     is_told,
     of_what_was_given,
@@ -24,13 +23,13 @@ from bpk.plan.samples.given import (
 )
 from bpk.plan.samples.hypotheses import (
     are_pieces,
-    behind_first_axis,
-    has_no_axis,
     hypotheses,
     mixed,
     numberings,
     reads_tables,
+    require_apart,
 )
+from bpk.plan.samples.numbers import numbers_of
 from bpk.plan.samples.picked import picked
 from bpk.plan.samples.probing import SourcesOf, fuller, sweep, tolerance_of, uses_of
 from bpk.recording.record import Record
@@ -124,10 +123,17 @@ def as_picked(
 ) -> tuple[int, dict[int, Tensor]] | None:
     """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
     found = picked(root, above, sources, tolerance_of(root, above), sure)
-    try:
-        return found and (found[0], follow(root, above, sources, found[1], found[0], movable=False))
-    except UnsupportedLayer:
+    before = [(record, record.shifted) for record in above]
+    if found is None:
         return None
+    for movable in (False, True):
+        try:
+            return found[0], follow(root, above, sources, found[1], found[0], movable)
+        except (UnsupportedLayer, NotInFront) as error:
+            put_back(before)
+            if isinstance(error, AllInside) or (isinstance(error, NotInFront) and not movable):
+                raise
+    return None
 
 
 def follow(
@@ -180,6 +186,7 @@ def follow(
         if id(record) not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
     if inside:
+        require_apart(inside, sources, found, n)
         raise AllInside(inside)
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
     if are_pieces(above, rows_of, n):
@@ -208,39 +215,3 @@ def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows
         if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
             return False
     return True
-
-
-def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: SourcesOf) -> Tensor:
-    """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
-
-    Raises:
-        Shared: If there may be none.
-        Inside: If it is one of those that the call looks at, and the call has no parameters.
-        NotInFront: If there is none.
-    """
-    if has_no_axis(record):
-        raise NotInFront([record])
-    rows = decode(mat, n, tolerance)
-    if rows is not None:
-        return rows
-    axis, rows = batch_axis(mat, n, tolerance)
-    what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
-    if not record.binding.certain and decode(mat.flatten(1)[..., None], n, tolerance) is not None:
-        raise Inside
-    if movable and axis and len(record.used) > 1 and not record.params:
-        raise NotInFront([record])  # its results come side by side, without axes of their own
-    if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
-        passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `follow`)
-        shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
-        elsewhere = record.knows_batch or n in behind_first_axis(record)
-        elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
-        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
-            raise Shared(what)
-        raise mixed(f"one {what}")
-    looks_at = record.rule.acts_on(record.call())
-    if looks_at is not None and axis < record.inputs[0].dim() - looks_at:
-        record.shift(axis)
-        return rows
-    if record.params:
-        raise mixed(f"its batch axis is axis {axis}, and one {what}")
-    raise NotInFront([record])

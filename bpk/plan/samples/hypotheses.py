@@ -184,6 +184,24 @@ def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
         yield (number // inner) % n
 
 
+def require_apart(
+    records: Iterable[Record], sources: Mapping[int, dict[int, Source]], rows: Mapping[int, Tensor], n: int
+) -> None:
+    """Refuse to see samples inside of the only row of a layer, if none with parameters in front of it tells them apart.
+
+    Nothing else would notice that the layer mixes them.
+    """
+    for record in records:
+        waiting, seen, told = [record], {record}, not record.params
+        while waiting and not told:
+            feeders = {r for source in sources[id(waiting.pop())].values() for r, _ in source.targets}
+            told = any(r.params and id(r) in rows and len(rows[id(r)].unique()) == n for r in feeders)
+            waiting += feeders - seen
+            seen |= feeders
+        if not told:
+            raise mixed(f"'{record.path}' ({type(record.module).__name__}) has one for {n} samples")
+
+
 def mixed(what: str) -> UnsupportedLayer:
     """The refusal of graphs in which samples cannot be told apart by rows."""
     return UnsupportedLayer(

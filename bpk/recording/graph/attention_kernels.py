@@ -7,11 +7,15 @@ it, and the rule of the function serves it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.attention.function import ScaledDotProductAttention
+from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
 from bpk.recording.graph.nodes import Edge
@@ -60,6 +64,23 @@ def names_of(node: Node) -> tuple[str, ...]:
     return () if names - OTHER != set(wanted) else wanted
 
 
+def misread(module: FusedAttention, inputs: Sequence[Tensor], mask: Tensor, output: Tensor) -> bool:
+    """Whether the kernel took other numbers than those of the mask, so that what came out is no attention.
+
+    The one for processors does (seen in torch 2.13), with 16 keys or more, where the mask is in single precision and
+    the queries in double. The user is told: gradients are wrong as well.
+    """
+    if mask.dtype is not torch.float32 or inputs[0].dtype is not torch.float64:
+        return False
+    with torch.no_grad():
+        right = torch.allclose(module(*inputs, mask.double()), output)
+    if not right:
+        what = "F.scaled_dot_product_attention has taken other numbers than those of its mask."
+        why = "torch's kernel for processors misreads a mask in float32 beside queries in float64."
+        warn(explain(what, why, "convert the mask, attn_mask.to(query.dtype); values are those of what was computed."))
+    return not right
+
+
 def recover(edge: Edge) -> Record | None:
     """The record of a fused attention kernel, from its node; `None` for all others."""
     node, nr = edge
@@ -72,6 +93,8 @@ def recover(edge: Edge) -> Record | None:
         return None
     grouped = not query.shape[1] == key.shape[1] == value.shape[1]
     module = attention(bool(is_causal), scale, grouped)
+    if given and misread(module, (query, key, value), given[0], output):
+        return None
     rule = REGISTRY.find(module)
     assert rule is not None
     binding = rule.bind(module, (query, key, value, *given), {})

@@ -30,7 +30,9 @@ from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.averaged.products import (
+    as_precise,
     blocks_between,
+    in_one_precision,
     mean_between,
     pull_mean,
     pull_means,
@@ -69,12 +71,9 @@ class Averaged(Player):
         self.whole: dict[Tensors, bool] = {}
 
     def visit(self, step: Step) -> None:
-        if step.is_loss:
+        if step.is_loss or step in self.waiting:
             step.reached = True
-            self.start(step)
-        elif step in self.waiting:
-            step.reached = True
-            self.pass_call(step)
+            (self.start if step.is_loss else self.pass_call)(step)
 
     def start(self, step: Step) -> None:
         """Begin at a loss."""
@@ -116,14 +115,14 @@ class Averaged(Player):
 
     def pass_call(self, step: Step) -> None:
         """One layer of the recursion."""
-        row = {key: step.cast(block) for key, block in self.close(step, self.waiting.pop(step)).items()}
+        row = in_one_precision(self.close(step, self.waiting.pop(step)), step.call.output)
         matrix = row.pop(step)
         if self.hand is not None and self.hand.serves(step):
             self.pass_by_hand(step, matrix, row)
             return
         require_samples(step, step.samples_of_rows is None)
         require_one_name(step)
-        view = step.view(self.samples)
+        view = as_precise(step, step.view(self.samples), matrix)
         self.collect(step, Averages(matrix, self.meet(step, row)))
         self.keep(step, matrix, row)
         for link in step.links.values() if step.rule is STRETCH else ():

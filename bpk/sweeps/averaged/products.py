@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import reduce
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -12,6 +16,19 @@ from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
+
+K = TypeVar("K")
+
+
+def in_one_precision(blocks: Mapping[K, Tensor], like: Tensor) -> dict[K, Tensor]:
+    """Blocks between a call's output and other tensors in the highest precision of all (a router's is its own)."""
+    kind = reduce(torch.promote_types, (block.dtype for block in blocks.values()), like.dtype)
+    return {key: block.to(kind) for key, block in blocks.items()}
+
+
+def as_precise(step: Step, call: Call, matrix: Tensor) -> Call:
+    """The call in the precision of what has arrived. (Autograd has its own.)"""
+    return call if step.rule is STRETCH or matrix.dtype is call.output.dtype else call.cast(matrix.dtype)
 
 
 def pull_means(step: Step, call: Call, mat: Tensor) -> dict[int, Tensor]:

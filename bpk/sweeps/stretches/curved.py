@@ -70,12 +70,14 @@ class CurvedStretch:
     def columns(self, considered: Callable[[Tensor, int], Tensor]) -> list[LazyColumns]:
         """Signed columns at the inputs and the shared parameters; `considered` restricts a tensor to some samples."""
         names: list[Wrt] = [*range(len(self.call.inputs)), *self.step.reused]
+        kinds = [x.dtype for x in (*self.call.inputs, *(self.call.params[name] for name in self.step.reused))]
 
         def named(chunk: Chunk) -> Chunk:
             mats, signs = chunk
             each = [*mats.values()]
             if self.bottleneck is not None:
                 each = [*self.bottleneck.lead(each[0]), *each[1:]]
+            each = [mat.to(kind) for mat, kind in zip(each, kinds, strict=True)]  # scores may be in another precision
             parts = {name: considered(mat, 1) for name, mat in zip(names, each, strict=True)}
             return parts, None if signs is None else considered(signs, 1)
 
