@@ -134,7 +134,8 @@ def check_module(module: object) -> None:
                 explain(
                     f"Parameter '{name}' is complex ({param.dtype}).",
                     "squares, norms and curvature of complex parameters have several meanings; none is implemented.",
-                    "store real and imaginary part as two real parameters, or set requires_grad=False.",
+                    "make it of two real parameters (torch.nn.utils.parametrize.register_parametrization, with "
+                    "forward(re, im) = torch.complex(re, im)), or set requires_grad=False.",
                 )
             )
 

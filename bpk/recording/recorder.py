@@ -188,8 +188,12 @@ def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def mark_results(module: nn.Module, output: Any) -> Any:
-    """Write down that parameters of a module are used somewhere before its results."""
-    changed = {id(x): passage(module, x) for x in tensors_in(output) if x.requires_grad and x.dim()}
+    """Write down that parameters of a module are used somewhere before its results.
+
+    Complex ones are left to autograd: what lies before the next real ones is a stretch of its own.
+    """
+    results = [x for x in tensors_in(output) if x.requires_grad and x.dim() and not x.is_complex()]
+    changed = {id(x): passage(module, x) for x in results}
     return substitute(output, changed) if changed else None
 
 

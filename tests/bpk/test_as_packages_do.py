@@ -217,3 +217,8 @@ def test_gradients_in_the_gradient_of_a_function() -> None:
         torch.testing.assert_close(p.grad, q.grad)
         torch.testing.assert_close(p.grad_batch, q.grad_batch)
         torch.testing.assert_close(p.diag_ggn_exact, q.diag_ggn_exact)
+    for quantity in (E.DiagHessian, E.HMP, E.GGNMP):  # all differentiate that gradient, which has no graph
+        with pytest.raises(NotImplementedError, match="autograd does not see how its gradient"):
+            with bpk.backpack(quantity()):
+                bpk.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+            getattr(model.first.weight, quantity().savefield)(model.first.weight)

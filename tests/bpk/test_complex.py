@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import bpk
 from bpk import extensions as E
@@ -48,6 +49,37 @@ def test_agrees_with_autograd(how: str, converter: bool) -> None:
     assert not converter or isinstance(net, torch.fx.GraphModule)
     backward(net, bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
     agrees(net, ref, factors=False)
+
+
+class OfParts(nn.Module):
+    """A complex number, of two parameters."""
+
+    def forward(self, re: Tensor, im: Tensor) -> Tensor:
+        return torch.complex(re, im)
+
+    def right_inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return z.real.clone(), z.imag.clone()
+
+
+class ComplexLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3, dtype=torch.complex128)
+        self.last = nn.Linear(3, 3, dtype=torch.complex128)
+        for layer in (self.first, self.last):
+            for name in ("weight", "bias"):
+                parametrize.register_parametrization(layer, name, OfParts())
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(torch.complex(x, x.sin()))
+        return self.last(torch.complex(z.real.tanh(), z.imag.relu())).abs()
+
+
+def test_layers_whose_complex_weights_are_made_of_real_parameters() -> None:
+    model, x, y = ComplexLayers(), rand(3, 4), torch.randint(3, (3,))
+    ref = Reference(model, (x,), lambda pred: nn.functional.cross_entropy(pred, y))
+    backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
+    agrees(model, ref, factors=False)
 
 
 @pytest.mark.parametrize("extension", SECOND_ORDER)

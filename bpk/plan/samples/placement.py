@@ -136,23 +136,12 @@ def is_stuck(record: Record) -> bool:
     return record.rule.obstacle(call) is not None and record.rule.mixing(call) is None
 
 
-def read_parameters(above: Iterable[Record], sources: Sources) -> set[Record]:
-    """The calls that are given parameters alone, and nothing that other calls have computed."""
-    found = set[Record]()
-    for record in above:
-        for source in sources[record].values():
-            if source.targets:
-                break
-        else:
-            if is_given_parameters(record):
-                found.add(record)
-    return found
-
-
 def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Record]:
     """The calls that autograd passes wherever the samples are: those without a rule, and without a batch axis."""
-    given = set(above) if root.batch_size == 1 else read_parameters(above, sources)  # to one sample, all belongs
-    return [r for r in above if r.rule is None or (r in given and has_no_axis(r)) or computes_parameter(r)]
+    first = {r for r in above if not any(source.targets for source in sources[r].values())}  # no call feeds them
+    alone = [r for r in above if root.batch_size == 1 or (r in first and is_given_parameters(r))]
+    given = {r for r in alone if has_no_axis(r)}  # to one sample, all belongs
+    return [r for r in above if r.rule is None or r in given or (r in first and computes_parameter(r))]
 
 
 def computes_parameter(record: Record) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source
+from bpk.recording.identity import function_name
+from bpk.recording.state import CTX
 
 UNDEFINED = {
     "LogcumsumexpBackward0": "torch's derivatives of the gradient of logcumsumexp are NaN, as functions of its vector."
@@ -35,14 +39,17 @@ REFUSAL = "torch::autograd::Error"
 """The node that `once_differentiable` puts behind a gradient."""
 
 
+def has_users_functions(source: Source) -> bool:
+    """Whether there are functions that users wrote (the names of torch's own end with a number)."""
+    return any(not function_name(node) and node.name().endswith("Backward") for node in source.nodes)
+
+
 def is_marked(source: Source, grad: Tensor) -> bool:
     """Whether a user's function is marked with `once_differentiable`.
 
     Its gradient then has no graph towards its inputs, as if it were linear. It has one towards an error, however, if
     it is asked for with a gradient that itself requires one.
     """
-    if not any(name.endswith("Backward") for name in source.functions):  # torch's own end with a number
-        return False
     waiting = [g.grad_fn for g in source.gradients(grad.detach().requires_grad_())]
     seen = set(waiting)
     while waiting:
@@ -55,6 +62,23 @@ def is_marked(source: Source, grad: Tensor) -> bool:
         seen |= fresh
         waiting += fresh
     return False
+
+
+def is_hidden(source: Source, grad: Tensor) -> bool:
+    """Whether a user's function hides from autograd how its gradient comes about (`torch.no_grad`, a solver).
+
+    The gradient `J^T u` is linear in `u`: its derivative, times `u`, is itself. What is hidden counts as a constant.
+    """
+    u = draw(grad.shape, grad, 0).requires_grad_()
+    with torch.enable_grad(), CTX.quietly():
+        found = [torch.view_as_real(g) if g.is_complex() else g for g in source.gradients(u)]
+        parts = [g * draw(g.shape, g, k + 1) for k, g in enumerate(found)]
+        values = torch.cat([part.detach().flatten() for part in parts])
+        known = [part.sum() for part in parts if part.requires_grad]
+        (slope,) = torch.autograd.grad(known, u, allow_unused=True) if known else (None,)
+    seen = 0.0 if slope is None else float((slope.conj() * u.detach()).sum().real)
+    eps = max(torch.finfo(dtype).eps for dtype in (grad.dtype, torch.float32))  # functions may round in between
+    return abs(float(values.sum()) - seen) > eps**0.5 * float(values.abs().sum())
 
 
 def require_products(source: Source) -> None:
@@ -77,9 +101,12 @@ def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
     what = f"A function before '{source.consumer.path}' ({type(source.consumer.module).__name__}) cannot be "
     what += "differentiated twice."
     do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
-    if is_marked(source, grad):
-        raise UnsupportedLayer(explain(what, "it is marked with once_differentiable.", do))
     try:
+        if has_users_functions(source):
+            if is_marked(source, grad):
+                raise UnsupportedLayer(explain(what, "it is marked with once_differentiable.", do))
+            if is_hidden(source, grad):
+                raise UnsupportedLayer(explain(what, "autograd does not see how its gradient is computed.", do))
         yield
     except RuntimeError as error:
         reason = only_once(error)
