@@ -11,8 +11,8 @@ from torch import Tensor
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source
-from bpk.recording.identity import function_name
-from bpk.recording.state import CTX
+from bpk.recording.context.state import CTX
+from bpk.recording.graph.identity import function_name
 
 UNDEFINED = {
     "LogcumsumexpBackward0": "torch's derivatives of the gradient of logcumsumexp are NaN, as functions of its vector."
