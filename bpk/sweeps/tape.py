@@ -129,11 +129,10 @@ class Tape(Observer):
         grad = step.grad if step.is_loss or step.mixed else self.rows(step.grad)
         feeds = {index: self.feed(link) for index, link in step.links.items()}
         params = {name: id(p) for name, p in step.params.items()}
-        assert step.rule is not None
         stretch = self.linearise(step)
         if stretch is not None:
             kept = Call(None, (), {}, step.call.output.new_empty(0))
-        frame = Frame(step.number, step.rule, kept, grad, feeds, step.where, samples, params, stretch)
+        frame = Frame(step.number, step.rule_at(self.samples), kept, grad, feeds, step.where, samples, params, stretch)
         frame.terms = self.terms(step) if step.is_loss else None
         self.frames.append(frame)
         return self, len(self.frames)
