@@ -30,10 +30,10 @@ States = Mapping[str, ParameterState]
 def collect(parameters: Parameters, key: Hashable, sweep: Observer, step: Step, states: States) -> None:
     """Hand what a sweep finds at a call to the call's parameters."""
     arrived = sweep.visit(step)
-    assert step.rule is not None
-    view = step.view(sweep.samples) if states else step.call
+    view, rule = (step.view(sweep.samples), step.rule_at(sweep.samples)) if states else (step.call, step.rule)
+    assert rule is not None
     for name, state in states.items():
-        use = Use(view, step.rule, name, arrived, step.samples_of_rows)
+        use = Use(view, rule, name, arrived, step.samples_of_rows)
         parameters.collect(state, key, use, step.batch_size)
 
 

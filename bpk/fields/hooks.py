@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bpk.recording.activations import forget
 from bpk.recording.context.state import CTX
-from bpk.recording.membership import containers_of
+from bpk.recording.membership import MARK, containers_of
 
 
 class Hooks:
@@ -54,9 +54,17 @@ class Hooks:
         if self.hook is not None and id(module) not in self.done and id(module) in self.visited:
             self.done.add(id(module))
             with CTX.aloud():
-                self.hook(module)
+                self.call(module)
             if id(module) in self.stored:
                 forget(*self.stored.pop(id(module)))
+
+    def call(self, layer: nn.Module) -> None:
+        """Call the hook for a layer, and before it for modules inside that hold parameters of it (`mha.out_proj`)."""
+        for part in layer._modules.values():
+            if part is not None and MARK not in part.__dict__ and next(part.parameters(), None) is not None:
+                self.call(part)
+        assert self.hook is not None
+        self.hook(layer)
 
     def run_last(self) -> None:
         """Containers come last, from the inside out, and so do layers that were left to autograd: all is final then."""
@@ -66,6 +74,8 @@ class Hooks:
         for container in containers_of((*self.visited.values(), *self.last.values())):
             last[id(container)] = container
         for module in sorted(last.values(), key=lambda m: len(list(m.modules()))):
-            if id(module) not in self.visited:
+            if id(module) not in self.visited and id(module) in self.last:
+                self.call(module)
+            elif id(module) not in self.visited:
                 self.hook(module)
         self.forget()

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.families.no_rows import with_rows
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source, connected
-from bpk.plan.stretch import StretchCall
+from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording.graph.ports import Port
 from bpk.recording.record import Record
 
@@ -132,6 +133,11 @@ class Step:
         if samples not in self.views:
             self.views[samples] = self.call.subset(samples)
         return self.views[samples]
+
+    def rule_at(self, samples: tuple[int, ...] | None) -> Rule:
+        """The rule for the call restricted to some samples: one that takes an empty batch, if these are none."""
+        assert self.rule is not None
+        return self.rule if samples != () or self.rule is STRETCH else with_rows(self.rule, self.view(samples))
 
     def cast(self, mat: Tensor) -> Tensor:
         """Bring what has arrived to the precision of the call."""

@@ -111,10 +111,9 @@ class Player(Sweep):
 
     def uses(self, step: Step, arrived: Any) -> dict[str, Use]:
         """By name: a parameter of the call, with what has arrived."""
-        view = step.view(self.samples)
-        assert step.rule is not None
+        view, rule = step.view(self.samples), step.rule_at(self.samples)
         rows, of = step.samples_of_rows, (step.record, step.consumer and step.index)
-        return {name: Use(view, step.rule, name, arrived, rows, of) for name in step.params}
+        return {name: Use(view, rule, name, arrived, rows, of) for name in step.params}
 
 
 def positive_factor(step: Step) -> float:

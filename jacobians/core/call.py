@@ -132,6 +132,13 @@ class Call:
         call._memo = self._memo
         return call
 
+    def seen_with(self, options: Options) -> Call:
+        """The same call with other hyperparameters: of what was computed already, what was drawn is left."""
+        call = self._mapped(lambda x: x)
+        call.options, call.drawn, call.whole = options, self.drawn, self.whole
+        call._memo = {key: value for key, value in self._memo.items() if key in DRAWN}
+        return call
+
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
         """The same call with other tensors."""
         params = {name: change(p) for name, p in self.params.items()}

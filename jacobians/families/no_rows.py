@@ -36,6 +36,9 @@ class NoRows(Rule):
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO
 
+    def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
+        return diag.new_zeros(*((0,) if per_sample else ()), *call.params[param].shape)
+
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         factor = self.rule.kron_input(call, param, approximation)
         return None if factor is None else factor.new_zeros(factor.shape)

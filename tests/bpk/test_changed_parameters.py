@@ -202,3 +202,54 @@ def test_parameters_that_were_frozen_in_the_forward_pass_only() -> None:
     assert model[2].weight.grad is None
     assert not any(hasattr(model[2].weight, extension.savefield) for extension in extensions)
     assert all(hasattr(p, e.savefield) for e in extensions for p in (model[0].weight, model[2].bias))
+
+
+# ---- products, which are called later ----------------------------------------------------------------
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Dropout(0.5)
+        self.act, self.scale, self.last = nn.LeakyReLU(0.1), nn.Parameter(torch.rand(4) + 0.5), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.act(self.norm(self.first(x))) * self.scale))
+
+
+def other_mode(model: Scaling) -> None:
+    model.eval()
+    model.act.negative_slope, model.norm.eps = 0.7, 0.5
+
+
+def other_scale(model: Scaling) -> None:
+    model.scale.data = model.scale.data + 1
+
+
+def other_statistics(model: Scaling) -> None:
+    with torch.no_grad():
+        model.norm.running_mean.add_(1)
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("change", [other_mode, other_scale, other_statistics])
+@pytest.mark.parametrize("extension", [E.HMP, E.GGNMP, E.PCHMP])
+def test_products_belong_to_the_point_of_the_gradient(
+    extension: type[E.BackpropExtension], change: Callable[[Scaling], None]
+) -> None:
+    """Hyperparameters and modes are as they were; values that are gone are refused."""
+    torch.manual_seed(0)
+    model, loss_fn, asked = bpk.extend(Scaling().double()), bpk.extend(nn.CrossEntropyLoss()), extension()
+    with bpk.backpack(asked):
+        loss_fn(model(torch.randn(5, 3).double()), torch.arange(5) % 3).backward()
+    for name in ("first.weight", "norm.weight"):
+        p = model.get_parameter(name)
+        product, v = getattr(p, asked.savefield), torch.ones_like(p)
+        before = product(v).clone() if change is other_mode else None
+        if before is not None:
+            change(model)
+            torch.testing.assert_close(product(v), before)
+            model.train().norm.eval()
+            model.act.negative_slope, model.norm.eps = 0.1, 1e-5
+    if change is not other_mode:
+        change(model)
+        with pytest.raises(RuntimeError, match="changed"):
+            product(v)

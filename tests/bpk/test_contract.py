@@ -117,6 +117,33 @@ def test_extension_hook_runs_after_the_extensions_on_every_module() -> None:
     assert seen.index(model[0]) > seen.index(model[0][0]), "a container comes after its children"
 
 
+class Attending(nn.Module):
+    """Parameters of its layers are in modules inside of them, and it has one itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.scale = nn.MultiheadAttention(4, 2, batch_first=True), nn.Parameter(torch.ones(4))
+        self.last = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.attention(x, x, x)[0] * self.scale).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+def test_extension_hook_finds_parameters_inside_of_layers() -> None:
+    model, loss_fn = bpk.extend(Attending()), bpk.extend(nn.CrossEntropyLoss())
+    seen: list[nn.Module] = []
+
+    def hook(module: nn.Module) -> None:
+        seen.append(module)
+        for p in module.parameters(recurse=False):
+            del p.grad_batch
+
+    backward(model, loss_fn, torch.randn(5, 2, 4), torch.arange(5) % 3, E.BatchGrad(), extension_hook=hook)
+    assert saved(model) == set() and len({id(m) for m in seen}) == len(seen)
+    assert seen.index(model.attention.out_proj) < seen.index(model.attention)
+
+
 def test_extension_hook_may_replace_and_delete_mid_backward() -> None:
     model, loss_fn = extended()
     x, y = data()

@@ -292,6 +292,12 @@ def test_draws_that_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bpk.verify(*network(), E.DiagGGNMC()).wrong
 
 
+def test_losses_that_torch_differentiates_once() -> None:
+    """Nobody knows then what draws must be in the mean."""
+    result = bpk.verify(nn.Linear(4, 3), nn.MultiMarginLoss(p=2), torch.randn(5, 4), torch.arange(5) % 3, *SAMPLED)
+    assert not result.wrong and all("plain autograd cannot" in row.note for row in result.rows), result
+
+
 # ---- samples in another order ----------------------------------------------------------------------------
 class Reordered(nn.Module):
     """Layers see samples in an order of their own, and so may the loss."""

@@ -223,16 +223,34 @@ def test_two_losses() -> None:
     agree(model, Reference(model, Both(), x, y))
 
 
+class OverSteps(nn.Module):
+    """Layers whose products need not take an empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.slopes = nn.Embedding(5, 4), nn.LayerNorm(4), nn.PReLU(3)
+        self.recurrent, self.last = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.table(x))
+        h = self.slopes(self.recurrent(h + self.attention(h, h, h)[0])[0])
+        return self.last(h.sin()).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("extension", [c for c in E.__dict__.values() if "subsampling" in options_of(c)])
-def test_sums_over_no_samples_are_zero(extension: type[E.BackpropExtension]) -> None:
+def test_sums_over_no_samples_are_zero(extension: type[E.BackpropExtension], steps: bool) -> None:
     if extension.averages:
         with pytest.raises(ValueError, match="names no sample"):
             extension(subsampling=[])
         return
-    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, 2))), nn.CrossEntropyLoss()
-    asked = extension(subsampling=[])
+    model = OverSteps() if steps else nn.Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, 2))
+    model, loss_fn, asked = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), extension(subsampling=[])
+    x = torch.randint(5, (4, 3)) if steps else torch.randn(4, 3)
     with bpk.backpack(asked):
-        bpk.extend(loss_fn)(model(torch.randn(4, 3)), torch.tensor([0, 1, 1, 0])).backward()
+        loss_fn(model(x), torch.tensor([0, 1, 1, 0])).backward()
     for p in model.parameters():
         value = vars(p)[asked.savefield]
         value = value(torch.randn_like(p)) if callable(value) else value

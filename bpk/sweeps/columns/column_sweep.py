@@ -173,15 +173,15 @@ class Run:
 
     def pass_call(self, step: Step, columns: Columns) -> None:
         """Send columns to the inputs of a call, by its rule."""
-        assert step.rule is not None
-        view, only = step.view(self.sweep.samples), len(step.links) == 1
+        view, rule = step.view(self.sweep.samples), step.rule_at(self.sweep.samples)
+        only = len(step.links) == 1
         for key, mat in columns.drain():
             free = only and key in columns.unshared and not step.params
             if free and mat.is_contiguous():
                 mat = mat.view(-1).view(mat.shape)  # the strides of axes with one entry may be any
             for index, link in step.links.items():
                 view.spare = mat.view(-1) if free and mat.is_contiguous() else None
-                sent = step.rule.jac_t_mat_prod(view, mat, index)
+                sent = rule.jac_t_mat_prod(view, mat, index)
                 view.spare = None
                 new = free or (only and sent.untyped_storage() is not mat.untyped_storage())
                 self.send(link, key, sent, columns.signs[key], new)

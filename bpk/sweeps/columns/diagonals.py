@@ -75,7 +75,7 @@ def by_position(rule: Rule, view: Call, diag: Tensor, axes: int) -> LazyColumns:
         column, position = here // positions, here % positions
         spread = sent.new_zeros(len(here), *sent.shape[1:])
         spread[here - start, :, position] = sent[column, :, position]
-        mats: dict[Wrt, Tensor] = {0: spread.reshape(-1, *shape)}
+        mats: dict[Wrt, Tensor] = {0: spread.reshape(len(here), *shape)}
         return mats, signs[column, :, position]
 
     return LazyColumns(len(sent) * positions, make, "behind a diagonal")

@@ -63,14 +63,14 @@ def known(columns: Mapping[Wrt, Tensor], signs: Tensor | None, name: Hashable = 
 
 def diagonal(diag: Tensor) -> LazyColumns:
     """A diagonal residual `[N, *in]`: each column has one entry per sample."""
-    flat = diag.reshape(len(diag), -1)
+    flat = diag.flatten(1) if diag.dim() > 1 else diag[:, None]
     root, signs = flat.abs().sqrt(), flat.sign().T
 
     def make(start: int, stop: int) -> Chunk:
         here = torch.arange(start, stop, device=diag.device)
         columns = flat.new_zeros(stop - start, *flat.shape)
         columns[here - start, :, here] = root.T[start:stop]
-        return {0: columns.reshape(-1, *diag.shape)}, signs[start:stop]
+        return {0: columns.reshape(len(columns), *diag.shape)}, signs[start:stop]
 
     return LazyColumns(flat.shape[1], make)
 

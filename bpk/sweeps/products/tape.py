@@ -5,8 +5,10 @@ Every call is written down when autograd is there, latest first; `block_product.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import weakref
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Alignment, Link, Step, promoted
 from bpk.plan.stretch import StretchCall
+from bpk.recording.changed import Noted, is_changed, note
+from bpk.recording.settings import Settings
 from bpk.sweeps.products.linearised import LinearisedStretch, Modify, positive, through_columns
 from bpk.sweeps.sweep import Observer
 
@@ -32,7 +36,8 @@ class Feed(Alignment):
 class Frame:
     """What the tape keeps of one call: products with its Jacobians and its residual, both ways.
 
-    `params` are, by name, the `id`s of the parameters that it uses.
+    `params` are, by name, the `id`s of the parameters that it uses. `settings` has the hyperparameters as they were, of
+    the module or the arguments in `options`.
     """
 
     number: int
@@ -45,15 +50,28 @@ class Frame:
     params: dict[str, int]
     stretch: LinearisedStretch | None = None
     terms: Tensor | None = None
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    settings: Settings | None = None
+    options: Any = None
+    noted: list[tuple[Tensor, Noted]] = field(default_factory=list)
+    live: list[tuple[weakref.ref[Tensor], Noted]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        kept = () if self.stretch is not None else (*self.call.inputs, *self.call.params.values())
-        self.versions = [(x, x._version) for x in kept]
+    def note(self, leaves: Iterable[Tensor], live: Iterable[Tensor]) -> None:
+        """Note which tensors must not change; of those that are `live`, the call has its own views."""
+        self.noted = [(x, note(x)) for x in (*leaves, *self.call.inputs, *self.call.params.values())]
+        self.live = [(weakref.ref(x), note(x)) for x in live]
 
     def verify(self) -> None:
-        """Refuse if a tensor of the forward pass, or a parameter, was changed since."""
-        if any(x._version != version for x, version in self.versions):
+        """Refuse if a tensor of the forward pass, or a parameter, was changed since; see hyperparameters as they were.
+
+        What was computed from parameters that have other memory by now, or from other hyperparameters, is dropped:
+        it may read them. Buffers that were changed are refused where a rule reads them.
+        """
+        options = self.options if self.settings is None else self.settings.as_called(self.options)
+        parameters = [(ref(), known) for ref, known in self.live]
+        moved = any(x is not None and is_changed(x, known) for x, known in parameters)
+        if self.settings is not None and (moved or options is not self.options):
+            self.call = self.call.seen_with(options)
+        if any(is_changed(x, known) for x, known in self.noted):
             raise RuntimeError(
                 explain(
                     f"Tensors of {self.where} were changed since the backward pass.",
@@ -129,12 +147,14 @@ class Tape(Observer):
         grad = step.grad if step.is_loss or step.mixed else self.rows(step.grad)
         feeds = {index: self.feed(link) for index, link in step.links.items()}
         params = {name: id(p) for name, p in step.params.items()}
-        assert step.rule is not None
         stretch = self.linearise(step)
         if stretch is not None:
             kept = Call(None, (), {}, step.call.output.new_empty(0))
-        frame = Frame(step.number, step.rule, kept, grad, feeds, step.where, samples, params, stretch)
+        frame = Frame(step.number, step.rule_at(self.samples), kept, grad, feeds, step.where, samples, params, stretch)
         frame.terms = self.terms(step) if step.is_loss else None
+        if stretch is None:
+            frame.settings, frame.options = step.record.settings, step.record.binding.options
+        frame.note(() if step.source is None else step.source.leaves, view.params.values())
         self.frames.append(frame)
         return self, len(self.frames)
 

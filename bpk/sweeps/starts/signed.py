@@ -51,9 +51,10 @@ class SignedHessian(ColumnSweep):
 
     def of_diagonal(self, step: Step) -> list[Starting]:
         """What a diagonal at the output of a call brings to its parameters, and sends to its input."""
-        diag, rule, view = self.diagonals.pop(step, None), step.rule, step.view(self.samples)
-        if diag is None or rule is None:
+        diag = self.diagonals.pop(step, None)
+        if diag is None or step.rule is None:
             return []
+        rule, view = step.rule_at(self.samples), step.view(self.samples)
         step.reached = True
         for name in step.params:
             self.settle_squares(step, name, partial(rule.squares_of_diagonal, view, diag, name))
@@ -61,8 +62,9 @@ class SignedHessian(ColumnSweep):
 
     def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
         """Note what some columns add to the squares of a parameter."""
-        assert step.rule is not None
-        use = Use(step.view(self.samples), step.rule, name, ClosedForm(squares), of=(step.record, "squares"))
+        use = Use(
+            step.view(self.samples), step.rule_at(self.samples), name, ClosedForm(squares), of=(step.record, "squares")
+        )
         self.settle(step.params[name], [use], step.batch_size)
 
     def starts_later(self, step: Step, diag: Tensor) -> bool:
@@ -91,8 +93,7 @@ class SignedHessian(ColumnSweep):
     def of_call(self, step: Step) -> list[LazyColumns]:
         """The residual of a call, jointly over inputs and parameters that are used elsewhere as well, by calls further
         up or under another name; then those of the other parameters, one by one."""
-        rule, view = step.rule, step.view(self.samples)
-        assert rule is not None
+        rule, view = step.rule_at(self.samples), step.view(self.samples)
         shared = (*step.reused, *(tied := tied_inside(step)))
         joint: tuple[Wrt, ...] = (*step.links, *shared)
         curved = [wrts for wrts in (joint, *((name,) for name in step.last if name not in tied)) if wrts]
