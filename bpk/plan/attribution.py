@@ -14,15 +14,7 @@ from torch import Tensor
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.decoding import all_different, batch_axis, decode, digits
 from bpk.plan.given import follows_data, is_as_large_as_given, is_given_data, is_told, of_what_was_given, rows_in_order
-from bpk.plan.hypotheses import (
-    are_pieces,
-    behind_first_axis,
-    has_no_axis,
-    hypotheses,
-    mixed,
-    numberings,
-    reads_tables,
-)
+from bpk.plan.hypotheses import are_pieces, behind_first_axis, has_no_axis, hypotheses, mixed, numberings, reads_tables
 from bpk.plan.picked import picked
 from bpk.plan.probing import SourcesOf, fuller, sweep, tolerance_of, uses_of
 from bpk.recording.record import Record
@@ -117,7 +109,7 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
                 left = False
                 try:
                     rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
-                    told = not strict or all(follows_data(record, rows, n, sources) for record in above)
+                    told = not strict or all(follows_data(r, rows, n, sources) for r in above)
                     if told and rows_in_order(above, rows, n):
                         return n, rows
                 except UnsupportedLayer:
