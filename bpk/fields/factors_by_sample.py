@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import ClosedForm
-from bpk.fields.statistics import Uses
+from bpk.fields.statistics import Use, Uses
 from bpk.jacobians.core.numeric import chunks, products, wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.room import is_too_large_for_a_block
@@ -30,13 +30,17 @@ def factors_by_sample(uses: Uses) -> list[Tensor] | None:
     if is_too_large_for_a_block(uses.param) if one is None else not parts or one.layout is not torch.strided:
         return None
     uses.require_room_beside(one)
-    found: list[Tensor] = []
-    for mat in mats:
-        rows = wide(use.rule.kron_rows(use.call, mat, use.name)).transpose(0, 1).flatten(1, -2)
-        product = products(rows.mT, rows.mT)
-        found = [product if not found else found[0].add_(product)]
-    factors = [found[0].to(mats[0].dtype), *([input_factors(parts, uses.param)] if parts else [])]
+    outputs = output_factors(use, mats[0])
+    for mat in mats[1:]:
+        outputs.add_(output_factors(use, mat))
+    factors = [outputs.to(mats[0].dtype), *([input_factors(parts, uses.param)] if parts else [])]
     return factors[::-1] if uses.input_first else factors
+
+
+def output_factors(use: Use, mat: Tensor) -> Tensor:
+    """`sum_v g_vn g_vn^T` `[N, G, G]` of a block of columns."""
+    rows = wide(use.rule.kron_rows(use.call, mat, use.name)).transpose(0, 1).flatten(1, -2).mT
+    return products(rows, rows)
 
 
 def input_factors(parts: Sequence[Outer], like: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def combined(
     `columns` says how many there will be in all, if that is known; for the rest see `value_of`.
     """
     first = before is None
-    if first and extension.stacks and columns is not None and not (adds_up or torch.is_grad_enabled()):
+    stacks = first and extension.stacks and not (adds_up or torch.is_grad_enabled())
+    if stacks and columns is not None and columns > uses.lead[0]:  # others will come
         before = Stacked(columns, uses)
     if isinstance(before, Stacked) and before.has_room(uses):
         uses.spare, uses.room = None, before.room(uses)
