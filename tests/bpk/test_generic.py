@@ -196,6 +196,17 @@ def test_functions_that_autograd_differentiates_once() -> None:
     assert bpk.verify(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact())
 
 
+class Between(nn.Module):
+    """Two linear layers, and a function of a user's between them."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function.apply(self.first(x)))
+
+
 def test_functions_marked_as_differentiable_once() -> None:
     """Autograd gives their gradient without a graph, as that of a linear function: not to be mistaken for one."""
 
@@ -210,15 +221,7 @@ def test_functions_marked_as_differentiable_once() -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return 2 * ctx.saved_tensors[0] * grad
 
-    class Squares(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(Square.apply(self.first(x)))
-
-    model, loss_fn = bpk.extend(Squares()), bpk.extend(nn.CrossEntropyLoss())
+    model, loss_fn = bpk.extend(Between(Square)), bpk.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     with pytest.raises(NotImplementedError, match=r"(?s)before 'last'.*marked with once_differentiable"):
         backward(model, loss_fn, x, y, E.DiagHessian())
@@ -241,15 +244,7 @@ def test_functions_whose_gradients_are_overwritten() -> None:
             twice.zero_()
             return found
 
-    class Squares(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(Square.apply(self.first(x)))
-
-    model, loss_fn = bpk.extend(Squares()), bpk.extend(nn.CrossEntropyLoss())
+    model, loss_fn = bpk.extend(Between(Square)), bpk.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     with pytest.raises(NotImplementedError, match=r"(?s)before 'last'.*modified by an inplace operation"):
         backward(model, loss_fn, x, y, E.DiagHessian())
