@@ -24,7 +24,6 @@ from bpk.jacobians.core.diagonals import Diagonals
 from bpk.jacobians.core.errors import require_declared, require_distinct
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.kronecker import Kronecker
-from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.side_by_side import as_rows, beside
 from bpk.jacobians.second_order import factoring
@@ -218,10 +217,6 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
     ) -> Tensor | None:
         """`squared_sum` of columns that come in several blocks, or `None` to be given them one after the other."""
         return None
-
-    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
-        """The rows `[V, N, *p]` of a parameter as sums of outer products, for each part of it; `()`: none are known."""
-        return ()
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""

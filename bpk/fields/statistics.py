@@ -20,6 +20,7 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
+from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.plan.samples.rows import to_samples
 from bpk.utils.kroneckers import sparse_diagonal
@@ -38,7 +39,7 @@ class Uses(Products):
         if not per_sample and self.keeps_samples and not self.shortcut:
             return self.squared_sum(per_sample=True).sum(0)
         if not self.simple:
-            return add_up([squares(self.rows(key), self.signs(key), per_sample) for key in self.keys])
+            return add_up([self.squares_of(key, per_sample) for key in self.keys])
         if self.keeps_rows and not self.shortcut:
             return squares(self.all_rows(), self.signs_of(self.keys), per_sample)
         use, mats = self.uses[0], list(self.uses[0].arrived.blocks.values())
@@ -54,6 +55,16 @@ class Uses(Products):
         use.call.spare = None
         assert total is not None
         return total
+
+    def squares_of(self, key: Hashable, per_sample: bool) -> Tensor:
+        """The same of one block; no rows are made that pass something smaller."""
+        use, through = self.uses[0], None
+        if len(self.uses) == 1 and key not in use.own and not self.keeps_rows:
+            through = use.rule.rows_through(use.call, use.arrived.blocks[key], use.name)
+        if through is None:
+            return squares(self.rows(key), self.signs(key), per_sample)
+        of_samples = RowsThrough(self.by_sample(through.columns, use), through.jacobian)
+        return of_samples.squares(self.signs(key), per_sample)
 
     def norm_squared(self) -> Tensor:
         """`[N]`: squared norms of the rows of a single column."""

@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.products import add_up
+from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.plan.broadcast_places import Spread, side_by_side, spread_parameters
 from bpk.plan.graph import Source, gradient_edge, pull_columns
+from bpk.plan.parameter_bottleneck import ParameterBottleneck
+from bpk.recording.graph.nodes import Edge
 
 BASE = 16
 """How many powers of two tell rows from each other in one test."""
@@ -34,9 +37,10 @@ class SpreadColumns:
     """
 
     def __init__(self, source: Source, column: Tensor) -> None:
-        self.source, self.count = source, len(column)
+        self.source, self.count, self.device = source, len(column), column.device
         self.places: dict[int, list[tuple[Spread, int]]] = {}
         """By number of a parameter: the functions, and which axis of their results holds the rows."""
+        self.bottlenecks: dict[Edge, ParameterBottleneck] = {}
         found = {} if torch.is_grad_enabled() or self.count < 2 else spread_parameters(source)
         if source.stretch is None or not found:
             return
@@ -60,20 +64,52 @@ class SpreadColumns:
         found = pull_columns([gradient_edge(self.source.stretch)], edges, (self.source.entrance.to_graph(mat),))
         return dict(zip(nodes, found, strict=True))
 
-    def rows(self, mat: Tensor) -> dict[int, Tensor]:
+    def rows(self, mat: Tensor) -> dict[int, Tensor | RowsThrough]:
         """By number of the parameter: `[V, R, *p]` for columns `[V, R, *out]`."""
         if not self.places:
             return {}
         pulled = self.pull({k: [use for use, _ in uses] for k, uses in self.places.items()}, mat)
-        found = {}
+        found: dict[int, Tensor | RowsThrough] = {}
+        narrowed: dict[tuple[Node, Edge], Tensor] = {}  # several parameters share what is computed from them
         for k, uses in self.places.items():
             p = self.source.trained[k]
-            known = [(use, axis, grad) for use, axis in uses if (grad := pulled[use.node]) is not None]
             parts = [
-                at_parameter(summed(use.times(grad), axis, self.count, use.shape), use, p) for use, axis, grad in known
+                (use, summed(use.times(grad), axis, self.count, use.shape))
+                for use, axis in uses
+                if (grad := pulled[use.node]) is not None
             ]
-            found[k] = (add_up(parts) if parts else mat.new_zeros(len(mat), self.count, *p.shape)).to(mat.dtype)
+            through = self.through_bottlenecks(parts, p, narrowed)
+            if through is not None:
+                found[k] = through
+                continue
+            each = [at_parameter(rows, use, p) for use, rows in parts]
+            found[k] = (add_up(each) if each else mat.new_zeros(len(mat), self.count, *p.shape)).to(mat.dtype)
         return found
+
+    def through_bottlenecks(
+        self, parts: Sequence[tuple[Spread, Tensor]], param: Tensor, narrowed: dict[tuple[Node, Edge], Tensor]
+    ) -> RowsThrough | None:
+        """The rows of a parameter through small tensors that are computed from it (`None`: there are none).
+
+        `narrowed` keeps columns there, by function and by what it is given.
+        """
+        columns: list[Tensor] = []
+        jacobians: list[Tensor] = []
+        for use, rows in parts:
+            if use.start is None or not self.bottleneck(use.start).pays(rows.shape[0] * rows.shape[1]):
+                return None
+            narrow, place = self.bottleneck(use.start), (use.node, use.start)
+            if place not in narrowed:
+                narrowed[place] = narrow.columns(rows)
+            columns.append(narrowed[place])
+            jacobians.append(narrow.jacobian(param))
+        return RowsThrough(torch.cat(columns, 2), torch.cat(jacobians)) if columns else None
+
+    def bottleneck(self, start: Edge) -> ParameterBottleneck:
+        """What `start` is computed from, looked for once."""
+        if start not in self.bottlenecks:
+            self.bottlenecks[start] = ParameterBottleneck(start, self.device)
+        return self.bottlenecks[start]
 
 
 def at_parameter(rows: Tensor, use: Spread, param: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt, index_of
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.rows_through import RowsThrough, between_samples, materialised
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.probing import draw
@@ -44,7 +45,7 @@ class StretchCall(Call):
         self.rows_of_inputs: list[Tensor | None] = [None] * len(self.inputs)
         self.n = n
         self.samples = samples
-        self.latest: tuple[Tensor, bool, list[Tensor]] | None = None
+        self.latest: tuple[Tensor, bool, Sequence[Tensor | RowsThrough]] | None = None
         self.spread: SpreadColumns | None = None
 
     @property
@@ -85,7 +86,7 @@ class StretchCall(Call):
         """Columns at an input over the considered samples."""
         return mat if self.samples is None else mat.index_select(1, self.index(mat.device))
 
-    def of_parameters(self, mat: Tensor, together: bool) -> list[Tensor]:
+    def of_parameters(self, mat: Tensor, together: bool) -> Sequence[Tensor | RowsThrough]:
         """Columns at the output times the transposed Jacobian in each parameter, row by row `[V, R, *p]`.
 
         Autograd sums over rows, so it is asked for those of one sample after the other, and their sum is that of the
@@ -93,15 +94,16 @@ class StretchCall(Call):
         All parameters are found at once, and kept for the next one that is asked for.
         """
         if self.latest is None or self.latest[0] is not mat or self.latest[1] != together:
-            found = self.source.pull_to_parameters(mat) if together else self.rows(mat)
-            self.latest = mat, together, found
+            self.latest = mat, together, self.source.pull_to_parameters(mat) if together else self.rows(mat)
         return self.latest[2]
 
-    def rows(self, mat: Tensor) -> list[Tensor]:
+    def rows(self, mat: Tensor) -> list[Tensor | RowsThrough]:
         """Rows `[V, R, *p]` of all parameters: of those that are only spread in one pass, of others in one a sample."""
         if self.spread is None:
             self.spread = SpreadColumns(self.source, draw(self.output.shape, mat[:0], 0))
-        found = {k: self.narrow(x) for k, x in self.spread.rows(self.widen(mat)).items()}
+        found = self.spread.rows(self.widen(mat))
+        if self.samples is not None:
+            found = {k: between_samples(x, self.index(mat.device)) for k, x in found.items()}
         rest = [k for k in range(len(self.source.trained)) if k not in found]
         if rest:
             part = replace(self.source, trained=tuple(self.source.trained[k] for k in rest))
@@ -109,10 +111,10 @@ class StretchCall(Call):
             each = [part.pull_to_parameters(at_rows(full, rows)) for rows, _ in places]
             first = torch.tensor([place for _, place in places], dtype=torch.long, device=mat.device)
             for number, k in enumerate(rest):
-                found[k] = mat.new_zeros(*mat.shape[:2], *self.source.trained[k].shape)
-                if places:
-                    sums = torch.stack([parts[number] for parts in each], 1)
-                    found[k] = sums if len(places) == mat.shape[1] else found[k].to(sums).index_copy(1, first, sums)
+                zeros = mat.new_zeros(*mat.shape[:2], *self.source.trained[k].shape)
+                sums = torch.stack([parts[number] for parts in each], 1) if places else zeros
+                complete = len(places) == mat.shape[1] or not places
+                found[k] = sums if complete else zeros.to(sums).index_copy(1, first, sums)
         return [found[k] for k in range(len(self.source.trained))]
 
     def places_by_sample(self, mat: Tensor) -> list[tuple[Tensor, int]]:
@@ -151,9 +153,22 @@ class PlainAutograd(Rule):
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         assert isinstance(call, StretchCall) and isinstance(wrt, str)
         if sum_batch and call.samples is None:
-            return call.of_parameters(mat, together=True)[int(wrt)]
-        rows = call.of_parameters(mat, together=False)[int(wrt)]
+            return materialised(call.of_parameters(mat, together=True)[int(wrt)])
+        rows = materialised(call.of_parameters(mat, together=False)[int(wrt)])
         return rows.sum(1) if sum_batch else rows
+
+    def rows_through(self, call: Call, mat: Tensor, param: str) -> RowsThrough | None:
+        assert isinstance(call, StretchCall)
+        rows = call.of_parameters(mat, together=False)[int(param)]
+        return rows if isinstance(rows, RowsThrough) else None
+
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        through = self.rows_through(call, mat, param)
+        if through is None:
+            return super().squared_sum(call, mat, param, weights, per_sample)
+        return through.squares(weights, per_sample)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         n, out = call.batch_size, call.output.shape[1:]

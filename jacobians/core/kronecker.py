@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.outer import Outer
+from bpk.jacobians.core.rows_through import RowsThrough
 
 
 class Kronecker(ABC):
@@ -26,6 +28,14 @@ class Kronecker(ABC):
     @abstractmethod
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         """See `Rule`."""
+
+    def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
+        """The rows `[V, N, *p]` of a parameter as sums of outer products, for each part of it; `()`: none are known."""
+        return ()
+
+    def rows_through(self, call: Call, mat: Tensor, param: str) -> RowsThrough | None:
+        """The rows of a parameter through something small, the same for all samples (`None`: none is known)."""
+        return None
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""

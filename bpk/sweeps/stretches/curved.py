@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,8 +48,11 @@ class CurvedStretch:
         rows = None if self.call.merged else self.call.rows_by_sample()
         if rows is not None:
             if not self.may_go_by_row(at_start):
-                self.bottleneck = None
-                return StretchResidual(self.source, self.step.grad, rows)
+                at_end, *of_inputs = rows
+                if self.bottleneck is None or not all(alike(of_inputs[0], other) for other in of_inputs[1:]):
+                    self.bottleneck = None
+                    return StretchResidual(self.source, self.step.grad, rows)
+                return StretchResidual(at_start, self.step.grad, [at_end, of_inputs[0]])
             self.rows = self.call.rows_of_all_inputs
         return StretchResidual(at_start, self.step.grad, merged=self.call.merged)
 
@@ -104,3 +107,8 @@ class CurvedStretch:
         rows = curvature.diagonal(by_row=True)
         of = self.step.samples_of_rows
         return rows if of is None else to_samples(rows[None], of, self.step.batch_size)[0]
+
+
+def alike(rows: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether samples have the same rows in two tensors."""
+    return all(map(torch.equal, rows, others))

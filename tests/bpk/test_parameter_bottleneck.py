@@ -1,0 +1,117 @@
+"""Tables that small networks compute of constants, shared by all samples: rows through them are those one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bpk
+from bpk.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian
+from bpk.jacobians.core.rows_through import RowsThrough
+from bpk.plan.parameter_bottleneck import ParameterBottleneck
+from tests.references.compare import check, rand
+from tests.references.reference import Reference
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+WIDTH, HEADS, T = 4, 2, 3
+
+
+class Positions(nn.Module):
+    """Attention in windows of `T`, with biases that a network computes of distances (Swin, second version)."""
+
+    def __init__(self, windows: int) -> None:
+        super().__init__()
+        self.windows = windows
+        self.first, self.last = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3)
+        self.into, self.onto = (nn.Parameter(torch.randn(16, 1)), nn.Parameter(torch.randn(HEADS, 16)))
+        self.scale, self.softmax = nn.Parameter(torch.rand(HEADS, 1, 1)), nn.Softmax(-1)
+        at = torch.arange(T)
+        self.register_buffer("distance", (at[:, None] - at + T - 1).flatten())
+        self.register_buffer("distances", torch.linspace(-1, 1, 2 * T - 1)[:, None])
+
+    def biases(self) -> Tensor:
+        table = torch.tanh(self.distances @ self.into.T) @ self.onto.T
+        return 4 * table[self.distance].view(T, T, HEADS).permute(2, 0, 1).sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(x)
+        x = x.reshape(n * self.windows, T, WIDTH)
+        q, k, v = self.first(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.scale.exp() + self.biases()
+        found: Tensor = self.last((self.softmax(scores) @ v).transpose(1, 2).reshape(n, -1, WIDTH)).mean(1)
+        return found
+
+
+@pytest.fixture
+def through(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many entries were in the place of rows, by use."""
+    seen: list[int] = []
+    squares = RowsThrough.squares
+
+    def spy(self: RowsThrough, weights: Tensor | None, per_sample: bool) -> Tensor:
+        seen.append(self.columns.shape[2])
+        return squares(self, weights, per_sample)
+
+    monkeypatch.setattr(RowsThrough, "squares", spy)
+    return seen
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_everything(windows: int) -> None:
+    torch.manual_seed(0)
+    check(Positions(windows).double(), rand(3, windows * T, WIDTH), factors=False)
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+@pytest.mark.parametrize("chunk_size", [None, 7])
+def test_squares_alone(windows: int, chunk_size: int | None, through: list[int]) -> None:
+    """Where nobody wants the rows of `into` and `onto`, none are made: the table has 10 entries."""
+    torch.manual_seed(1)
+    model, x, y = Positions(windows).double(), rand(4, windows * T, WIDTH), torch.arange(4) % 3
+    ref = Reference(model, (x,), lambda out: F.cross_entropy(out, y))
+    bpk.extend(model)
+    for extensions in ((DiagHessian(),), (BatchDiagHessian(),), (DiagGGNExact(),)):
+        with bpk.backpack(*extensions, chunk_size=chunk_size):
+            bpk.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        for name, p in model.named_parameters():
+            exact = {"diag_h": ref.diag_h, "diag_h_batch": ref.diag_h_batch, "diag_ggn_exact": ref.diag_ggn}
+            field = extensions[0].savefield
+            torch.testing.assert_close(getattr(p, field), exact[field](name), rtol=1e-8, atol=1e-10)
+    assert (2 * T - 1) * HEADS in through
+
+
+def test_subsampling(through: list[int]) -> None:
+    torch.manual_seed(2)
+    model, x, y = bpk.extend(Positions(1).double()), rand(5, T, WIDTH), torch.arange(5) % 3
+    loss_fn = bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+    found = []
+    for extension in (BatchDiagHessian(subsampling=[3, 0]), BatchDiagHessian()):
+        with bpk.backpack(extension):
+            loss_fn(model(x), y).backward()
+        found.append([p.diag_h_batch for p in model.parameters()])
+    assert through
+    for some, every in zip(*found, strict=True):
+        torch.testing.assert_close(some, every[[3, 0]])
+
+
+def test_squares_of_sums_are_not_negative() -> None:
+    """By `diag(J^T S J)` rounding could leave less than zero where rows are zero but for it."""
+    torch.manual_seed(3)
+    columns = torch.randn(40, 5, 3)
+    jacobian = torch.zeros(3, 2)
+    jacobian[:, 0] = torch.tensor([1.0, 1e-9, -1e-9])
+    columns[..., 0] = 0
+    columns[..., 2] = columns[..., 1]
+    for per_sample in (False, True):
+        assert bool((RowsThrough(columns, jacobian).squares(None, per_sample) >= 0).all())
+
+
+@pytest.mark.parametrize("shape", [(64,), (8, 16)])
+def test_functions_entry_by_entry_have_no_bottleneck(shape: tuple[int, ...]) -> None:
+    """`-exp(p)` is as large as `p`: one product of autograd's costs less than a Jacobian."""
+    p = nn.Parameter(torch.randn(shape))
+    made = -p.exp()
+    assert made.grad_fn is not None
+    assert not ParameterBottleneck((made.grad_fn, 0), p.device).pays(10_000)
