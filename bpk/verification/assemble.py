@@ -12,8 +12,8 @@ from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.jacobians.core.errors import explain
-from bpk.verification.by_definition import by_definition
 from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
+from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
 from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, check_of
