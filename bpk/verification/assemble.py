@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.jacobians.core.errors import explain
-from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
+from bpk.verification.compare import STANDARD_ERRORS, Effort, Pair, Tolerance, judge
 from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
@@ -31,18 +31,6 @@ UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
 SIGNS = "its draws of signs are repeated"
 REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is compared, and at what cost."""
-
-    entries: int
-    samples: int
-    passes: int
-    memory: float
-    relative: float | None
-    absolute: float | None
 
 
 def rows(
@@ -73,7 +61,7 @@ def rows(
     del measured
     factors = any(isinstance(e, (HBP, EKFLR, BatchKFLR)) for e in extensions)
     definition = Reference(problem, places, effort.passes, factors, bar.detail)
-    tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort.relative, effort.absolute)
+    tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort)
     table: list[Row] = []
     for extension, check, here, measurement in zip(extensions, checks, at, found, strict=True):
         bar.step(f"autograd: {extension}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -72,7 +73,7 @@ class Entries(Defined):
         return [value]
 
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        seen = {"N": place.numbers.__getitem__, "P": place.index}
+        seen: dict[str, Callable[[int], Any]] = {"N": place.numbers.__getitem__, "P": place.index}
         pairs = zip(self.axes, index, strict=False)
         return ", ".join(f"{NAMES[axis]} {seen[axis](k) if axis in seen else k}" for axis, k in pairs)
 
