@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
@@ -50,10 +50,10 @@ class FixedPower(Pointwise):
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         return options.forward(inputs[0])
 
+    @once
     def slope(self, call: Call) -> Tensor:
         weight, e = call.options.weight, call.options.exponent
-        key = ("slope", torch.is_grad_enabled())
-        return call.memo(key, lambda: self._multiple(weight * e, call.inputs[0], e - 1))
+        return self._multiple(weight * e, call.inputs[0], e - 1)
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO if call.options.exponent in (0, 1) else Residual.DIAGONAL

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.attention.attention import Heads, Tangent, additive
 from bpk.jacobians.core.binding import Axis, Binding
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, require_constant
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
@@ -108,9 +108,10 @@ class DotProductRule(Rule):
         grouped = options.enable_gqa and index in (1, 2)
         return inputs[0].shape[-3] // inputs[index].shape[-3] if grouped else 1
 
+    @once
     def at(self, call: Call) -> Heads:
-        """The heads, evaluated once per call."""
-        return call.memo((self, "heads"), lambda: self.evaluate_heads(call.options, call.inputs))
+        """The heads."""
+        return self.evaluate_heads(call.options, call.inputs)
 
     def tangent(self, call: Call, mats: Mapping[Wrt, Tensor]) -> Tangent:
         """Tangents of the inputs, repeated as these are; that of a mask spread over its missing axes."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.series import Series
@@ -67,10 +67,10 @@ class Pairwise(Rule):
         shape = common_shape(inputs)
         return options.forward(*(spread(x, shape) for x in inputs))
 
+    @once
     def _at(self, call: Call) -> Derivatives:
-        shape = call.output.shape[1:]
-        x, y = (spread(x, shape) for x in call.inputs)
-        return call.memo(("derivatives", torch.is_grad_enabled()), lambda: self.derivatives(x, y))
+        x, y = (spread(x, call.output.shape[1:]) for x in call.inputs)
+        return self.derivatives(x, y)
 
     def _shape(self, call: Call, wrt: Wrt) -> torch.Size:
         return call.shape_of(wrt)[1:]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.call import Call, once
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import safe_sqrt
@@ -27,8 +25,6 @@ LARGEST = 4096
 
 COUPLES = "it couples the samples of a batch"
 """Why a loss has no Hessian of single samples."""
-
-T = TypeVar("T")
 
 FORMATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -80,17 +76,6 @@ def factorise(dense: Tensor, blocks: Tensor, eps: float, floor: float) -> Factor
     roots = torch.where(healthy, basis * safe_sqrt(values.abs())[:, :, None], torch.nan)
     negative = float(below.detach().min()) if below.numel() else 0.0
     return Factors(blocks, roots, values.sign(), negative)
-
-
-def once(function: Callable[[Rule, Call], T]) -> Callable[[Rule, Call], T]:
-    """Evaluate once per call, with and without a graph."""
-
-    @wraps(function)
-    def kept(rule: Rule, call: Call) -> T:
-        found: T = call.memo((function.__name__, torch.is_grad_enabled()), lambda: function(rule, call))
-        return found
-
-    return kept
 
 
 @once
