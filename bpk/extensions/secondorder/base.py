@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from bpk.extensions.backprop_extension import BackpropExtension, positive
+from bpk.fields.statistics import Uses, add_into
 from bpk.sweeps.module_extension_sweep import ByHand
 from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
@@ -22,6 +25,18 @@ class SecondOrderBackpropExtension(BackpropExtension):
     @property
     def works_by_rules(self) -> bool:
         return not isinstance(self.sweep(), ByHand)
+
+
+class SumOfSquares(SecondOrderBackpropExtension):
+    """`sum_v s_v (J^T U_v)^2` over the columns of a sweep with their signs, of all samples or of each one."""
+
+    combines = True
+
+    def value(self, uses: Uses) -> Tensor:
+        return uses.squared_sum(per_sample=self.needs_samples)
+
+    def combine(self, before: Tensor, value: Tensor) -> Tensor:
+        return add_into(before, value)
 
 
 class SquareRootExtension(SecondOrderBackpropExtension):
