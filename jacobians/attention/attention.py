@@ -12,6 +12,7 @@ multiplies weights with `keep`: `p` in `p v` and `p^T c`, `tp` in `tp v`, and `d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,9 +111,13 @@ class Heads:
         tz = torch.matmul(tp, self.v)
         return (tz if t.v is None else tz + torch.matmul(self.attended, t.v)), tp
 
-    def along(self, q: Series, k: Series, v: Series) -> tuple[Series, Series]:
-        """Output and weights, these behind dropout, from the curves of queries, keys and values: Leibniz for both
-        products, and the softmax's series in between."""
+    def along(self, series: Mapping[int, Series], at_heads: Callable[[Tensor, int], Tensor]) -> tuple[Series, Series]:
+        """Output and weights, these behind dropout, from the curves of some inputs, and their columns at the heads.
+
+        Leibniz for both products of queries, keys and values, and the softmax's series in between.
+        """
+        like, point = next(iter(series.values())), enumerate((self.q, self.k, self.v))
+        q, k, v = (series[i].linear(x, at_heads, i) if i in series else like.constant(x) for i, x in point)
         scores = q.product(k, self.p, lambda a, b: torch.matmul(a * self.scale, b.transpose(-1, -2)))
         attended = softmax(scores, self.p, -1).linear(self.attended, self.dropped)
         return attended.product(v, self.z, torch.matmul), attended
