@@ -15,7 +15,7 @@ from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
 from bpk.utils.ekfac import Eigenbasis
-from bpk.utils.kroneckers import dense
+from bpk.utils.kroneckers import dense, diagonal
 
 
 class Posterior(ABC):
@@ -89,8 +89,8 @@ class Kronecker(Posterior):
     def of_rows(self, uses: Uses, factors: Sequence[Tensor]) -> Tensor:
         """Rows in the eigenbasis of the factors, each entry with its variance."""
         if len(factors) == 1 and factors[0].layout is not torch.strided:
-            diagonal = sparse_diagonal_of(factors[0])
-            return uses.sample_gram(1 / (self.scale * diagonal.view_as(uses.param) + self.prior_precision))
+            single = diagonal(factors[0]).view_as(uses.param)
+            return uses.sample_gram(1 / (self.scale * single + self.prior_precision))
         values, bases = zip(*(eigh(dense(factor), "a Kronecker factor") for factor in factors), strict=True)
         values = tuple(value.clamp(min=0) for value in values)
         if self.damped_factors and len(factors) == 2:
@@ -211,12 +211,6 @@ def require_size(name: str, sizes: Sequence[int], fits: bool, param: Tensor) -> 
                 "use fields of this model, by the names of model.named_parameters().",
             )
         )
-
-
-def sparse_diagonal_of(matrix: Tensor) -> Tensor:
-    """The diagonal of a sparse diagonal matrix."""
-    found = matrix.coalesce()
-    return found.values().new_zeros(len(matrix)).index_copy(0, found.indices()[0], found.values())
 
 
 def fields(model: nn.Module, field: str) -> dict[str, Any]:
