@@ -27,7 +27,18 @@ class SecondOrderBackpropExtension(BackpropExtension):
         return not isinstance(self.sweep(), ByHand)
 
 
-class SumOfSquares(SecondOrderBackpropExtension):
+class OfSamples(SecondOrderBackpropExtension):
+    """An extension of some samples, whose class names its field.
+
+    Args:
+        subsampling: Indices of the samples considered (all by default).
+    """
+
+    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
+        super().__init__(self.field, subsampling=subsampling)
+
+
+class SumOfSquares(OfSamples):
     """`sum_v s_v (J^T U_v)^2` over the columns of a sweep with their signs, of all samples or of each one."""
 
     combines = True
@@ -39,17 +50,10 @@ class SumOfSquares(SecondOrderBackpropExtension):
         return add_into(before, value)
 
 
-class SquareRootExtension(SecondOrderBackpropExtension):
-    """An extension that listens to a square root of the GGN.
-
-    Args:
-        subsampling: Indices of the samples considered (all by default).
-    """
+class SquareRootExtension(OfSamples):
+    """An extension that listens to a square root of the GGN."""
 
     mc_samples: int | None = None
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__(self.field, subsampling=subsampling)
 
     def get_num_mc_samples(self) -> int | None:
         return self.mc_samples

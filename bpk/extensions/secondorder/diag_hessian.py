@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
@@ -15,9 +13,6 @@ from bpk.sweeps.sweep import Sweep
 
 class HessianDiagonal(SumOfSquares):
     """Common part: `diag(H) = sum_k s_k (J^T U_k)^2` over the signed columns of the loss and of every residual."""
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__(self.field, subsampling=subsampling)
 
     def sweep(self) -> Sweep:
         return SignedHessian(self.subsampling)
