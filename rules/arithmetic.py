@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.broadcast import collect, spread
+from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families.linear_map import ZeroResidual
+from bpk.jacobians.families.pairwise import Broadcasting
 
 T = torch.Tensor
 
@@ -45,20 +45,10 @@ Shift = layer("Shift", shift, home="scale_module")
 
 
 # ---- the rules ---------------------------------------------------------------------------------------
-class Addition(ZeroResidual):
+class Addition(ZeroResidual, Broadcasting):
     """`out = sum_k w_k x_k`: the Jacobian with respect to `x_k` is `w_k I`; both products are views where `w_k = 1`."""
 
     reads_values = False
-
-    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
-        return bind_operands(module, args, kwargs)
-
-    def acts_on(self, call: Call) -> int | None:
-        return 0 if len({x.shape for x in call.inputs}) == 1 else None
-
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        shape = common_shape(inputs)
-        return options.forward(*(spread(x, shape) for x in inputs))
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return self._weighted(call, spread(mat, call.output.shape[1:], 2), wrt)
