@@ -16,7 +16,7 @@ from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
-from bpk.jacobians.families.elementwise import Elementwise, Pointwise
+from bpk.jacobians.families.elementwise import Elementwise, Pointwise, positive_numbers
 from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
@@ -117,11 +117,6 @@ def away_from_zero(x: Tensor) -> Tensor:
     return torch.where(x < 0, x - 0.5, x + 0.5)
 
 
-def positive(x: Tensor) -> Tensor:
-    """At least one half."""
-    return x.abs() + 0.5
-
-
 RULES: tuple[Rule, ...] = (
     FixedPower(
         Power,
@@ -130,7 +125,7 @@ RULES: tuple[Rule, ...] = (
             case(Power, 2, shape=(3, 4)),
             case(Power, 3, weight=-0.5, shape=(2, 3, 4)),
             case(Power, -1, 2.0, shape=(3, 4), domain=away_from_zero),
-            case(Power, 0.5, shape=(3, 4), domain=positive),
+            case(Power, 0.5, shape=(3, 4), domain=positive_numbers),
             case(Power, 1, shape=(2, 3)),
         ),
     ),

@@ -153,7 +153,7 @@ def problem(rule: Rule, call: Call) -> str | None:
             again.product(torch.zeros_like(again.point)[None])
         except (RuntimeError, NotImplementedError) as error:
             return f"autograd cannot differentiate it twice ({str(error).splitlines()[0]})"
-        if moved(before):
+        if before.moved():
             return "it draws random numbers, so its second derivative would be that of another function"
     value, before_value = again.value.detach().double(), call.output.detach().double()
     same = torch.isclose(value, before_value, rtol=1e-2, atol=1e-6)
@@ -172,10 +172,3 @@ def parts_of(call: Call) -> list[torch.Size]:
 def name_of(call: Call) -> str:
     """How messages call the loss."""
     return type(filled(call.options, call.inputs)[0]).__name__
-
-
-def moved(before: RandomState) -> bool:
-    """Whether random numbers have been drawn since."""
-    now = RandomState.now(before.device)
-    pairs = ((now.processor, before.processor), (now.accelerator, before.accelerator))
-    return any(x is not None and y is not None and not torch.equal(x, y) for x, y in pairs)
