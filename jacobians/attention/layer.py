@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bpk.jacobians.attention.attention import Heads, Tangent, merge_heads, split_heads
 from bpk.jacobians.attention.dropout import REASON, probed, redrawn, unknown
-from bpk.jacobians.attention.forth import Forth
 from bpk.jacobians.attention.parts import (
     PROJECTIONS,
     Pulled,
@@ -29,6 +28,7 @@ from bpk.jacobians.attention.parts import (
     same,
     weight_tangent,
 )
+from bpk.jacobians.attention.taylor import AttentionTaylor
 from bpk.jacobians.core.call import Call, Wrt, once
 from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.core.products import Residual
@@ -47,7 +47,7 @@ LINEAR: tuple[set[Wrt], ...] = ({2, BIAS}, {"v_proj_weight", BIAS}, {"out_proj.w
 """The output is linear in each of these groups; in `in_proj_weight` it is not."""
 
 
-class AttentionLayer(Forth):
+class AttentionLayer(AttentionTaylor):
     """The output `[N, L, D]` and the weights, `[N, L, S]` or `[N, H, L, S]`, of attention with projections.
 
     As for Kronecker factors, `in_proj_weight` stands for three linear layers, one below the other: `G` `[3 D, 3 D]` is

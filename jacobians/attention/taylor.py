@@ -15,7 +15,7 @@ from bpk.jacobians.core.series import Series, Term
 from bpk.jacobians.second_order.taylor import by_nesting
 
 
-class Forth(ProjectionResidual):
+class AttentionTaylor(ProjectionResidual):
     """The Taylor product of attention with projections."""
 
     def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
