@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.broadcast import collect, spread
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant, swapped
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import add_up
@@ -119,11 +119,6 @@ def sub(input: Any, other: Any, *, alpha: float = 1) -> Conversion:
     return add(input, other, alpha=-alpha)
 
 
-def rsub(input: Any, other: Any, *, alpha: float = 1) -> Conversion:
-    """`other - alpha * input`."""
-    return sub(other, input, alpha=alpha)
-
-
 def builtin_sum(iterable: Any, /, start: Any = 0) -> Conversion:
     """`sum([x, y, z])` of a list."""
     if not isinstance(iterable, (list, tuple)) or isinstance(start, Traced) or start != 0:
@@ -139,7 +134,7 @@ RULES = (
         SumModule,
         functions=reading(add, torch.add, T.add, T.__add__, T.__radd__, operator.add)
         | reading(sub, torch.sub, torch.subtract, T.sub, T.subtract, T.__sub__, operator.sub)
-        | reading(rsub, torch.rsub, T.__rsub__)
+        | reading(swapped(sub), torch.rsub, T.__rsub__)
         | reading(builtin_sum, sum),
         examples=(
             case(SumModule, shape=(3, 4)),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.broadcast import bind_operands, collect, lifted
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant, swapped
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
@@ -129,11 +129,6 @@ def matmul(input: Any, other: Any) -> Conversion:
     return Conversion(LeftMatMul(input), (other,))
 
 
-def rmatmul(input: Any, other: Any) -> Conversion:
-    """`other @ input`."""
-    return matmul(other, input)
-
-
 def bmm(input: Any, mat2: Any) -> Conversion:
     """`torch.bmm(input, mat2)`."""
     if not isinstance(input, Traced) or not isinstance(mat2, Traced):
@@ -159,7 +154,7 @@ RULES: tuple[Rule, ...] = (
     MatrixProduct(
         MatMul,
         functions=reading(matmul, torch.matmul, T.matmul, T.__matmul__, operator.matmul)
-        | reading(rmatmul, T.__rmatmul__)
+        | reading(swapped(matmul), T.__rmatmul__)
         | reading(bmm, torch.bmm, T.bmm),
         examples=(
             case(MatMul, shapes=((2, 2, 3), (2, 3, 2))),

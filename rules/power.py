@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Options, Wrt, once
-from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant, swapped
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import Residual
@@ -89,11 +89,6 @@ def pow(input: Any, exponent: Any) -> Conversion:
     return Conversion(Power(exponent), (input,))
 
 
-def rpow(input: Any, other: Any) -> Conversion:
-    """`other ** input`."""
-    return pow(other, input)
-
-
 def clip(input: Any, min: Any = None, max: Any = None) -> Conversion:
     """`torch.clamp(input, min, max)` with numbers."""
     require_constant("a limit", min, max)
@@ -120,7 +115,7 @@ def away_from_zero(x: Tensor) -> Tensor:
 RULES: tuple[Rule, ...] = (
     FixedPower(
         Power,
-        functions=reading(pow, torch.pow, T.pow, T.__pow__, operator.pow) | reading(rpow, T.__rpow__),
+        functions=reading(pow, torch.pow, T.pow, T.__pow__, operator.pow) | reading(swapped(pow), T.__rpow__),
         examples=(
             case(Power, 2, shape=(3, 4)),
             case(Power, 3, weight=-0.5, shape=(2, 3, 4)),
