@@ -32,14 +32,14 @@ def derivatives_of(
     def compute(quantity: Derivative) -> Found:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise NoReference("the model is not called with one tensor of real numbers")
-        check = Check(duplicate(model, dtype), cast(x, dtype), effort.entries, effort.passes, seed)
+        check = InputDerivatives(duplicate(model, dtype), cast(x, dtype), effort.entries, effort.passes, seed)
         return check.of_taylor() if quantity is taylor else check.second(quantity is laplacian)
 
     return [of_function(quantity, "input", compute, effort) for quantity in wanted]
 
 
 @dataclass
-class Check:
+class InputDerivatives:
     """One model and its input; every evaluation draws the same random numbers."""
 
     model: nn.Module

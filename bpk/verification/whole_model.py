@@ -35,7 +35,7 @@ def of_models(
     """One row for each quantity, between so many rows of the Jacobian of some samples."""
 
     def compute(quantity: OfModel) -> Found:
-        check = Check.of(model, inputs, effort, batch_axis, seed, dtype)
+        check = JacobianRows.of(model, inputs, effort, batch_axis, seed, dtype)
         found, expected = check.kernel() if quantity is ntk else check.covariance()
         return found, expected, FEWER if check.fewer else ""
 
@@ -43,7 +43,7 @@ def of_models(
 
 
 @dataclass
-class Check:
+class JacobianRows:
     """One model and some samples; every evaluation draws the same random numbers.
 
     `rows` are gradients of outputs `places` (samples, and entries of their outputs) in all trained parameters.
@@ -59,7 +59,7 @@ class Check:
     @classmethod
     def of(
         cls, model: nn.Module, inputs: Any, effort: Effort, batch_axis: int, seed: int, dtype: torch.dtype | None
-    ) -> Check:
+    ) -> JacobianRows:
         """From what the user has."""
         given, draw = Arguments.of(inputs, batch_axis), torch.Generator().manual_seed(seed)
         if given.kwargs or given.axis or not all(isinstance(x, Tensor) for x in given.args):
