@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
-from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.broadcast import collect, spread
+from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant, swapped
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families.linear_map import ZeroResidual
+from bpk.jacobians.families.pairwise import Broadcasting
 
 T = torch.Tensor
 
@@ -45,20 +45,10 @@ Shift = layer("Shift", shift, home="scale_module")
 
 
 # ---- the rules ---------------------------------------------------------------------------------------
-class Addition(ZeroResidual):
+class Addition(ZeroResidual, Broadcasting):
     """`out = sum_k w_k x_k`: the Jacobian with respect to `x_k` is `w_k I`; both products are views where `w_k = 1`."""
 
     reads_values = False
-
-    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
-        return bind_operands(module, args, kwargs)
-
-    def acts_on(self, call: Call) -> int | None:
-        return 0 if len({x.shape for x in call.inputs}) == 1 else None
-
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        shape = common_shape(inputs)
-        return options.forward(*(spread(x, shape) for x in inputs))
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return self._weighted(call, spread(mat, call.output.shape[1:], 2), wrt)
@@ -129,11 +119,6 @@ def sub(input: Any, other: Any, *, alpha: float = 1) -> Conversion:
     return add(input, other, alpha=-alpha)
 
 
-def rsub(input: Any, other: Any, *, alpha: float = 1) -> Conversion:
-    """`other - alpha * input`."""
-    return sub(other, input, alpha=alpha)
-
-
 def builtin_sum(iterable: Any, /, start: Any = 0) -> Conversion:
     """`sum([x, y, z])` of a list."""
     if not isinstance(iterable, (list, tuple)) or isinstance(start, Traced) or start != 0:
@@ -149,7 +134,7 @@ RULES = (
         SumModule,
         functions=reading(add, torch.add, T.add, T.__add__, T.__radd__, operator.add)
         | reading(sub, torch.sub, torch.subtract, T.sub, T.subtract, T.__sub__, operator.sub)
-        | reading(rsub, torch.rsub, T.__rsub__)
+        | reading(swapped(sub), torch.rsub, T.__rsub__)
         | reading(builtin_sum, sum),
         examples=(
             case(SumModule, shape=(3, 4)),

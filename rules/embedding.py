@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.embedding import TableLookup, look_up, outer_products
@@ -134,11 +134,9 @@ class EmbeddingBagRule(TableLookup):
             return super().congruence(call, matrix, wrt)
         return matrix
 
+    @once
     def _shares(self, call: Call) -> Shares:
-        def compute() -> Shares:
-            return shares(call.options, call.inputs, call.params["weight"][self.tokens(call)])
-
-        return call.memo(("shares", torch.is_grad_enabled()), compute)
+        return shares(call.options, call.inputs, call.params["weight"][self.tokens(call)])
 
     def _looked_up(self, call: Call, tables: Tensor) -> Tensor:
         """Rows `[V, N, L, D]` of tables `[V, vocab, D]`, zero for padding."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.broadcast import bind_operands, collect, spread
+from bpk.jacobians.core.broadcast import bind_operands, collect, lifted
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant, swapped
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
@@ -66,11 +66,11 @@ class MatrixProduct(LinearInEach):
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         dims = max(x.dim() for x in inputs)
-        return options.forward(*(spread(x, (*(1,) * (dims - x.dim()), *x.shape[1:])) for x in inputs))
+        return options.forward(*(lifted(x, dims - 1) for x in inputs))
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
-        other = self._other(call.inputs[1 if wrt == 0 else 0], call)
-        mat = spread(mat, (*(1,) * (call.output.dim() + 1 - mat.dim()), *mat.shape[2:]), 2)
+        axes = call.output.dim() - 1
+        other, mat = lifted(call.inputs[1 if wrt == 0 else 0], axes), lifted(mat, axes, 2)
         return mat @ other if wrt == 0 else other @ mat
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
@@ -82,13 +82,8 @@ class MatrixProduct(LinearInEach):
             return {wrt: torch.zeros_like(mat) for wrt, mat in mats.items()}
         return {wrt: self._pull(call, grad_out[None], mats[1 if wrt == 0 else 0], wrt, 2) for wrt in mats}
 
-    def _other(self, other: Tensor, call: Call, lead: int = 1) -> Tensor:
-        """An operand with as many axes behind `N` as the output."""
-        missing = call.output.dim() - 1 - (other.dim() - lead)
-        return other.reshape(*other.shape[:lead], *(1,) * missing, *other.shape[lead:])
-
     def _pull(self, call: Call, mat: Tensor, other: Tensor, wrt: Wrt, lead: int = 1) -> Tensor:
-        turned = self._other(other, call, lead).mT
+        turned = lifted(other, call.output.dim() - 1, lead).mT
         product = mat @ turned if wrt == 0 else turned @ mat
         return collect(product, call.shape_of(wrt)[1:], 2)
 
@@ -134,11 +129,6 @@ def matmul(input: Any, other: Any) -> Conversion:
     return Conversion(LeftMatMul(input), (other,))
 
 
-def rmatmul(input: Any, other: Any) -> Conversion:
-    """`other @ input`."""
-    return matmul(other, input)
-
-
 def bmm(input: Any, mat2: Any) -> Conversion:
     """`torch.bmm(input, mat2)`."""
     if not isinstance(input, Traced) or not isinstance(mat2, Traced):
@@ -164,7 +154,7 @@ RULES: tuple[Rule, ...] = (
     MatrixProduct(
         MatMul,
         functions=reading(matmul, torch.matmul, T.matmul, T.__matmul__, operator.matmul)
-        | reading(rmatmul, T.__rmatmul__)
+        | reading(swapped(matmul), T.__rmatmul__)
         | reading(bmm, torch.bmm, T.bmm),
         examples=(
             case(MatMul, shapes=((2, 2, 3), (2, 3, 2))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -51,18 +51,11 @@ def adaptive_max_pool(layer: type[nn.Module], axes: int, function: Any, pool: An
 class FractionalMaxPooling(Selection):
     """Max pooling over windows whose places are drawn in the forward pass, and read off autograd's graph."""
 
-    def __init__(
-        self, layer: type[nn.Module], axes: int, functions: Sequence[Any], examples: Sequence[Example]
-    ) -> None:
-        super().__init__(layer, indices=drawn_maxima, axes=axes, functions=functions, examples=examples)
+    key = "slope"  # which travels with subsets of the batch
 
     def capture(self, call: Call) -> None:
-        kept = call.saved("result1") if call.saved is not None else None
-        found = drawn_maxima(call) if kept is None else kept
-        call.memo("slope", lambda: found.flatten(-self.axes))  # this key travels with subsets of the batch
-
-    def _flat_indices(self, call: Call) -> Tensor:
-        return call.memo("slope", lambda: drawn_maxima(call).flatten(-self.axes))
+        super().capture(call)
+        self._flat_indices(call)
 
 
 def drawn_maxima(call: Call) -> Tensor:
@@ -214,9 +207,10 @@ RULES: tuple[Rule, ...] = (
     PowerAverage(nn.LPPool3d, functions=(F.lp_pool3d,), examples=(case(nn.LPPool3d, 2, 2, shape=(2, 1, 2, 2, 4)),)),
     FractionalMaxPooling(
         nn.FractionalMaxPool2d,
-        2,
-        (F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
-        (
+        indices=drawn_maxima,
+        axes=2,
+        functions=(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
+        examples=(
             case(nn.FractionalMaxPool2d, 2, output_size=(2, 3), shape=(3, 2, 4, 5)),
             case(nn.FractionalMaxPool2d, (3, 2), output_ratio=0.6, shape=(2, 1, 5, 4)),
             case(nn.FractionalMaxPool2d, 2, output_size=2, return_indices=True, shape=(2, 1, 4, 3)),
@@ -224,9 +218,10 @@ RULES: tuple[Rule, ...] = (
     ),
     FractionalMaxPooling(
         nn.FractionalMaxPool3d,
-        3,
-        (F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
-        (
+        indices=drawn_maxima,
+        axes=3,
+        functions=(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
+        examples=(
             case(nn.FractionalMaxPool3d, 2, output_size=(1, 2, 2), shape=(2, 1, 3, 4, 4)),
             case(nn.FractionalMaxPool3d, (1, 2, 2), output_ratio=0.7, shape=(2, 2, 2, 4, 4)),
         ),

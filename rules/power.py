@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.call import Call, Options, Wrt, once
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant, swapped
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
-from bpk.jacobians.families.elementwise import Elementwise, Pointwise
+from bpk.jacobians.families.elementwise import Elementwise, Pointwise, positive_numbers
 from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
@@ -50,10 +50,10 @@ class FixedPower(Pointwise):
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         return options.forward(inputs[0])
 
+    @once
     def slope(self, call: Call) -> Tensor:
         weight, e = call.options.weight, call.options.exponent
-        key = ("slope", torch.is_grad_enabled())
-        return call.memo(key, lambda: self._multiple(weight * e, call.inputs[0], e - 1))
+        return self._multiple(weight * e, call.inputs[0], e - 1)
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO if call.options.exponent in (0, 1) else Residual.DIAGONAL
@@ -89,11 +89,6 @@ def pow(input: Any, exponent: Any) -> Conversion:
     return Conversion(Power(exponent), (input,))
 
 
-def rpow(input: Any, other: Any) -> Conversion:
-    """`other ** input`."""
-    return pow(other, input)
-
-
 def clip(input: Any, min: Any = None, max: Any = None) -> Conversion:
     """`torch.clamp(input, min, max)` with numbers."""
     require_constant("a limit", min, max)
@@ -117,20 +112,15 @@ def away_from_zero(x: Tensor) -> Tensor:
     return torch.where(x < 0, x - 0.5, x + 0.5)
 
 
-def positive(x: Tensor) -> Tensor:
-    """At least one half."""
-    return x.abs() + 0.5
-
-
 RULES: tuple[Rule, ...] = (
     FixedPower(
         Power,
-        functions=reading(pow, torch.pow, T.pow, T.__pow__, operator.pow) | reading(rpow, T.__rpow__),
+        functions=reading(pow, torch.pow, T.pow, T.__pow__, operator.pow) | reading(swapped(pow), T.__rpow__),
         examples=(
             case(Power, 2, shape=(3, 4)),
             case(Power, 3, weight=-0.5, shape=(2, 3, 4)),
             case(Power, -1, 2.0, shape=(3, 4), domain=away_from_zero),
-            case(Power, 0.5, shape=(3, 4), domain=positive),
+            case(Power, 0.5, shape=(3, 4), domain=positive_numbers),
             case(Power, 1, shape=(2, 3)),
         ),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
+from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant, swapped
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.families.pairwise import Derivatives, Pairwise
@@ -110,11 +110,6 @@ def minimum(input: Any, other: Any) -> Conversion:
     return Conversion(Minimum(), (input, other))
 
 
-def rdiv(input: Any, other: Any) -> Conversion:
-    """`other / input`."""
-    return div(other, input)
-
-
 PAIR = ((3, 4), (3, 4))
 FIRST_REPEATED = ((2, 1, 3), (2, 2, 3))
 SECOND_REPEATED = ((2, 2, 2), (2, 2, 1))
@@ -140,7 +135,7 @@ RULES: tuple[Rule, ...] = (
             T.__truediv__,
             operator.truediv,
         )
-        | reading(rdiv, T.__rtruediv__, T.__rdiv__),
+        | reading(swapped(div), T.__rtruediv__, T.__rdiv__),
         examples=tuple(
             case(Quotient, shapes=s, domain=away_from_zero) for s in (PAIR, FIRST_REPEATED, SECOND_REPEATED)
         ),

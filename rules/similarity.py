@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding, bind_tensors
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.example import case
+from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.elementwise import FunctionLayer
 from bpk.jacobians.rule import Rule
@@ -53,9 +53,7 @@ def length(x: Tensor, dim: int, least: float) -> Tensor:
     There torch's second derivative is NaN, which would spread over the sample; plain autograd never sees it where a
     ReLU has made the zeros.
     """
-    squares = x.square().sum(dim, keepdim=True)
-    zero = squares == 0
-    norm = torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
+    norm = safe_sqrt(x.square().sum(dim, keepdim=True))
     return norm + (norm.clamp(min=least) - norm).detach()
 
 

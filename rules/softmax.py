@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.core.series import Series, exponential, softmax
 from bpk.jacobians.families.along_axis import AlongAxis, BlockResidual, as_blocks
@@ -95,9 +95,9 @@ class LogSoftmax(BlockResidual):
         normaliser = total.compose(p.new_zeros(()), logs).linear(call.output, lambda c: c.expand(-1, *p.shape))
         return normaliser.plus(series[0].linear(torch.zeros_like(p), lambda c: c))
 
+    @once
     def _probabilities(self, call: Call) -> Tensor:
-        key = ("probabilities", torch.is_grad_enabled())
-        return call.memo(key, lambda: call.inputs[0].softmax(self._dim(call)))
+        return call.inputs[0].softmax(self._dim(call))
 
     def _residual_product(self, call: Call, grad_out: Tensor, mat: Tensor) -> Tensor:
         dim = self._dim(call)
@@ -135,16 +135,13 @@ class GLU(AlongAxis):
         gate, slope, _ = self._factors(call)
         return torch.cat([mat * gate, mat * slope], self._dim(call) + 1)
 
+    @once
     def _factors(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """`s(b)`, `a s'(b)`, and `s'(b)`."""
-
-        def compute() -> tuple[Tensor, Tensor, Tensor]:
-            a, b = call.inputs[0].chunk(2, self._dim(call))
-            gate = b.sigmoid()
-            gate_slope = gate * (-b).sigmoid()
-            return gate, a * gate_slope, gate_slope
-
-        return call.memo(("factors", torch.is_grad_enabled()), compute)
+        a, b = call.inputs[0].chunk(2, self._dim(call))
+        gate = b.sigmoid()
+        gate_slope = gate * (-b).sigmoid()
+        return gate, a * gate_slope, gate_slope
 
     def _block_entries(self, call: Call, grad_out: Tensor) -> tuple[Tensor, Tensor]:
         """The off-diagonal `g s'(b)` and the diagonal `g a s''(b) = g a s'(b) (1 - 2 s(b))`."""

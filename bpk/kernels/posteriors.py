@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
 from bpk.utils.ekfac import Eigenbasis
-from bpk.utils.kroneckers import dense
+from bpk.utils.kroneckers import dense, diagonal
 
 
 class Posterior(ABC):
@@ -27,8 +28,12 @@ class Posterior(ABC):
         """The parameters."""
 
     @abstractmethod
+    def share(self, name: str, uses: Uses) -> Tensor:
+        """What a parameter adds to the covariance of the outputs, `[N, C, C]`."""
+
     def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
         """What is added up over parameters, from the rows of each."""
+        return {"covariance": partial(self.share, name)}
 
     def covariance(self, totals: Mapping[str, Tensor]) -> Tensor:
         """`[N, C, C]` from the sums."""
@@ -50,8 +55,8 @@ class Diagonal(Posterior):
     def names(self) -> Sequence[str]:
         return list(self.variances)
 
-    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        return {"covariance": lambda uses: uses.sample_gram(variances_of(name, self.variances[name], uses.param))}
+    def share(self, name: str, uses: Uses) -> Tensor:
+        return uses.sample_gram(variances_of(name, self.variances[name], uses.param))
 
 
 @dataclass(frozen=True)
@@ -76,21 +81,14 @@ class Kronecker(Posterior):
     def names(self) -> Sequence[str]:
         return list(self.factors)
 
-    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        def covariance(uses: Uses) -> Tensor:
-            factors = self.factors[name]
-            require_size(
-                name, [len(factor) for factor in factors], prod(map(len, factors)) == uses.param.numel(), uses.param
-            )
-            return self.of_rows(uses, factors)
-
-        return {"covariance": covariance}
-
-    def of_rows(self, uses: Uses, factors: Sequence[Tensor]) -> Tensor:
+    def share(self, name: str, uses: Uses) -> Tensor:
         """Rows in the eigenbasis of the factors, each entry with its variance."""
+        factors = self.factors[name]
+        sizes = [len(factor) for factor in factors]
+        require_size(name, sizes, prod(sizes) == uses.param.numel(), uses.param)
         if len(factors) == 1 and factors[0].layout is not torch.strided:
-            diagonal = sparse_diagonal_of(factors[0])
-            return uses.sample_gram(1 / (self.scale * diagonal.view_as(uses.param) + self.prior_precision))
+            single = diagonal(factors[0]).view_as(uses.param)
+            return uses.sample_gram(1 / (self.scale * single + self.prior_precision))
         values, bases = zip(*(eigh(dense(factor), "a Kronecker factor") for factor in factors), strict=True)
         values = tuple(value.clamp(min=0) for value in values)
         if self.damped_factors and len(factors) == 2:
@@ -122,15 +120,12 @@ class Eigenbases(Posterior):
     def names(self) -> Sequence[str]:
         return list(self.bases)
 
-    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        def covariance(uses: Uses) -> Tensor:
-            bases, precisions = self.bases[name], self.precisions[name]
-            sizes = [len(basis) for basis in bases]
-            fits = prod(sizes) == uses.param.numel() and list(precisions.shape) == sizes
-            require_size(name, sizes, fits, uses.param)
-            return in_eigenbasis(uses, [dense(basis) for basis in bases], precisions)
-
-        return {"covariance": covariance}
+    def share(self, name: str, uses: Uses) -> Tensor:
+        bases, precisions = self.bases[name], self.precisions[name]
+        sizes = [len(basis) for basis in bases]
+        fits = prod(sizes) == uses.param.numel() and list(precisions.shape) == sizes
+        require_size(name, sizes, fits, uses.param)
+        return in_eigenbasis(uses, [dense(basis) for basis in bases], precisions)
 
 
 def in_eigenbasis(uses: Uses, bases: Sequence[Tensor], precisions: Tensor) -> Tensor:
@@ -168,18 +163,19 @@ class LowRank(Posterior):
     def names(self) -> Sequence[str]:
         return list(self.directions)
 
-    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
-        def along(uses: Uses) -> Tensor:
-            directions = self.directions[name]
-            require_size(name, directions.shape[1:], directions.shape[1:] == uses.param.shape, uses.param)
-            return uses.along(directions)
+    def along(self, name: str, uses: Uses) -> Tensor:
+        """Inner products of rows with the directions."""
+        directions = self.directions[name]
+        require_size(name, directions.shape[1:], directions.shape[1:] == uses.param.shape, uses.param)
+        return uses.along(directions)
 
-        found = {"along": along}
+    def share(self, name: str, uses: Uses) -> Tensor:
         if isinstance(self.isotropic, Mapping):
-            variances = self.isotropic[name]
-            return found | {"covariance": lambda uses: uses.sample_gram(variances_of(name, variances, uses.param))}
-        scale = self.isotropic
-        return found | ({"covariance": lambda uses: scale * uses.sample_gram()} if scale else {})
+            return uses.sample_gram(variances_of(name, self.isotropic[name], uses.param))
+        return self.isotropic * uses.sample_gram()
+
+    def statistics(self, name: str) -> dict[str, Callable[[Uses], Tensor]]:
+        return {"along": partial(self.along, name)} | (super().statistics(name) if self.isotropic != 0.0 else {})
 
     def covariance(self, totals: Mapping[str, Tensor]) -> Tensor:
         rows = totals["along"].transpose(0, 1)  # [N, C, K]
@@ -211,12 +207,6 @@ def require_size(name: str, sizes: Sequence[int], fits: bool, param: Tensor) -> 
                 "use fields of this model, by the names of model.named_parameters().",
             )
         )
-
-
-def sparse_diagonal_of(matrix: Tensor) -> Tensor:
-    """The diagonal of a sparse diagonal matrix."""
-    found = matrix.coalesce()
-    return found.values().new_zeros(len(matrix)).index_copy(0, found.indices()[0], found.values())
 
 
 def fields(model: nn.Module, field: str) -> dict[str, Any]:

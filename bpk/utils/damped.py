@@ -13,7 +13,7 @@ from torch import Tensor
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
-from bpk.utils.kroneckers import apply_kfac_mat_prod, checked, diagonal
+from bpk.utils.kroneckers import apply_kfac_mat_prod, checked, diagonal, sparse_diagonal
 
 
 class DampedInverse:
@@ -79,9 +79,8 @@ def eigenvectors(factor: Tensor, where: str = "a Kronecker factor") -> tuple[Ten
     if factor.layout is torch.strided:
         values, vectors = eigh((wide(factor) + wide(factor).T) / 2, where)
         return values.to(factor.dtype), vectors.to(factor.dtype)
-    index = torch.arange(len(factor), device=factor.device).expand(2, -1)
-    ones = torch.ones(len(factor), dtype=factor.dtype, device=factor.device)
-    return diagonal(factor), torch.sparse_coo_tensor(index, ones, factor.shape, is_coalesced=True)
+    values = diagonal(factor)
+    return values, sparse_diagonal(torch.ones_like(values))
 
 
 def positive_damping(damping: Any) -> float:

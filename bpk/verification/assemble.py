@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.jacobians.core.errors import explain
-from bpk.verification.by_definition import by_definition
-from bpk.verification.compare import STANDARD_ERRORS, Pair, Tolerance, judge
+from bpk.verification.compare import STANDARD_ERRORS, Effort, Pair, Tolerance, judge
+from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
 from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, check_of
@@ -33,18 +33,6 @@ SIGNS = "its draws of signs are repeated"
 REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much is compared, and at what cost."""
-
-    entries: int
-    samples: int
-    passes: int
-    memory: float
-    relative: float | None
-    absolute: float | None
-
-
 def rows(
     problem: Problem, extensions: Sequence[BackpropExtension], effort: Effort, use_converter: bool, bar: Progress
 ) -> list[Row]:
@@ -58,24 +46,24 @@ def rows(
     at = [{k: place.restricted(e.get_subsampling()) for k, place in places.items()} for e in extensions]
     draws = Draws.of(problem) if any(check is not None and check.sampled for check in checks) else None
     measured = Measured(problem.fresh(), use_converter, effort.memory, bar.detail)
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     for k, (extension, check, here) in enumerate(zip(extensions, checks, at, strict=True)):
         bar.step(f"bpk: {extension}")
         if check is None:
-            found.append(Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN))))
+            measurements.append(Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN))))
             continue
         passes = PASSES if check.sampled and draws is None else 1
-        found.append(measured.run(extension, check, here, extent, passes))
-        refused = any(verdict is Verdict.REFUSED for verdict, _ in found[k].ended.values())
+        measurements.append(measured.run(extension, check, here, extent, passes))
+        refused = any(verdict is Verdict.REFUSED for verdict, _ in measurements[k].ended.values())
         if refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
             checks[k] = check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
-            found[k] = measured.run(extension, check, here, extent)
+            measurements[k] = measured.run(extension, check, here, extent)
     del measured
     factors = any(isinstance(e, (HBP, EKFLR, BatchKFLR)) for e in extensions)
     definition = Reference(problem, places, effort.passes, factors, bar.detail)
-    tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort.relative, effort.absolute)
+    tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort)
     table: list[Row] = []
-    for extension, check, here, measurement in zip(extensions, checks, at, found, strict=True):
+    for extension, check, here, measurement in zip(extensions, checks, at, measurements, strict=True):
         bar.step(f"autograd: {extension}")
         reference: Reference | str = definition
         if definition.whole.mixing:
@@ -86,25 +74,29 @@ def rows(
         drawn = draws.at(columns_of(extension, 1), seed_of(problem, 0), check.of_loss_hessian)
         with reference.sampled(drawn):
             note = REPEATED if check.of_loss_hessian else SIGNS
-            right = rows_of(extension, check, here, measurement, reference, tolerance, note)
-        if check.of_loss_hessian and any(row.verdict is Verdict.OK for row in right):
-            try:
-                with derivatives():
-                    mistake, count = draws.judged(reference.split, effort.entries, seed)
-            except NoReference as error:  # nobody knows what these draws must be
-                why = str(error)
-                table += [
-                    Row(r.parameter, r.quantity, Verdict.UNCHECKED, note=why) if r.verdict is Verdict.OK else r
-                    for r in right
-                ]
-                continue
-            for k, row in enumerate(right):  # all wrong if the draws do not have the Hessian as their expectation
-                if mistake and row.verdict is Verdict.OK:
-                    right[k] = replace(row, verdict=Verdict.WRONG, note=mistake)
-                else:
-                    right[k] = replace(row, note=row.note.replace(REPEATED, REPEATED.format(count)))
-        table += right
+            found = rows_of(extension, check, here, measurement, reference, tolerance, note)
+        table += with_judged_draws(found, reference, draws, effort.entries) if check.of_loss_hessian else found
     return table
+
+
+def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entries: int) -> list[Row]:
+    """Rows that are right for these draws are wrong if the draws do not have the Hessian as their expectation."""
+    if not any(row.verdict is Verdict.OK for row in rows):
+        return rows
+    try:
+        with derivatives():
+            mistake, count = draws.judged(reference.split, entries, reference.problem.seed)
+    except NoReference as error:  # nobody knows what these draws must be
+        why = str(error)
+        return [
+            Row(r.parameter, r.quantity, Verdict.UNCHECKED, note=why) if r.verdict is Verdict.OK else r for r in rows
+        ]
+    return [
+        replace(row, verdict=Verdict.WRONG, note=mistake)
+        if mistake and row.verdict is Verdict.OK
+        else replace(row, note=row.note.replace(REPEATED, REPEATED.format(count)))
+        for row in rows
+    ]
 
 
 def of_batch(

@@ -6,21 +6,38 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.verification.place import Place
+from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Read
 from bpk.verification.result import Row, Verdict
 
 Index = tuple[int, ...]
+Function = Callable[..., Any]
+Found = tuple[Tensor, Tensor, str]
 
 STANDARD_ERRORS = 8.0
 """How far the mean over passes of a sampled quantity may be away from the exact one (a t-test with 9 degrees)."""
 
 FEWER = "fewer entries than asked for, because each takes backward passes of its own (passes=)"
 ZERO = "all that was compared is zero"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is compared, and at what cost."""
+
+    entries: int
+    samples: int
+    passes: int
+    memory: float
+    relative: float | None
+    absolute: float | None
 
 
 @dataclass(frozen=True)
@@ -31,9 +48,9 @@ class Tolerance:
     absolute: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype, relative: float | None, absolute: float | None) -> Tolerance:
+    def of(cls, dtype: torch.dtype, effort: Effort) -> Tolerance:
         """What a precision allows, where the user does not say."""
-        eps = torch.finfo(dtype).eps
+        eps, relative, absolute = torch.finfo(dtype).eps, effort.relative, effort.absolute
         return cls(
             min(0.1, eps**0.5 * 5) if relative is None else relative, 100 * eps if absolute is None else absolute
         )
@@ -81,6 +98,15 @@ class Comparison:
             place = where(tuple(known.nonzero()[at].tolist()))
             self.wrong = f"{place}: bpk {float(mean[at]):.6g}, autograd {float(right[at]):.6g}"
 
+    def row(self, of: str, quantity: str, note: str) -> Row:
+        """The verdict; the note is for one that is right."""
+        if self.compared == 0:
+            return Row(of, quantity, Verdict.UNCHECKED, note="plain autograd gives NaN or infinity")
+        if self.rare:
+            return Row(of, quantity, Verdict.UNCHECKED, note="draws hardly differ: the predictions are too certain")
+        verdict = Verdict.WRONG if self.wrong else Verdict.OK
+        return Row(of, quantity, verdict, self.compared, self.absolute, self.relative, self.wrong or note)
+
 
 def judge(quantity: str, check: Check, pairs: Sequence[Pair], tolerance: Tolerance, note: str) -> list[Row]:
     """One row per parameter."""
@@ -103,19 +129,27 @@ def row_of(quantity: str, check: Check, pair: Pair, relative: float, floor: floa
             return Row(name, quantity, Verdict.WRONG, note=f"{check.where(pair.place, k, ())} has another size")
         allowed = relative * pair.scales[k] + floor
         result.add(passes, expected.double(), allowed, pair.scales[k], partial(check.where, pair.place, k))
-    if result.compared == 0:
-        return Row(name, quantity, Verdict.UNCHECKED, note="plain autograd gives NaN or infinity")
-    if result.rare:
-        return Row(name, quantity, Verdict.UNCHECKED, note="draws hardly differ: the predictions are too certain")
-    if not result.wrong:
-        remarks = [
-            f"NaN or infinite at {result.skipped} more entries with plain autograd" if result.skipped else "",
-            FEWER if any(e.shape != f.shape for e, f in zip(pair.expected, pair.found[0], strict=True)) else "",
-            ZERO if not any(pair.scales) and not result.absolute else "",
-        ]
-        note = "; ".join(filter(None, (*remarks, note)))
-    verdict = Verdict.WRONG if result.wrong else Verdict.OK
-    return Row(name, quantity, verdict, result.compared, result.absolute, result.relative, result.wrong or note)
+    remarks = [
+        f"NaN or infinite at {result.skipped} more entries with plain autograd" if result.skipped else "",
+        FEWER if any(e.shape != f.shape for e, f in zip(pair.expected, pair.found[0], strict=True)) else "",
+        ZERO if not any(pair.scales) and not result.absolute else "",
+    ]
+    return result.row(name, quantity, "; ".join(filter(None, (*remarks, note))))
+
+
+def of_function(function: Function, of: str, compute: Callable[[Function], Found], effort: Effort) -> Row:
+    """The comparison of values of a function: `compute` gives what was found `[E, ...]`, what is right, and a note."""
+    name = function.__name__
+    try:
+        found, expected, note = compute(function)
+    except UnsupportedLayer as error:
+        return Row(of, name, Verdict.REFUSED, note=" ".join(str(error).split()))
+    except NoReference as error:
+        return Row(of, name, Verdict.UNCHECKED, note=str(error))
+    tolerance, scale = Tolerance.of(expected.dtype, effort), float(expected.abs().nan_to_num(0.0).max())
+    result, most = Comparison(), (tolerance.relative + tolerance.absolute) * scale
+    result.add(found[None].double(), expected.double(), most, scale, lambda index: f"entry {list(index)}")
+    return result.row(of, name, note)
 
 
 def is_rare(passes: Tensor, off: Tensor) -> bool:

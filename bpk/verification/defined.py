@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.definition import Form
+from bpk.extensions.registry import REGISTRY
+from bpk.jacobians.core.errors import explain
 from bpk.verification.definition import AtPlace
 from bpk.verification.place import Place, unravel
 from bpk.verification.problem import NoReference
@@ -31,101 +36,65 @@ class Defined(Check):
         return super().scales(ref, place, expected) if size is None else [largest(size)]
 
 
-class OfBatch(Defined):
-    """A tensor `[*p]`."""
+AXES = {
+    Form.BATCH: "P",
+    Form.SAMPLES: "NP",
+    Form.OUTPUTS: "CP",
+    Form.NUMBER: "",
+    Form.NUMBERS: "N",
+    Form.SAMPLE_VECTORS: "NK",
+    Form.TOKENS: "NTP",
+    Form.TOKEN_NUMBERS: "NT",
+    Form.TOKEN_VECTORS: "NTK",
+    Form.GRAM: "NN",
+    Form.ROOT_GRAM: "NN",
+    Form.ROOT: "CNP",
+}
+"""Of fields that are tensors: samples `N`, tokens `T`, outputs or columns `C`, other numbers `K`, the parameter `P`."""
+
+NAMES = {"N": "sample", "P": "entry", "C": "output", "T": "token", "K": "number"}
+
+
+class Entries(Defined):
+    """A tensor: at the samples that are looked at, and at the entries of the parameter."""
+
+    def __init__(self, extension: BackpropExtension) -> None:
+        super().__init__(extension)
+        self.axes = AXES[extension.form]
 
     def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, place.shape)
-        return [value.reshape(-1)[place.entries]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"entry {place.index(index[0])}"
-
-
-class Number(Defined):
-    """One number."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, ())
+        sizes: dict[str, tuple[int | None, ...]] = {"N": (len(place.chosen),), "P": tuple(place.shape)}
+        require_shape(value, [size for axis in self.axes for size in sizes.get(axis, (None,))])
+        for k, axis in enumerate(self.axes):
+            if axis == "N":
+                value = value[(slice(None),) * k + (list(place.looked),)]
+            elif axis == "P":
+                value = value.reshape(*value.shape[:k], place.shape.numel())[..., place.entries]
         return [value]
 
-    def numbers(self, place: Place, columns: int) -> int:
-        return 1
-
-
-class OfSamples(Defined):
-    """A tensor `[N, *p]`, at the samples that are looked at."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen), *place.shape))
-        rows = value[list(place.looked)]
-        return [rows.reshape(len(rows), -1)[:, place.entries]]
-
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"sample {place.numbers[index[0]]}, entry {place.index(index[1])}"
+        seen: dict[str, Callable[[int], Any]] = {"N": place.numbers.__getitem__, "P": place.index}
+        pairs = zip(self.axes, index, strict=False)
+        return ", ".join(f"{NAMES[axis]} {seen[axis](k) if axis in seen else k}" for axis, k in pairs)
 
     def numbers(self, place: Place, columns: int) -> int:
-        return len(place.chosen) * place.shape.numel()
+        sizes = {"N": len(place.chosen), "P": place.shape.numel(), "C": columns}
+        return prod(sizes.get(axis, 1) for axis in self.axes)
 
 
-class Numbers(OfSamples):
-    """A tensor `[N]`."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen),))
-        return [value[list(place.looked)]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"sample {place.numbers[index[0]]}"
-
-    def numbers(self, place: Place, columns: int) -> int:
-        return len(place.chosen)
-
-
-class Root(OfSamples):
+class Root(Entries):
     """A square root `[V, N, *p]` of a matrix: its Gram matrix at the entries, sample by sample."""
 
     def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (None, len(place.chosen), *place.shape))
-        chosen = value[:, list(place.looked)]
-        rows = chosen.reshape(*chosen.shape[:2], -1)[..., place.entries]
+        [rows] = super().read(value, place)
         return [torch.einsum("cni,cnj->nij", rows, rows)]
 
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
         entries = f"{place.index(index[1])} and {place.index(index[2])}"
         return f"sample {place.numbers[index[0]]}, product of entries {entries}"
 
-    def numbers(self, place: Place, columns: int) -> int:
-        return columns * super().numbers(place, columns)
 
-
-class SampleVectors(Numbers):
-    """A tensor `[N, K]`, at the samples that are looked at."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen), None))
-        return [value[list(place.looked)]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"sample {place.numbers[index[0]]}, number {index[1]}"
-
-
-class Gram(Numbers):
-    """A matrix `[N, N]`, at the samples that are looked at."""
-
-    def read(self, value: Any, place: Place) -> Read:
-        require_shape(value, (len(place.chosen), len(place.chosen)))
-        looked = list(place.looked)
-        return [value[looked][:, looked]]
-
-    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
-        return f"samples {place.numbers[index[0]]} and {place.numbers[index[1]]}"
-
-    def numbers(self, place: Place, columns: int) -> int:
-        return len(place.chosen) ** 2
-
-
-class RootGram(Gram):
+class RootGram(Entries):
     """The Gram matrix `[V N, V N]` of a square root: the squared norms of its blocks, and whether it is symmetric."""
 
     def read(self, value: Any, place: Place) -> Read:
@@ -175,6 +144,27 @@ class BoundedProduct(Defined):
         return [found[1], found[1], torch.maximum(found[2], least)]
 
 
+class OfAxes(Defined):
+    """A list with a matrix `[d, d]`, or its diagonal, for each axis of the parameter."""
+
+    def read(self, value: Any, place: Place) -> Read:
+        sizes = place.shape or (1,)
+        if not isinstance(value, list) or len(value) != len(sizes):
+            raise Mismatch(f"the field is no list of {len(sizes)} matrices")
+        for size, matrix in zip(sizes, value, strict=True):
+            if isinstance(matrix, torch.Tensor) and matrix.dim() == 1:
+                require_shape(matrix, (size,))
+            else:
+                require_shape(matrix, (size, size))
+        return [torch.cat([matrix.flatten() for matrix in value])]
+
+    def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
+        return f"entry {index[0]} of all matrices in a row"
+
+    def numbers(self, place: Place, columns: int) -> int:
+        return sum(size**2 for size in place.shape)
+
+
 def products(value: Any, place: Place, *vectors: Tensor) -> Tensor:
     """What a field that is a function makes of vectors."""
     if not callable(value):
@@ -182,3 +172,35 @@ def products(value: Any, place: Place, *vectors: Tensor) -> Tensor:
     found: Tensor = value(torch.stack(vectors))
     require_shape(found, (len(vectors), *place.shape))
     return found
+
+
+OTHERS: dict[Form, type[Defined]] = {
+    Form.AXES: OfAxes,
+    Form.ROOT_GRAM: RootGram,
+    Form.ROOT: Root,
+    Form.PRODUCT: Product,
+    Form.BOUNDED_PRODUCT: BoundedProduct,
+}
+"""Checks of forms that are read in another way than by their axes."""
+
+
+def by_definition(extension: BackpropExtension) -> Check | None:
+    """How an extension is verified by its definition; `None` where it has none.
+
+    A definition that an unlisted class inherits may be that of something else.
+    """
+    cls = type(extension)
+    its_own = "definition" in vars(cls) or REGISTRY.find(cls.__name__) is cls
+    if not its_own or cls.definition is BackpropExtension.definition:
+        return None
+    try:
+        form = extension.form
+    except AttributeError as error:
+        raise ValueError(
+            explain(
+                f"{cls.__name__} has a definition and does not say what form its field has.",
+                "the form tells which numbers of the field and the definition belong together.",
+                "declare form = Form.BATCH (for [*p]), Form.SAMPLES (for [N, *p]), or another one.",
+            )
+        ) from error
+    return OTHERS.get(form, Entries)(extension)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import factorial
 from typing import Any
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.forward.derivatives import input_hessian_diag, laplacian, taylor
-from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.second_order.fused import Composed
-from bpk.verification.compare import FEWER, Comparison, Tolerance
+from bpk.verification.compare import FEWER, Effort, Found, of_function
 from bpk.verification.problem import Arguments, NoReference, cast, differentiable_twice, duplicate
-from bpk.verification.result import Row, Verdict
+from bpk.verification.result import Row
 
 Derivative = Callable[..., Any]
 DERIVATIVES: tuple[Derivative, ...] = (taylor, laplacian, input_hessian_diag)
@@ -24,46 +23,23 @@ ORDER, CURVES, AT_ONCE = 3, 2, 64
 
 
 def derivatives_of(
-    model: nn.Module,
-    inputs: Any,
-    wanted: Sequence[Derivative],
-    entries: int,
-    passes: int,
-    seed: int,
-    dtype: torch.dtype | None,
-    tolerance: tuple[float | None, float | None],
-) -> Iterator[Row]:
+    model: nn.Module, inputs: Any, wanted: Sequence[Derivative], effort: Effort, seed: int, dtype: torch.dtype | None
+) -> list[Row]:
     """One row for each quantity, at so many entries of the output."""
     given = Arguments.of(inputs, 0)
     x = given.args[0] if len(given.args) == 1 and not given.kwargs else None
-    for quantity in wanted:
-        name = quantity.__name__
+
+    def compute(quantity: Derivative) -> Found:
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            yield Row("input", name, Verdict.UNCHECKED, note="the model is not called with one tensor of real numbers")
-            continue
-        try:
-            check = Check(duplicate(model, dtype), cast(x, dtype), entries, passes, seed)
-            found, expected, note = check.of_taylor() if quantity is taylor else check.second(quantity is laplacian)
-            yield row_of(name, found, expected, Tolerance.of(expected.dtype, *tolerance), note)
-        except UnsupportedLayer as error:
-            yield Row("input", name, Verdict.REFUSED, note=" ".join(str(error).split()))
-        except NoReference as error:
-            yield Row("input", name, Verdict.UNCHECKED, note=str(error))
+            raise NoReference("the model is not called with one tensor of real numbers")
+        check = InputDerivatives(duplicate(model, dtype), cast(x, dtype), effort.entries, effort.passes, seed)
+        return check.of_taylor() if quantity is taylor else check.second(quantity is laplacian)
 
-
-def row_of(name: str, found: Tensor, expected: Tensor, tolerance: Tolerance, note: str, of: str = "input") -> Row:
-    """The comparison of values `[E, ...]` at some entries."""
-    scale = float(expected.abs().nan_to_num(0.0).max())
-    result, most = Comparison(), (tolerance.relative + tolerance.absolute) * scale
-    result.add(found[None].double(), expected.double(), most, scale, lambda index: f"entry {list(index)}")
-    if result.compared == 0:
-        return Row(of, name, Verdict.UNCHECKED, note="plain autograd gives NaN or infinity")
-    verdict = Verdict.WRONG if result.wrong else Verdict.OK
-    return Row(of, name, verdict, result.compared, result.absolute, result.relative, result.wrong or note)
+    return [of_function(quantity, "input", compute, effort) for quantity in wanted]
 
 
 @dataclass
-class Check:
+class InputDerivatives:
     """One model and its input; every evaluation draws the same random numbers."""
 
     model: nn.Module

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +14,7 @@ from bpk.context import backpack
 from bpk.extending import extend, memory_cleanup
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.kernels.predictive import only
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import Problem
 from bpk.verification.quantities import Check, Mismatch, Read
@@ -73,7 +73,7 @@ class Measured:
         why = "the fields of all parameters do not fit into memory (memory=)"
         result.ended |= dict.fromkeys(left, (Verdict.UNCHECKED, why))
         for group in groups[:MOST_PASSES]:
-            with self.training(group), warnings.catch_warnings(record=True) as caught:
+            with only(self.params, group), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
                     self.run_group(extension, check, {name: places[name] for name in group}, result, passes)
@@ -122,18 +122,6 @@ class Measured:
         context.checks_objective = False  # where it would refuse, the comparison shows which numbers are wrong
         with context:
             loss.backward()
-
-    @contextmanager
-    def training(self, group: Sequence[str]) -> Iterator[None]:
-        """Only some parameters get fields."""
-        for name, param in self.params.items():
-            param.requires_grad_(name in group)
-        try:
-            yield
-        finally:
-            for param in self.params.values():
-                param.requires_grad_(True)
-                param.grad = None
 
 
 def columns_of(extension: BackpropExtension, exact: int) -> int:

@@ -12,7 +12,8 @@ from bpk.context import check_extension
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.errors import explain
-from bpk.verification.assemble import Effort, rows
+from bpk.verification.assemble import rows
+from bpk.verification.compare import Effort
 from bpk.verification.forward import DERIVATIVES, Derivative, derivatives_of
 from bpk.verification.problem import Problem, undisturbed
 from bpk.verification.progress import Progress
@@ -117,18 +118,17 @@ def verify(
     wanted = [e for e in chosen if isinstance(e, BackpropExtension)] if extensions or forward else every_extension()
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
     found: list[Row] = []
+    effort = Effort(entries, samples, passes, memory, rtol, atol)
     with undisturbed(dtype, devices):
         if wanted:
             problem = Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed)
-            effort = Effort(entries, samples, passes, memory, rtol, atol)
             bar = Progress(len(wanted), progress)
             try:
                 found += rows(problem, wanted, effort, use_converter, bar)
             finally:
                 bar.close()
-        found += derivatives_of(model, inputs, forward, entries, passes, seed, dtype, (rtol, atol))
-        tolerance = rtol, atol
-        found += of_models(model, inputs, kernels, entries, samples, passes, memory, batch_axis, seed, dtype, tolerance)
+        found += derivatives_of(model, inputs, forward, effort, seed, dtype)
+        found += of_models(model, inputs, kernels, effort, batch_axis, seed, dtype)
     result = Verification(tuple(found))
     if raise_on_error and result.wrong:
         raise AssertionError(f"quantities are wrong:\n{result}")

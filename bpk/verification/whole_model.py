@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.kernels.ntk import ntk
 from bpk.kernels.posteriors import LowRank
 from bpk.kernels.predictive import predictive_covariance
-from bpk.verification.compare import FEWER, Tolerance
-from bpk.verification.forward import row_of
+from bpk.verification.compare import FEWER, Effort, Found, of_function
 from bpk.verification.problem import Arguments, NoReference, cast, duplicate
-from bpk.verification.result import Row, Verdict
+from bpk.verification.result import Row
 
 OfModel = Callable[..., Any]
 OF_MODELS: tuple[OfModel, ...] = (ntk, predictive_covariance)
@@ -29,31 +27,23 @@ def of_models(
     model: nn.Module,
     inputs: Any,
     wanted: Sequence[OfModel],
-    entries: int,
-    samples: int,
-    passes: int,
-    memory: float,
+    effort: Effort,
     batch_axis: int,
     seed: int,
     dtype: torch.dtype | None,
-    tolerance: tuple[float | None, float | None],
-) -> Iterator[Row]:
+) -> list[Row]:
     """One row for each quantity, between so many rows of the Jacobian of some samples."""
-    for quantity in wanted:
-        name = quantity.__name__
-        try:
-            check = Check.of(model, inputs, entries, samples, passes, memory, batch_axis, seed, dtype)
-            found, expected = check.kernel() if quantity is ntk else check.covariance()
-            note = FEWER if check.fewer else ""
-            yield row_of(name, found, expected, Tolerance.of(expected.dtype, *tolerance), note, of="model")
-        except UnsupportedLayer as error:
-            yield Row("model", name, Verdict.REFUSED, note=" ".join(str(error).split()))
-        except NoReference as error:
-            yield Row("model", name, Verdict.UNCHECKED, note=str(error))
+
+    def compute(quantity: OfModel) -> Found:
+        check = JacobianRows.of(model, inputs, effort, batch_axis, seed, dtype)
+        found, expected = check.kernel() if quantity is ntk else check.covariance()
+        return found, expected, FEWER if check.fewer else ""
+
+    return [of_function(quantity, "model", compute, effort) for quantity in wanted]
 
 
 @dataclass
-class Check:
+class JacobianRows:
     """One model and some samples; every evaluation draws the same random numbers.
 
     `rows` are gradients of outputs `places` (samples, and entries of their outputs) in all trained parameters.
@@ -68,22 +58,13 @@ class Check:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        inputs: Any,
-        entries: int,
-        samples: int,
-        passes: int,
-        memory: float,
-        batch_axis: int,
-        seed: int,
-        dtype: torch.dtype | None,
-    ) -> Check:
+        cls, model: nn.Module, inputs: Any, effort: Effort, batch_axis: int, seed: int, dtype: torch.dtype | None
+    ) -> JacobianRows:
         """From what the user has."""
         given, draw = Arguments.of(inputs, batch_axis), torch.Generator().manual_seed(seed)
         if given.kwargs or given.axis or not all(isinstance(x, Tensor) for x in given.args):
             raise NoReference("the model is not called with tensors whose first axis counts samples")
-        some = torch.randperm(given.n, generator=draw)[:samples].sort().values
+        some = torch.randperm(given.n, generator=draw)[: effort.samples].sort().values
         x = tuple(cast(x, dtype)[some.to(x.device)] for x in given.args)
         model = duplicate(model, dtype)
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -93,8 +74,8 @@ class Check:
             raise NoReference("the model does not return one tensor with a row for each sample")
         out = out.reshape(len(out), -1)
         bytes_of_row = sum(p.numel() * p.element_size() for p in params.values())
-        most = min(passes, int(memory * 2**30 / bytes_of_row))
-        asked, allowed = (max(1, number // len(some)) for number in (entries, min(entries, most)))
+        most = min(effort.passes, int(effort.memory * 2**30 / bytes_of_row))
+        asked, allowed = (max(1, min(effort.entries, limit) // len(some)) for limit in (effort.entries, most))
         outputs = torch.randperm(out.shape[1], generator=draw)[:allowed]
         places = torch.arange(len(some)).repeat_interleave(len(outputs)), outputs.repeat(len(some))
         rows = []

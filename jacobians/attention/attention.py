@@ -12,13 +12,14 @@ multiplies weights with `keep`: `p` in `p v` and `p^T c`, `tp` in `tp v`, and `d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.series import Series, softmax
+from bpk.jacobians.core.series import Series, add, softmax
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -29,13 +30,6 @@ def along(p: Tensor, x: Tensor, own: bool = False) -> Tensor:
         return p * (x - (p * x).sum(-1, keepdim=True))
     product = x.mul_(p) if own else p * x
     return product.addcmul_(p, product.sum(-1, keepdim=True), value=-1)
-
-
-def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """A sum in which `None` stands for zero."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
 
 
 def additive(mask: Tensor, like: Tensor) -> Tensor:
@@ -110,9 +104,13 @@ class Heads:
         tz = torch.matmul(tp, self.v)
         return (tz if t.v is None else tz + torch.matmul(self.attended, t.v)), tp
 
-    def along(self, q: Series, k: Series, v: Series) -> tuple[Series, Series]:
-        """Output and weights, these behind dropout, from the curves of queries, keys and values: Leibniz for both
-        products, and the softmax's series in between."""
+    def along(self, series: Mapping[int, Series], at_heads: Callable[[Tensor, int], Tensor]) -> tuple[Series, Series]:
+        """Output and weights, these behind dropout, from the curves of some inputs, and their columns at the heads.
+
+        Leibniz for both products of queries, keys and values, and the softmax's series in between.
+        """
+        like, point = next(iter(series.values())), enumerate((self.q, self.k, self.v))
+        q, k, v = (series[i].linear(x, at_heads, i) if i in series else like.constant(x) for i, x in point)
         scores = q.product(k, self.p, lambda a, b: torch.matmul(a * self.scale, b.transpose(-1, -2)))
         attended = softmax(scores, self.p, -1).linear(self.attended, self.dropped)
         return attended.product(v, self.z, torch.matmul), attended
@@ -120,8 +118,8 @@ class Heads:
     def push_weights(self, t: Tangent) -> Tensor:
         """The tangent `[V, N, H, L, S]` of the weights, before dropout."""
         ts = None if t.q is None else torch.matmul(t.q * self.scale, self.k.transpose(-1, -2))
-        ts = plus(ts, None if t.k is None else torch.matmul(self.q * self.scale, t.k.transpose(-1, -2)))
-        ts = plus(ts, t.mask)
+        ts = add(ts, None if t.k is None else torch.matmul(self.q * self.scale, t.k.transpose(-1, -2)))
+        ts = add(ts, t.mask)
         if ts is None:
             assert t.v is not None
             return self.p.new_zeros(t.v.shape[0], *self.p.shape)
@@ -129,7 +127,7 @@ class Heads:
 
     def pull_scores(self, c: Tensor | None, cp: Tensor | None) -> Tensor:
         """From columns at output `[V, N, H, L, d]` and weights `[V, N, H, L, S]` (or one of them) to the scores."""
-        dp = plus(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
+        dp = add(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
         assert dp is not None
         return along(self.p, self.dropped(dp, own=c is not None), own=c is not None or self.keep is not None)
 
@@ -144,7 +142,7 @@ class Heads:
 
     def pull_second(self, c: Tensor | None, cp: Tensor | None, t: Tangent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The derivative of `pull`, and of `pull_scores`, along tangents, for one column `c` `[N, H, L, d]`."""
-        dp = plus(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
+        dp = add(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
         assert dp is not None
         dp = self.dropped(dp)
         slope = dp - (self.p * dp).sum(-1, keepdim=True)

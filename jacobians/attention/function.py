@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from bpk.jacobians.attention.attention import Heads, Tangent, additive
 from bpk.jacobians.core.binding import Axis, Binding
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.broadcast import lifted
+from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, require_constant
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
@@ -99,7 +100,7 @@ class DotProductRule(Rule):
             mask = additive(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1), q)
         elif len(inputs) > 3:
             given = inputs[3]
-            mask = spread(additive(~given if given.dtype == torch.bool else given, q), q.dim())
+            mask = lifted(additive(~given if given.dtype == torch.bool else given, q), q.dim() - 1)
         scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
         return Heads.attend(q, k, v, mask, scale, zero_rows=True)
 
@@ -108,13 +109,14 @@ class DotProductRule(Rule):
         grouped = options.enable_gqa and index in (1, 2)
         return inputs[0].shape[-3] // inputs[index].shape[-3] if grouped else 1
 
+    @once
     def at(self, call: Call) -> Heads:
-        """The heads, evaluated once per call."""
-        return call.memo((self, "heads"), lambda: self.evaluate_heads(call.options, call.inputs))
+        """The heads."""
+        return self.evaluate_heads(call.options, call.inputs)
 
     def tangent(self, call: Call, mats: Mapping[Wrt, Tensor]) -> Tangent:
         """Tangents of the inputs, repeated as these are; that of a mask spread over its missing axes."""
-        mask = spread(mats[3], call.inputs[0].dim(), 2).expand(-1, *self.at(call).p.shape) if 3 in mats else None
+        mask = lifted(mats[3], call.inputs[0].dim() - 1, 2).expand(-1, *self.at(call).p.shape) if 3 in mats else None
         keys, values = (
             repeated(mats[wrt], self.sharing(call.options, call.inputs, wrt)) if wrt in mats else None for wrt in (1, 2)
         )
@@ -123,14 +125,8 @@ class DotProductRule(Rule):
     def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
         if 3 in series:
             return by_nesting(self, call, series)
-        at, like = self.at(call), next(iter(series.values()))
-        q, k, v = (
-            series[i].linear(x, repeated, self.sharing(call.options, call.inputs, i))
-            if i in series
-            else like.constant(x)
-            for i, x in enumerate((at.q, at.k, at.v))
-        )
-        return at.along(q, k, v)[0]
+        sharing = [self.sharing(call.options, call.inputs, i) for i in range(3)]
+        return self.at(call).along(series, lambda c, i: repeated(c, sharing[i]))[0]
 
     def at_inputs(self, call: Call, found: Sequence[Tensor], wrts: Iterable[Wrt]) -> dict[Wrt, Tensor]:
         """Columns at queries, keys, values, scores as those at inputs, summed over axes along which one is repeated."""
@@ -140,7 +136,7 @@ class DotProductRule(Rule):
             share = self.sharing(call.options, call.inputs, int(wrt))
             if share > 1:
                 columns = columns.unflatten(-3, (-1, share)).sum(-3)
-            shape = spread(x, call.inputs[0].dim()).shape
+            shape = lifted(x, call.inputs[0].dim() - 1).shape
             result[wrt] = columns.sum_to_size(len(columns), *shape).reshape(len(columns), *x.shape)
         return result
 
@@ -162,9 +158,3 @@ class DotProductRule(Rule):
 def repeated(x: Tensor, times: int) -> Tensor:
     """Every head `[..., H, T, d]` so many times, one after the other."""
     return x if times == 1 else x.repeat_interleave(times, -3)
-
-
-def spread(mask: Tensor, dims: int, lead: int = 1) -> Tensor:
-    """A mask `[N, *mask]` (with `lead` leading axes) with as many axes as the scores have."""
-    missing = dims + lead - 1 - mask.dim()
-    return mask.reshape(*mask.shape[:lead], *(1,) * missing, *mask.shape[lead:])

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bpk.jacobians.attention.attention import Heads, Tangent, merge_heads, split_heads
 from bpk.jacobians.attention.dropout import REASON, probed, redrawn, unknown
-from bpk.jacobians.attention.forth import Forth
 from bpk.jacobians.attention.parts import (
     PROJECTIONS,
     Pulled,
@@ -29,7 +28,8 @@ from bpk.jacobians.attention.parts import (
     same,
     weight_tangent,
 )
-from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.attention.taylor import AttentionTaylor
+from bpk.jacobians.core.call import Call, Wrt, once
 from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.latest import Latest, block_of
@@ -47,7 +47,7 @@ LINEAR: tuple[set[Wrt], ...] = ({2, BIAS}, {"v_proj_weight", BIAS}, {"out_proj.w
 """The output is linear in each of these groups; in `in_proj_weight` it is not."""
 
 
-class AttentionLayer(Forth):
+class AttentionLayer(AttentionTaylor):
     """The output `[N, L, D]` and the weights, `[N, L, S]` or `[N, H, L, S]`, of attention with projections.
 
     As for Kronecker factors, `in_proj_weight` stands for three linear layers, one below the other: `G` `[3 D, 3 D]` is
@@ -112,18 +112,16 @@ class AttentionLayer(Forth):
             yield probed(before, options.dropout, plain.q, plain.p.shape[-1], masked, options.causal)
 
     # ---- the point, and columns and tangents at the heads --------------------------------------------
+    @once
     def at(self, call: Call) -> Heads:
-        """The heads, evaluated once per call."""
+        """The heads."""
+        plain = evaluate_heads(call.options, call.inputs, call.params)
+        return dataclasses.replace(plain, keep=self.keep(call))
 
-        def heads() -> Heads:
-            plain = evaluate_heads(call.options, call.inputs, call.params)
-            return dataclasses.replace(plain, keep=self.keep(call))
-
-        return call.memo((self, "heads"), heads)
-
+    @once
     def merged(self, call: Call) -> Tensor:
         """The heads' output side by side: `[N, L, D]`."""
-        return call.memo((self, "merged"), lambda: merge_heads(self.at(call).z))
+        return merge_heads(self.at(call).z)
 
     def columns_at_heads(self, call: Call, mat: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """From columns at the results to those at the heads' output `[V, N, H, L, d]` and weights `[V, N, H, L, S]`."""

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.attention.attention import Heads, Triple, additive, plus, split_heads
+from bpk.jacobians.attention.attention import Heads, Triple, additive, split_heads
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import is_differentiated, linear
+from bpk.jacobians.core.series import add
 
 PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 APPENDED = {1: "bias_k", 2: "bias_v"}
@@ -83,7 +84,7 @@ def mask_at(settings: Settings, inputs: Sequence[Tensor], like: Tensor) -> Tenso
     total = None if settings.attn_mask is None else additive(settings.attn_mask, like)
     for name, given in zip(settings.masks, inputs[3:], strict=True):
         mask = additive(given, like)
-        total = plus(total, mask[:, None, None] if name == "padding" else mask)
+        total = add(total, mask[:, None, None] if name == "padding" else mask)
     return total if total is None or not settings.appended else F.pad(total, (0, settings.appended))
 
 
@@ -93,7 +94,7 @@ def mask_tangent(call: Call, mats: Mapping[Wrt, Tensor], heads: Heads) -> Tensor
     for index, name in enumerate(call.options.masks, start=3):
         if index in mats:
             t = F.pad(mats[index], (0, call.options.appended))
-            total = plus(total, t[:, :, None, None] if name == "padding" else t)
+            total = add(total, t[:, :, None, None] if name == "padding" else t)
     return None if total is None else total.expand(-1, *heads.p.shape)
 
 
@@ -112,17 +113,17 @@ def projection_tangent(call: Call, mats: Mapping[Wrt, Tensor], role: int) -> Ten
         total = torch.matmul(mats[role], weight.T)
     own = weight_tangent(mats, role)
     if own is not None:
-        total = plus(total, torch.matmul(x, own.transpose(1, 2)[:, None]))
+        total = add(total, torch.matmul(x, own.transpose(1, 2)[:, None]))
     if "in_proj_bias" in mats:
         bias = mats["in_proj_bias"].chunk(3, 1)[role]
-        total = plus(total, bias[:, None, None].expand(-1, *x.shape[:2], -1))
+        total = add(total, bias[:, None, None].expand(-1, *x.shape[:2], -1))
     missing = call.options.appended if role else 0
     if total is not None:
         total = F.pad(total, (0, 0, 0, missing))
     if role and APPENDED[role] in mats:
         extra = mats[APPENDED[role]].flatten(1)[:, None, None]
         extra = F.pad(extra.expand(-1, x.shape[0], -1, -1), (0, 0, x.shape[1], missing - 1))
-        total = plus(total, extra)
+        total = add(total, extra)
     return total
 
 

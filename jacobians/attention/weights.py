@@ -55,7 +55,7 @@ class LinearInside(SeveralOutputs):
         pairs = list(zip(self.columns(call, mat, param), inputs, strict=True))
         if sum_batch:
             return joined([sequences.summed(m, x) for m, x in pairs], 1)
-        empty = call.empty if len(pairs) == 1 else fresh
+        empty = call.empty if len(pairs) == 1 else gemm.fresh
         return joined([sequences.per_sample(m, x, empty) for m, x in pairs], 2)
 
     # ---- shortcuts -------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class LinearInside(SeveralOutputs):
         inputs = self.operands(call, param)
         if torch.is_grad_enabled() or not inputs:
             return super().squared_sum(call, mat, param, weights, per_sample)
-        empty = call.empty if len(inputs) == 1 else fresh
+        empty = call.empty if len(inputs) == 1 else gemm.fresh
         pairs = zip(self.columns(call, mat, param), inputs, strict=True)
         return joined([sequences.squared_sum(m, x, weights, per_sample, empty) for m, x in pairs], -2)
 
@@ -138,8 +138,3 @@ class LinearInside(SeveralOutputs):
 def joined(parts: list[Tensor], dim: int) -> Tensor:
     """Stacked rows."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def fresh(shape: Sequence[int], like: Tensor) -> Tensor:
-    """New memory."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Axis, Binding
 
 
+def lifted(x: Tensor, axes: int, lead: int = 1) -> Tensor:
+    """`[*lead, *in]` with so many axes behind `lead` (a view): those of `*in` are the last ones, as in PyTorch."""
+    return x.reshape(*x.shape[:lead], *(1,) * (axes + lead - x.dim()), *x.shape[lead:])
+
+
 def spread(x: Tensor, shape: Sequence[int], lead: int = 1) -> Tensor:
     """Repeat `[*lead, *in]` to `[*lead, *out]` (a view): axes of `*in` are the last ones of `*out`, as in PyTorch."""
-    own = x.shape[lead:]
-    if own == tuple(shape):
+    if x.shape[lead:] == tuple(shape):
         return x
-    return x.reshape(*x.shape[:lead], *(1,) * (len(shape) - len(own)), *own).expand(*x.shape[:lead], *shape)
+    return lifted(x, len(shape), lead).expand(*x.shape[:lead], *shape)
 
 
 def collect(x: Tensor, shape: Sequence[int], lead: int = 1) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binder, tensors_in
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.numeric import is_differentiated, sum_of_squares
 from bpk.jacobians.core.random_state import RandomState
 
@@ -20,6 +22,9 @@ Wrt = int | str
 Options = Any
 """Where hyperparameters are read from: the module itself, or an object with the same attributes."""
 
+
+R = TypeVar("R")
+T = TypeVar("T")
 
 DRAWN = ("slope", "mask")
 """Keys of the memo under which random layers keep what they drew, `[N, ...]`: it cannot be recomputed for a part."""
@@ -217,6 +222,20 @@ class Call:
         seen = binding.seen([x.detach() for x in binding.inputs])
         output, shapes = rule.join(binding, [x.detach() for x in results], used or (0,))
         return cls(binding.options, seen, own, output, pull, shapes)
+
+
+def once(compute: Callable[[R, Call], T]) -> Callable[[R, Call], T]:
+    """A method of a rule, or a function of a rule and a call, that is evaluated once per call.
+
+    What was computed without a graph must not serve who differentiates through it: with a graph, once more.
+    """
+
+    @wraps(compute)
+    def kept(rule: R, call: Call) -> T:
+        found: T = call.memo((compute, rule, torch.is_grad_enabled(), is_transformed()), lambda: compute(rule, call))
+        return found
+
+    return kept
 
 
 def index_of(samples: Sequence[int], device: torch.device) -> Tensor:

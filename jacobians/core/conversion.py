@@ -15,7 +15,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +68,16 @@ class Served(Protocol):
 def reading(reader: Reader, *functions: Any) -> dict[Any, Reader]:
     """These functions are read by this reader: what rules take as `functions=` (joined by `|`)."""
     return dict.fromkeys(functions, reader)
+
+
+def swapped(reader: Reader) -> Reader:
+    """Reads the function with its operands exchanged: `Tensor.__rsub__`, by the reader of `Tensor.__sub__`."""
+
+    @wraps(reader)
+    def read(input: Any, other: Any, **options: Any) -> Conversion:
+        return reader(other, input, **options)
+
+    return read
 
 
 def is_batch_size(value: Any) -> bool:

@@ -140,20 +140,21 @@ class TimesWeight(nn.Module):
         return x @ self.weight if self.bias is None else x @ self.weight + self.bias
 
 
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested tuples, lists, dictionaries and slices, with all that they hold changed."""
+    if isinstance(value, dict):
+        return {name: mapped(part, change) for name, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, (tuple, list)):
+        parts = [mapped(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple, or others
+    return change(value)
+
+
 def fill(template: Any, known: Sequence[Any]) -> Any:
     """Nested arguments, with what is known in their slots."""
-    if isinstance(template, Slot):
-        return known[template.index]
-    if isinstance(template, tuple):
-        parts = [fill(part, known) for part in template]
-        return type(template)(*parts) if type(template) is not tuple else tuple(parts)
-    if isinstance(template, list):
-        return [fill(part, known) for part in template]
-    if isinstance(template, dict):
-        return {key: fill(part, known) for key, part in template.items()}
-    if isinstance(template, slice):
-        return slice(*(fill(part, known) for part in (template.start, template.stop, template.step)))
-    return template
+    return mapped(template, lambda part: known[part.index] if isinstance(part, Slot) else part)
 
 
 def spell(step: Step) -> str:

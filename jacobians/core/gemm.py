@@ -18,6 +18,11 @@ Patches = Callable[[slice], Tensor]
 Empty = Callable[[Sequence[int], Tensor], Tensor]
 
 
+def fresh(shape: Sequence[int], like: Tensor) -> Tensor:
+    """New memory."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
 def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty, views: bool = False) -> Tensor:
     """`sum_t m a^T` for every sample: `[V, N, G, O, I]`, in memory that `empty` hands out.
 

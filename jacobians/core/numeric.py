@@ -59,11 +59,15 @@ def at_once(size: int, device: torch.device) -> int:
     return max(1, (CACHE if device.type == "cpu" else MEMORY) // max(1, size))
 
 
-def chunks(total: int, size: int, device: torch.device) -> Iterator[slice]:
-    """Slices of samples, as many at a time as a buffer holds with `size` numbers each."""
-    step = at_once(size, device)
+def slices(total: int, step: int) -> Iterator[slice]:
+    """Slices of so many things, each of `step` things but the last."""
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
+
+
+def chunks(total: int, size: int, device: torch.device) -> Iterator[slice]:
+    """Slices of samples, as many at a time as a buffer holds with `size` numbers each."""
+    return slices(total, at_once(size, device))
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from bpk.jacobians.core.gemm import Patches
+from bpk.jacobians.core.gemm import Patches, fresh
 from bpk.jacobians.core.numeric import chunks, linear, wide
 from bpk.jacobians.core.squares import squared_sum
 
@@ -24,15 +23,10 @@ def projected_squares(
     size = t * (width + outputs * sum(map(len, blocks)))
     for part in chunks(n, size, total.device) if t > 1 else [slice(0, n)]:
         a, columns = times(patches(part), right), [times(block[:, part], left) for block in blocks]
-        total += squared_sum(lambda some, a=a: a[some], columns, width, None, False, empty)[0]  # type: ignore[misc]
+        total += squared_sum(lambda some, a=a: a[some], columns, width, None, False, fresh)[0]  # type: ignore[misc]
     return total
 
 
 def times(x: Tensor, basis: Tensor | None) -> Tensor:
     """`B^T x` for `[..., D, T]`, as one product."""
     return x if basis is None else linear(x.mT, basis.to(x.dtype).T).mT
-
-
-def empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """New memory."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device)

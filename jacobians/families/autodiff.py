@@ -13,8 +13,8 @@ from torch.func import jvp, vmap
 from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding, WithArguments, tensors_in
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.numeric import is_differentiated
-from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.numeric import is_differentiated, slices
+from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.series import Series
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
@@ -89,8 +89,7 @@ class Autodiff(Rule):
         if is_differentiated() or not len(mat):
             return super().squared_sum(call, mat, param, weights, per_sample)
         step, total = max(1, BLOCK // 4 // max(1, call.batch_size * call.params[param].numel())), None
-        for start in range(0, len(mat), step):
-            here = slice(start, start + step)
+        for here in slices(len(mat), step):
             rows = self.jac_t_mat_prod(call, mat[here], param, sum_batch=False)
             order = sorted(range(2, rows.dim()), key=rows.stride, reverse=True)  # as they are in memory
             squares = rows.permute(0, 1, *order).square()
@@ -136,13 +135,8 @@ class Autodiff(Rule):
             return self._congruence_of_sample(call.subset([0]), matrix, wrt)
         size = max(len(matrix), call.sample_shape(wrt).numel())
         step = max(1, BLOCK // size**2)
-        total: Tensor | None = None
-        for start in range(0, call.batch_size, step):
-            part = call.subset(range(start, min(start + step, call.batch_size)))
-            found = self._congruence_of_samples(part, matrix, wrt)
-            total = found if total is None else total + found
-        assert total is not None
-        return total / call.batch_size
+        parts = (call.subset(range(here.start, here.stop)) for here in slices(call.batch_size, step))
+        return add_up(self._congruence_of_samples(part, matrix, wrt) for part in parts) / call.batch_size
 
     def _congruence_of_samples(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
         """`sum_n J_n^T M J_n`, by multiplying from both sides."""

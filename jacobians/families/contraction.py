@@ -74,7 +74,7 @@ class Contraction(Affine):
         return param == "weight" and self.order == [1, 0]
 
     def input_first(self, param: str) -> bool:
-        return param == "weight" and self.order == [1, 0]
+        return self.transposes(param)
 
     def features(self, inputs: Sequence[Tensor]) -> Tensor:
         """What the weight multiplies: products of the inputs' features `[N, *t, I]`."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import chunks, wide
 from bpk.jacobians.core.outer import Outer, Some
@@ -159,16 +159,13 @@ class TableLookup(LinearInEach):
         lengths = self.summed_by_group(call, grad_out[None], groups)[0].square().sum(1)
         return lengths.new_zeros(call.batch_size).index_add(0, groups.sample, lengths).to(grad_out.dtype)
 
+    @once
     def groups(self, call: Call) -> Groups:
         """Which tokens are equal within a sample."""
-
-        def find() -> Groups:
-            tokens, vocab = self.tokens(call), call.params["weight"].shape[0]
-            keys = tokens + vocab * torch.arange(len(tokens), device=tokens.device)[:, None]
-            unique, of_entry = torch.unique(keys.flatten(), return_inverse=True)
-            return Groups(unique // vocab, unique % vocab, of_entry)
-
-        return call.memo("groups", find)
+        tokens, vocab = self.tokens(call), call.params["weight"].shape[0]
+        keys = tokens + vocab * torch.arange(len(tokens), device=tokens.device)[:, None]
+        unique, of_entry = torch.unique(keys.flatten(), return_inverse=True)
+        return Groups(unique // vocab, unique % vocab, of_entry)
 
     def summed_by_group(self, call: Call, mat: Tensor, groups: Groups) -> Tensor:
         """The rows `[V, U, D]` of individual gradients that are not zero."""

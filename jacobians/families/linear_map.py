@@ -131,6 +131,9 @@ class Selection(ZeroResidual):
     its transpose scatters; both share one index tensor over all columns, and windows may overlap.
     """
 
+    key = "indices"
+    """Under which the indices are kept with a call."""
+
     def __init__(
         self,
         *modules: type[nn.Module],
@@ -153,11 +156,11 @@ class Selection(ZeroResidual):
         """Take the indices that autograd kept, instead of looking for the maxima again."""
         kept = call.saved("result1") if call.saved is not None else None
         if kept is not None and kept.shape == call.output.shape and not kept.is_floating_point():
-            call.memo("indices", lambda: kept.flatten(-self.axes))
+            call.memo(self.key, lambda: kept.flatten(-self.axes))
 
     def _flat_indices(self, call: Call) -> Tensor:
         """`[N, *channels, P_out]`, evaluated once per call."""
-        return call.memo("indices", lambda: self.indices(call).flatten(-self.axes))
+        return call.memo(self.key, lambda: self.indices(call).flatten(-self.axes))
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         index = self._flat_indices(call)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.call import Call, Wrt, once
 from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.core.products import Residual
@@ -47,17 +47,15 @@ class Normalization(Rule):
         return False
 
     # ---- the products ----------------------------------------------------------------------------
+    @once
     def standardized(self, call: Call) -> Standardized:
         """`statistics`, computed once per call."""
-        key = ("statistics", torch.is_grad_enabled(), is_differentiated())
-        return call.memo(key, lambda: self.statistics(call))
+        return self.statistics(call)
 
+    @once
     def unit(self, call: Call) -> Tensor:
         """`x̂` `[N, *in]`."""
-        found: Tensor = call.memo(
-            ("unit", torch.is_grad_enabled(), is_differentiated()), lambda: self.standardized(call).values
-        )
-        return found
+        return self.standardized(call).values
 
     def spread(self, call: Call, params: Tensor) -> Tensor:
         """`[V, *p]` as `[V, 1, ...]`, to be broadcast against `[V, N, *out]`."""

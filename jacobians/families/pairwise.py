@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
-from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.series import Series
@@ -41,10 +41,24 @@ class Derivatives:
         return self.xy if a != b else (self.yy if a == 1 else self.xx)
 
 
-class Pairwise(Rule):
+class Broadcasting(Rule):
+    """A function of several operands, entry by entry, which are broadcast behind the batch axis."""
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
+        return bind_operands(module, args, kwargs)
+
+    def acts_on(self, call: Call) -> int | None:
+        return 0 if len({x.shape for x in call.inputs}) == 1 else None
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        shape = common_shape(inputs)
+        return options.forward(*(spread(x, shape) for x in inputs))
+
+
+class Pairwise(Broadcasting):
     """`out = f(x, y)` entry by entry: the author gives `f`'s derivatives as a function of `x` and `y`.
 
-    Operands are broadcast behind the batch axis: products with the transposed Jacobian sum over what was repeated.
+    Products with the transposed Jacobian sum over what was repeated.
     """
 
     def __init__(
@@ -57,20 +71,10 @@ class Pairwise(Rule):
         super().__init__(*modules, functions=functions, examples=examples)
         self.derivatives = derivatives
 
-    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
-        return bind_operands(module, args, kwargs)
-
-    def acts_on(self, call: Call) -> int | None:
-        return 0 if call.inputs[0].shape == call.inputs[1].shape else None
-
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        shape = common_shape(inputs)
-        return options.forward(*(spread(x, shape) for x in inputs))
-
+    @once
     def _at(self, call: Call) -> Derivatives:
-        shape = call.output.shape[1:]
-        x, y = (spread(x, shape) for x in call.inputs)
-        return call.memo(("derivatives", torch.is_grad_enabled()), lambda: self.derivatives(x, y))
+        x, y = (spread(x, call.output.shape[1:]) for x in call.inputs)
+        return self.derivatives(x, y)
 
     def _shape(self, call: Call, wrt: Wrt) -> torch.Size:
         return call.shape_of(wrt)[1:]

@@ -35,9 +35,6 @@ class Rearranged(Contraction):
     def transposes(self, param: str) -> bool:
         return param == "weight" and self.turned
 
-    def input_first(self, param: str) -> bool:
-        return param == "weight" and self.turned
-
     def matrix(self, weight: Tensor) -> Tensor:
         return self.arrangement(weight).mT
 

@@ -13,9 +13,6 @@ from bpk.jacobians.families.standardize import GroupStatistics
 class FeatureStatistics(GroupStatistics):
     """Groups of consecutive entries, with a weight for each entry of a group: products by torch's own kernel."""
 
-    def __init__(self, x: Tensor, groups: int, eps: float) -> None:
-        super().__init__(x, groups, eps)
-
     def kernel(self, weight: Tensor | None, step: int) -> Callable[[Tensor], Tensor]:
         flat = None if weight is None else weight.reshape(-1).contiguous()
         source, mean, rstd = (repeated(x, step) for x in (self.source, self.mean, self.rstd))
@@ -33,9 +30,6 @@ class FeatureStatistics(GroupStatistics):
 
 class ChannelStatistics(GroupStatistics):
     """Groups of consecutive channels (axis 1), with a weight for each channel: products by torch's own kernel."""
-
-    def __init__(self, x: Tensor, groups: int, eps: float) -> None:
-        super().__init__(x, groups, eps)
 
     def kernel(self, weight: Tensor | None, step: int) -> Callable[[Tensor], Tensor]:
         flat = None if weight is None else weight.reshape(-1).contiguous()

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.functions import FUNCTIONS
+from bpk.jacobians.families.sympy_functions import algebra
 from bpk.jacobians.families.torch_code import compile_code, compile_single, print_code
 
 WRITTEN = Path(__file__).with_name("derivations.json")
@@ -121,17 +121,17 @@ def written() -> dict[str, dict[str, Any]]:
 def derive_by_sympy(expression: str) -> dict[str, Any]:
     """The code of a function and its first two derivatives, and what is known of these, as it is written in a file."""
     orders = [_symbolic(expression, order) for order in range(3)]
-    source = [print_code(_algebra(), (order,), hyperparameters(expression)) for order in orders]
+    source = [print_code(algebra(), (order,), hyperparameters(expression)) for order in orders]
     return {"source": source, "linear": bool(orders[2] == 0), "opens_at": _opens_at(orders[1])}
 
 
 def _opens_at(slope: Any) -> float | None:
     """`c` of a slope that is 0 for `x <= c` and else 1 (`None`: it is another one)."""
-    algebra = _algebra()
-    if not isinstance(slope, algebra.where) or slope.args[1:] != (0, 1):
+    known = algebra()
+    if not isinstance(slope, known.where) or slope.args[1:] != (0, 1):
         return None
     condition = slope.args[0]
-    below = isinstance(condition, algebra.sympy.Le) and condition.lhs == algebra.x and condition.rhs.is_number
+    below = isinstance(condition, known.sympy.Le) and condition.lhs == known.x and condition.rhs.is_number
     return float(condition.rhs) if below else None
 
 
@@ -146,7 +146,7 @@ def derivative(expression: str, order: int) -> Callable[..., Tensor]:
     derived = derive(expression)
     if order < len(derived.compiled):
         return derived.compiled[order]
-    return compile_single(print_code(_algebra(), (_symbolic(expression, order),), derived.hyper))
+    return compile_single(print_code(algebra(), (_symbolic(expression, order),), derived.hyper))
 
 
 @cache
@@ -158,88 +158,13 @@ def derivatives(expression: str, order: int) -> Callable[..., tuple[Tensor, ...]
     [1.0, 1.0]
     """
     orders = [_symbolic(expression, k) for k in range(1, order + 1)]
-    return compile_code(print_code(_algebra(), orders, hyperparameters(expression)))
+    return compile_code(print_code(algebra(), orders, hyperparameters(expression)))
 
 
 @cache
 def _symbolic(expression: str, order: int) -> Any:
     """The `order`-th derivative in sympy, which applies the chain rule once to the one before."""
-    algebra = _algebra()
+    known = algebra()
     if not order:
-        return algebra.parse(expression, hyperparameters(expression))
-    return _symbolic(expression, order - 1).diff(algebra.x)
-
-
-@cache
-def _algebra() -> SimpleNamespace:
-    """sympy, its symbol `x`, and the functions of the table as sympy functions (on first use)."""
-    import sympy
-    from sympy.parsing.sympy_parser import parse_expr
-
-    x = sympy.Symbol("x", real=True)
-
-    class where(sympy.Function):
-        """`where(condition, a, b)`; unlike Piecewise it never rewrites the condition (NaN, kinks)."""
-
-        @classmethod
-        def eval(cls, condition: Any, a: Any, b: Any) -> Any:
-            if condition in (sympy.true, sympy.false):
-                return a if condition == sympy.true else b
-            if a == b:
-                return a
-            if isinstance(b, where) and b.args[1] == a:  # the same value on both sides of a middle piece
-                return where(sympy.Or(condition, b.args[0]), a, b.args[2])
-            return None
-
-        def _eval_derivative(self, symbol: Any) -> Any:
-            condition, a, b = self.args
-            return where(condition, a.diff(symbol), b.diff(symbol))
-
-        def _latex(self, printer: Any) -> str:
-            rows, rest = [], self
-            while isinstance(rest, where):
-                condition, a, rest = rest.args
-                rows.append(rf"{printer._print(a)} & {printer._print(condition)}")
-            rows.append(rf"{printer._print(rest)} & \text{{otherwise}}")
-            return r"\begin{cases} " + r" \\ ".join(rows) + r" \end{cases}"
-
-    def relu(a: Any) -> Any:
-        return where(a <= 0, 0, a)
-
-    def clamp(a: Any, low: Any, high: Any) -> Any:
-        return where(a < low, low, where(a > high, high, a))
-
-    def maximum(a: Any, b: Any) -> Any:
-        return where(a > b, a, where(a < b, b, (a + b) / sympy.Integer(2)))  # autograd halves at a tie
-
-    def minimum(a: Any, b: Any) -> Any:
-        return where(a < b, a, where(a > b, b, (a + b) / sympy.Integer(2)))
-
-    macros = {"where": where, "relu": relu, "clamp": clamp, "max": maximum, "min": minimum, "pi": sympy.pi}
-    names: dict[str, Any] = {**macros, "x": x, "Integer": sympy.Integer, "Float": sympy.Float}
-
-    def parse(expression: str, hyper: tuple[str, ...] = ()) -> Any:
-        symbols = {name: sympy.Symbol(name, real=True) for name in hyper}
-        return sympy.sympify(parse_expr(expression, {**names, **symbols}, global_dict={"Symbol": sympy.Symbol}))
-
-    def fdiff(self: Any, argindex: int = 1) -> Any:
-        return parse(FUNCTIONS[type(self).__name__].derivative).xreplace({x: self.args[0]})
-
-    def show(self: Any, printer: Any, exp: str | None = None) -> str:
-        name, argument = type(self).__name__, printer._print(self.args[0])
-        power = f"^{{{exp}}}" if exp is not None else ""
-        if name == "abs":
-            return rf"\left|{argument}\right|{power}"
-        if name == "sqrt":
-            return rf"\sqrt{{{argument}}}{power}"
-        shown = FUNCTIONS[name].latex or rf"\operatorname{{{name}}}"
-        return rf"{shown}{power}\left({argument}\right)"
-
-    @classmethod  # type: ignore[misc]
-    def root_of_number(cls: Any, argument: Any) -> Any:
-        return sympy.Pow(argument, sympy.Rational(1, 2)) if argument.is_number else None
-
-    for name in FUNCTIONS:
-        names[name] = type(name, (sympy.Function,), {"nargs": 1, "fdiff": fdiff, "_latex": show})
-    names["sqrt"].eval = root_of_number
-    return SimpleNamespace(sympy=sympy, x=x, where=where, parse=parse)
+        return known.parse(expression, hyperparameters(expression))
+    return _symbolic(expression, order - 1).diff(known.x)

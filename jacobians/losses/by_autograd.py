@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.call import Call, once
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import safe_sqrt
@@ -27,8 +25,6 @@ LARGEST = 4096
 
 COUPLES = "it couples the samples of a batch"
 """Why a loss has no Hessian of single samples."""
-
-T = TypeVar("T")
 
 FORMATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -80,17 +76,6 @@ def factorise(dense: Tensor, blocks: Tensor, eps: float, floor: float) -> Factor
     roots = torch.where(healthy, basis * safe_sqrt(values.abs())[:, :, None], torch.nan)
     negative = float(below.detach().min()) if below.numel() else 0.0
     return Factors(blocks, roots, values.sign(), negative)
-
-
-def once(function: Callable[[Rule, Call], T]) -> Callable[[Rule, Call], T]:
-    """Evaluate once per call, with and without a graph."""
-
-    @wraps(function)
-    def kept(rule: Rule, call: Call) -> T:
-        found: T = call.memo((function.__name__, torch.is_grad_enabled()), lambda: function(rule, call))
-        return found
-
-    return kept
 
 
 @once
@@ -168,7 +153,7 @@ def problem(rule: Rule, call: Call) -> str | None:
             again.product(torch.zeros_like(again.point)[None])
         except (RuntimeError, NotImplementedError) as error:
             return f"autograd cannot differentiate it twice ({str(error).splitlines()[0]})"
-        if moved(before):
+        if before.moved():
             return "it draws random numbers, so its second derivative would be that of another function"
     value, before_value = again.value.detach().double(), call.output.detach().double()
     same = torch.isclose(value, before_value, rtol=1e-2, atol=1e-6)
@@ -187,10 +172,3 @@ def parts_of(call: Call) -> list[torch.Size]:
 def name_of(call: Call) -> str:
     """How messages call the loss."""
     return type(filled(call.options, call.inputs)[0]).__name__
-
-
-def moved(before: RandomState) -> bool:
-    """Whether random numbers have been drawn since."""
-    now = RandomState.now(before.device)
-    pairs = ((now.processor, before.processor), (now.accelerator, before.accelerator))
-    return any(x is not None and y is not None and not torch.equal(x, y) for x, y in pairs)

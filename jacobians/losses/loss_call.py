@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Options
-from bpk.jacobians.core.function_module import Slot, fill
+from bpk.jacobians.core.function_module import Slot, fill, mapped
 from bpk.jacobians.core.side_by_side import taken_apart
 
 Filled = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -55,13 +55,20 @@ class SideBySide:
 
 def bind_any(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
     """See the tensors of any call of a loss: those that require grad come first, they are its predictions."""
-    tensors = list(tensors_anywhere((args, dict(kwargs))))
+    tensors: list[Tensor] = []
+
+    def slot(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        tensors.append(x)
+        return Slot(len(tensors) - 1)
+
+    template = mapped((args, dict(kwargs)), slot)
     order = sorted(range(len(tensors)), key=lambda k: not tensors[k].requires_grad)
     seen = tuple(tensors[k] for k in order)
     if not kwargs and len(args) == len(seen) and all(x is y for x, y in zip(args, seen, strict=True)):
         return Binding(module, seen)
-    numbers = iter([order.index(k) for k in range(len(tensors))])
-    return Binding(Given(module, with_slots(args, numbers), with_slots(dict(kwargs), numbers)), seen)
+    return Binding(Given(module, *fill(template, [Slot(order.index(k)) for k in range(len(tensors))])), seen)
 
 
 def filled(options: Options, inputs: Sequence[Tensor]) -> Filled:
@@ -92,15 +99,3 @@ def tensors_anywhere(value: Any) -> Iterator[Tensor]:
             yield from tensors_anywhere(part)
     elif isinstance(value, dict):
         yield from tensors_anywhere(list(value.values()))
-
-
-def with_slots(value: Any, numbers: Iterator[int]) -> Any:
-    """Nested arguments with numbered slots in place of tensors."""
-    if isinstance(value, Tensor):
-        return Slot(next(numbers))
-    if isinstance(value, dict):
-        return {name: with_slots(part, numbers) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [with_slots(part, numbers) for part in value]
-        return type(value)(parts) if type(value) in (tuple, list) else type(value)(*parts)  # a named tuple
-    return value

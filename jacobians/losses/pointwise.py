@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.call import Call, Options, once
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.numeric import safe_sqrt, wide
 from bpk.jacobians.families.symbolic import Derivation, derive
@@ -79,11 +79,9 @@ class PointwiseLoss(Loss):
         """The expression and its derivatives that these options select."""
         return derive(self.expressions[getattr(options, self.choose) if self.choose else ""])
 
+    @once
     def hessian_diag(self, call: Call) -> Tensor:
         """The Hessian's diagonal `[N, *pred]`, in float32 or wider."""
-        return call.memo(("hessian_diag", torch.is_grad_enabled()), lambda: self._hessian_diag(call))
-
-    def _hessian_diag(self, call: Call) -> Tensor:
         x = call.inputs[0]
         terms = self._terms(call)
         return terms.sum_to_size(x.shape) / self.divisor(call, terms.numel())

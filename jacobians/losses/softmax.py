@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.call import Call, once
 from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 from bpk.jacobians.losses.loss import Loss
 
@@ -140,11 +140,9 @@ class SoftmaxCrossEntropy(Loss):
         eye = torch.eye(log_p.shape[1], dtype=log_p.dtype, device=log_p.device)
         return (eye[:, None, :, None] - log_p.exp()) * root.transpose(0, 1)[:, :, None]
 
+    @once
     def _softmax(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Log-probabilities `[N, C, P]` and the weights `a` `[N, P]`, computed once per call."""
-        return call.memo(("softmax", torch.is_grad_enabled()), lambda: self._compute_softmax(call))
-
-    def _compute_softmax(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Log-probabilities `[N, C, P]` and the weights `a` `[N, P]`."""
         logits, target = wide(call.inputs[0]), call.inputs[1]
         log_p = log_softmax(logits).reshape(*logits.shape[:2], logits.shape[2:].numel())
         n, classes, positions = log_p.shape

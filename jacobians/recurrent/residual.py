@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families import sequences
 from bpk.jacobians.recurrent.back import Adjoint, gradients_of_states, pull
 from bpk.jacobians.recurrent.forth import Tangent
@@ -61,7 +62,7 @@ def residual_mat_prod(
     dy = Seeds()
     for k in reversed(range(len(stack.traces))):
         first, parts = stack.seeds_of(k, given[k], grad), stack.seeds_of(k, dy.y, dy)
-        total: Tensor | None = None
+        of_input = []
         for (trace, seeds), (_, (part, _, _)), adjoint, tangent in zip(
             first, parts, base.adjoints[k], tangents[k], strict=True
         ):
@@ -73,10 +74,8 @@ def residual_mat_prod(
             dx = stack.cell.of_input(second.dq) @ trace.params["weight_ih"]
             if "weight_ih" in own:
                 dx = dx + sent(stack.cell.of_input(adjoint.dq), own["weight_ih"])
-            dx = trace.scan.turned(dx)
-            total = dx if total is None else total + dx
-        assert total is not None
-        found.x = stack.entering(k, total)
+            of_input.append(trace.scan.turned(dx))
+        found.x = stack.entering(k, add_up(of_input))
         dy = Seeds(found.x)
     return found
 

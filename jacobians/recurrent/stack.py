@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.products import add_up
 from bpk.jacobians.recurrent import back as recurrent_back
 from bpk.jacobians.recurrent import forth as recurrent_forth
 from bpk.jacobians.recurrent.back import Adjoint
@@ -187,15 +188,13 @@ class Stack:
 
     def input_gradient(self, k: int, row: Sequence[Adjoint]) -> Tensor:
         """The gradient `[T, V, N, I]` of the input of a layer, before dropout."""
-        total: Tensor | None = None
+        parts = []
         for trace, adjoint in zip(self.traces[k], row, strict=True):
             dx = adjoint.dx
             if dx is None:
                 dx = recurrent_back.sent_back(self.cell.of_input(adjoint.dq), trace.params["weight_ih"])
-            part = trace.scan.turned(dx)
-            total = part if total is None else total + part
-        assert total is not None
-        return self.entering(k, total)
+            parts.append(trace.scan.turned(dx))
+        return self.entering(k, add_up(parts))
 
     def push(
         self, x: Tensor | None, h: Tensor | None, c: Tensor | None, params: Mapping[str, Tensor], lead: int

@@ -14,7 +14,7 @@ from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import Uses
 from bpk.fields.sums import CHUNK
-from bpk.jacobians.core.numeric import LARGE, wide
+from bpk.jacobians.core.numeric import LARGE, slices, wide
 
 ROUNDINGS = 1024
 """A variance that is so many roundings of the mean square, or less, is not left to the difference of the two."""
@@ -154,7 +154,6 @@ def pieces_of_rows(uses: Uses) -> Iterator[Tensor]:
         yield uses.all_rows()[0]
         return
     for columns, _ in uses.blocks():
-        for start in range(0, use.call.batch_size, step):
-            samples = range(start, min(start + step, use.call.batch_size))
-            part = columns[:, start : samples.stop]
-            yield use.rule.jac_t_mat_prod(use.call.subset(samples), part, use.name, sum_batch=False)[0]
+        for here in slices(use.call.batch_size, step):
+            part = use.call.subset(range(here.start, here.stop))
+            yield use.rule.jac_t_mat_prod(part, columns[:, here], use.name, sum_batch=False)[0]

@@ -24,17 +24,21 @@ class SecondOrderBackpropExtension(BackpropExtension):
         return not isinstance(self.sweep(), ByHand)
 
 
-class SquareRootExtension(SecondOrderBackpropExtension):
-    """An extension that listens to a square root of the GGN.
+class OfSamples(SecondOrderBackpropExtension):
+    """An extension of some samples, whose class names its field.
 
     Args:
         subsampling: Indices of the samples considered (all by default).
     """
 
-    mc_samples: int | None = None
-
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
         super().__init__(self.field, subsampling=subsampling)
+
+
+class SquareRootExtension(OfSamples):
+    """An extension that listens to a square root of the GGN."""
+
+    mc_samples: int | None = None
 
     def get_num_mc_samples(self) -> int | None:
         return self.mc_samples

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Rows, Sums
-from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.extensions.secondorder.base import OfSamples
 from bpk.fields.statistics import Uses, add_into
 from bpk.sweeps.starts.signed import SignedHessian
 from bpk.sweeps.sweep import Sweep
 
 
-class HessianDiagonal(SecondOrderBackpropExtension):
+class HessianDiagonal(OfSamples):
     """Common part: `diag(H) = sum_k s_k (J^T U_k)^2` over the signed columns of the loss and of every residual."""
 
     combines = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__(self.field, subsampling=subsampling)
 
     def sweep(self) -> Sweep:
         return SignedHessian(self.subsampling)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
@@ -17,14 +15,7 @@ from bpk.sweeps.sweep import Sweep
 
 
 class TokenGradientExtension(TokenExtension):
-    """An extension that listens to the gradients of single tokens.
-
-    Args:
-        subsampling: Indices of the samples considered (all by default).
-    """
-
-    def __init__(self, subsampling: Sequence[int] | None = None) -> None:
-        super().__init__(self.field, subsampling=subsampling)
+    """An extension that listens to the gradients of single tokens."""
 
     def sweep(self) -> Sweep:
         return TokenGradient(self.subsampling)

@@ -15,29 +15,23 @@ from bpk.jacobians.core.series import Series, Term
 from bpk.jacobians.second_order.taylor import by_nesting
 
 
-def at_heads(mat: Tensor, call: Call, role: int) -> Tensor:
-    """Columns of query, key or value as columns of the heads."""
-    moved = projection_tangent(call, {role: mat}, role)
-    assert moved is not None
-    return split_heads(moved, call.options.heads)
-
-
-class Forth(ProjectionResidual):
+class AttentionTaylor(ProjectionResidual):
     """The Taylor product of attention with projections."""
 
     def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
         if any(i > 2 for i in series):  # a mask that moves
             return by_nesting(self, call, series)
-        at, like = self.at(call), next(iter(series.values()))
-        q, k, v = (
-            series[i].linear(x, at_heads, call, i) if i in series else like.constant(x)
-            for i, x in enumerate((at.q, at.k, at.v))
-        )
-        z, p = at.along(q, k, v)
+
+        def at_heads(mat: Tensor, role: int) -> Tensor:
+            moved = projection_tangent(call, {role: mat}, role)
+            assert moved is not None
+            return split_heads(moved, call.options.heads)
+
+        z, p = self.at(call).along(series, at_heads)
         out = z.linear(z.value, lambda c: linear(merge_heads(c), call.params["out_proj.weight"]))
         shown = p.linear(p.value, lambda c: c.mean(2)) if call.options.averaged else p
         found = [(out, shown)[number].terms for number in call.used]
-        return like.moved(call.output, [self.together(call, parts) for parts in zip(*found, strict=True)])
+        return z.moved(call.output, [self.together(call, parts) for parts in zip(*found, strict=True)])
 
     def together(self, call: Call, parts: tuple[Term, ...]) -> Term:
         """One coefficient of the results that matter."""
