@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from bpk.jacobians.core.arrangement import Arrangement
-from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.families.contraction import Contraction
 from bpk.jacobians.rule import Rule
@@ -97,3 +97,64 @@ class Interleaved(Rearranged):
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         family = Rule if wrt == "weight" else Contraction
         return family.congruence(self, call, matrix, wrt)
+
+
+class PartsOfBias(Rearranged):
+    """One whose bias functions put together from parameters: `torch.cat([q_bias, zeros, v_bias])`.
+
+    `parts` says, by name of a parameter, which entry of the bias each of its entries is, `[*p]`: all that is known of
+    the bias is known of them.
+    """
+
+    def __init__(self, arrangement: Arrangement, parts: Mapping[str, Tensor]) -> None:
+        super().__init__(arrangement)
+        self.parts = dict(parts)
+        self.added = ("bias", *parts)
+
+    def of_part(self, of_bias: Tensor, wrt: Wrt) -> Tensor:
+        """`[..., O]` at the bias as `[..., *p]` at a parameter."""
+        return of_bias[..., self.parts[wrt].to(of_bias.device)] if wrt in self.parts else of_bias
+
+    def whole(self, wrt: Wrt) -> Wrt:
+        """The bias in place of its parts."""
+        return "bias" if wrt in self.parts else wrt
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        out = super().forward(options, inputs, params)
+        return out + sum(self.as_bias(params[name][None], name, out.shape[-1])[0] for name in self.parts)
+
+    def as_bias(self, mat: Tensor, part: str, width: int) -> Tensor:
+        """Columns `[V, *p]` of a part as those of the bias `[V, O]`."""
+        return mat.new_zeros(len(mat), width).index_add(1, self.parts[part].flatten().to(mat.device), mat.flatten(1))
+
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        mat = self.as_bias(mat, str(wrt), call.output.shape[-1]) if wrt in self.parts else mat
+        return super().jac_mat_prod(call, mat, self.whole(wrt))
+
+    def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
+        return self.of_part(super().jac_t_mat_prod(call, mat, self.whole(wrt), sum_batch), wrt)
+
+    def _squares(
+        self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool
+    ) -> Tensor:
+        return self.of_part(super()._squares(call, mats, param, weights, per_sample), param)
+
+    def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
+        return self.of_part(super().squares_of_diagonal(call, diag, param, per_sample), param)
+
+    def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        family = Rule if param in self.parts else Rearranged
+        return family.norm_squared(self, call, grad_out, param)
+
+    def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
+        rows = super().kron_rows(call, mat, param, approximation)
+        return self.of_part(rows, param).flatten(rows.dim() - 1)
+
+    def projected_squares(
+        self, call: Call, mats: Sequence[Tensor], param: str, left: Tensor | None, right: Tensor | None
+    ) -> Tensor | None:
+        return None if param in self.parts else super().projected_squares(call, mats, param, left, right)
+
+    def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
+        found = super().congruence(call, matrix, self.whole(wrt))
+        return self.of_part(self.of_part(found, wrt).flatten(1).T, wrt).flatten(1) if wrt in self.parts else found

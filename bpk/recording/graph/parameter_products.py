@@ -15,15 +15,17 @@ from collections.abc import Container, Iterator
 from functools import lru_cache
 from math import prod
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.function_module import Plain, TimesWeight
-from bpk.jacobians.families.rearranged import Interleaved, Rearranged
+from bpk.jacobians.families.rearranged import Interleaved, PartsOfBias, Rearranged
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
+from bpk.recording.graph.computed_bias import Places, put_together
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_of_leaves
 from bpk.recording.graph.ownership import LEFT, OWNER, give
@@ -91,6 +93,12 @@ def layer_of(arrangement: Arrangement) -> tuple[nn.Module, Rule | None]:
     return EinsumFunction(), (Rearranged if factorises else Interleaved)(arrangement)
 
 
+@lru_cache(maxsize=256)
+def with_parts(arrangement: Arrangement, parts: tuple[tuple[str, Places], ...]) -> Rule:
+    """The rule where functions put the bias together; the same one for the same functions, so that forms are found."""
+    return PartsOfBias(arrangement, {name: torch.tensor(at).reshape(shape) for name, (shape, at) in parts})
+
+
 def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = None) -> Record | None:
     """The record of a product with a parameter, from its node; `None` for all others.
 
@@ -115,13 +123,18 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     weight, arrangement = found
     name, place = operands[not right]
     params: dict[str, Tensor] = {"weight": weight}
+    parts: tuple[tuple[str, Places], ...] = ()
     if len(node.next_functions) > len(operands):
+        if not right or engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1:
+            return None
         bias = parameter_at(node.next_functions[0][0])
-        if bias is None or not right or bias.dim() != 1 or len(bias) != arrangement.inverse.shape[1]:
+        if bias is None and arrangement.is_transpose is not None:
+            made = put_together(node.next_functions[0], arrangement.inverse.shape[1])
+            params |= {name: leaf for name, (leaf, _) in made.items()}
+            parts = tuple((name, places) for name, (_, places) in made.items())
+        if not parts and (bias is None or bias.dim() != 1 or len(bias) != arrangement.inverse.shape[1]):
             return None
-        if engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1:
-            return None
-        params["bias"] = bias
+        params |= {} if bias is None else {"bias": bias}
     if any(p not in held for p in params.values()):
         return None
     x, given = engine.saved_tensor(node, name), node.next_functions[place]
@@ -135,6 +148,7 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     x = x if rows is None else rows.to_rule(x[None])[0]
     out = x.detach().new_zeros(()).expand(*x.shape[:-1], out_width)  # no rule reads it
     module, rule = layer_of(arrangement)
+    rule = with_parts(arrangement, parts) if parts else rule
     record = Record(module, rule, Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params, rows=rows)
     give(node, record)
     return record
