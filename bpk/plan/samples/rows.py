@@ -61,8 +61,9 @@ class Attribution:
 def completed(samples: Tensor, n: int) -> Tensor:
     """The sample of each row, also of those that feed no loss (-1).
 
-    No gradient tells whose they are. But what a layer sees there is part of somebody's input factor, so they continue the
-    order of the others: one sample's rows behind the other's, or in turns. Without an order, they are the first sample's.
+    No gradient tells whose they are. But what a layer sees there is part of somebody's input factor, so they continue
+    the order of the others: one sample's rows behind the other's, or in turns. Without an order, they are the first
+    sample's.
 
     >>> completed(torch.tensor([0, -1, -1, 1, -1, -1]), 3), completed(torch.tensor([-1, -1, -1, 0, 1, 2]), 3)
     (tensor([0, 0, 1, 1, 2, 2]), tensor([0, 1, 2, 0, 1, 2]))
