@@ -93,6 +93,11 @@ class EKFAC(Preconditioner):
         pairs = decomposed({(name, k): f for name, mine in factors.items() for k, f in enumerate(mine)}, self.group)
         return {name: [pairs[name, k][1] for k in range(len(mine))] for name, mine in factors.items()}
 
+    def look(self) -> None:
+        super().look()
+        found, self.moments.found = self.moments.found, {}
+        self.moments.bases |= {p: bases for p, bases in found.items() if p not in self.moments.bases}
+
     def renew(self) -> None:
         self.current = self.damping_now()
         if self.looks < 2 or not self.due(self.renewal):  # the first bases are those of the first look
@@ -141,7 +146,8 @@ class Looks(Factors):
 class Moments(SquareRootExtension):
     """Kronecker factors, and second moments in the bases of the parameter: at first, those of these factors.
 
-    In several processes, those are not known before all have been looked at: uses are left in `waiting`.
+    Bases of a first backward pass are in `found` until a step takes its curvature: what has overflown is never taken.
+    In several processes, bases are not known before all have been looked at: uses are left in `waiting`.
     """
 
     field = "moments"
@@ -152,6 +158,7 @@ class Moments(SquareRootExtension):
         super().__init__()
         self.mc_samples, self.group = mc_samples, group
         self.bases: dict[Tensor, list[Tensor]] = {}
+        self.found: dict[Tensor, list[Tensor]] = {}
         self.waiting: dict[Tensor, Uses] = {}
         self.orders: Orders = {}
 
@@ -169,7 +176,7 @@ class Moments(SquareRootExtension):
             self.waiting[uses.param] = uses
             return None
         found = eigenbasis(uses)
-        self.bases[uses.param] = found.bases
+        self.found[uses.param] = found.bases
         return found.moments
 
     def statistic(self, uses: Uses) -> Parts:
