@@ -101,6 +101,8 @@ class Backward:
             self.inspection.require_fields(wholes, self.parameters.states)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(wholes)
+            if self.hooks.hook is not None:
+                self.hooks.leave_holders_for_last(wholes, {id(param) for param, _ in self.parameters.saved})
             self.hooks.run_last()
             if self.sharded is not None:
                 engine.when_finished(self.ending(self.sharded))  # FSDP2 has announced its own end before

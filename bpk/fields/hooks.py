@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from torch import Tensor, nn
 
@@ -68,6 +68,12 @@ class Hooks:
     def leave_for_last(self, module: nn.Module) -> None:
         """The parameters of this module are final when all else is."""
         self.last[id(module)] = module
+
+    def leave_holders_for_last(self, models: Iterable[nn.Module], params: Container[int]) -> None:
+        """Layers that were not called, but hold parameters (by `id`) with fields: functions have used those."""
+        for module in (m for model in models for m in model.modules() if MARK in m.__dict__):
+            if id(module) not in self.visited and any(id(p) in params for p in module.parameters(recurse=False)):
+                self.leave_for_last(module)
 
     def run(self, module: nn.Module) -> None:
         """Call the hook for a layer all of whose parameters are final."""

@@ -141,6 +141,26 @@ def test_extension_hook_waits_for_all_uses_of_a_parameter(twice: str, extensions
     assert not missing
 
 
+class Borrowing(nn.Module):
+    """Functions use the parameters of a layer that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(nn.functional.linear(x, self.layer.weight, self.layer.bias)))
+        return out
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact])
+def test_extension_hook_runs_for_layers_whose_parameters_functions_use(extension: type[Any]) -> None:
+    (model, loss_fn), (x, y) = extended(Borrowing().double()), data()
+    seen: list[nn.Module] = []
+    backward(model, loss_fn, x, y, extension(), extension_hook=seen.append)
+    assert sorted(map(id, seen)) == sorted(map(id, [*model.modules(), loss_fn]))
+
+
 class Attending(nn.Module):
     """Parameters of its layers are in modules inside of them, and it has one itself."""
 
