@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -246,6 +246,19 @@ class Preconditioner(ABC):
         self.looked_at = {self.params[name] for name in state["looked_at"] if name in self.params}
         for name, order in state["orders"].items():
             self.orders[self.params[name]] = order.to(self.params[name].device)
+
+
+def both(intervals: Any) -> tuple[Schedule, Schedule]:
+    """The two intervals of a preconditioner that decomposes what it has looked at."""
+    if not isinstance(intervals, Sequence) or len(intervals) != 2:
+        raise ValueError(
+            explain(
+                f"intervals={intervals!r} are not two.",
+                "looking at curvature and preparing inverses cost differently, and happen in steps of their own.",
+                "pass two numbers, or functions of the step, such as intervals=(1, 10).",
+            )
+        )
+    return intervals[0], intervals[1]
 
 
 def as_means(value: Tensor | Means) -> Means:

@@ -18,7 +18,7 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
-from bpk.preconditioners.base import Means, Preconditioner, Schedule
+from bpk.preconditioners.base import Means, Preconditioner, Schedule, both
 from bpk.preconditioners.shares import are_several, decomposed
 from bpk.utils.ekfac import Eigenbasis, times
 
@@ -68,10 +68,11 @@ class EKFAC(Preconditioner):
         grad_scaler: GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        looking, renewal = both(intervals)
         self.moments = Moments(mc_samples, group)
-        super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
+        super().__init__(model, self.moments, damping, decay, looking, kl_clip, lr, grad_scaler, group)
         self.moments.orders = self.orders
-        self.renewal = intervals[1]
+        self.renewal = renewal
 
     def complete(self) -> None:
         """Parameters that are looked at for the first time have global factors now: they get bases, and moments."""

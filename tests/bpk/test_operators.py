@@ -217,7 +217,7 @@ def test_vectors_that_do_not_fit_are_refused(vectors: Any) -> None:
         operator @ vectors
 
 
-def test_parameters_that_the_loss_does_not_depend_on_and_no_vectors() -> None:
+def test_parameters_that_the_loss_does_not_depend_on_no_vectors_and_empty_batches() -> None:
     """Errors of Python before."""
     torch.manual_seed(0)
     model, batch = Tied().double(), (torch.randn(7, 4, dtype=DOUBLE), classes())
@@ -232,6 +232,9 @@ def test_parameters_that_the_loss_does_not_depend_on_and_no_vectors() -> None:
     for operator in (whole, operators.GGN(model, nn.CrossEntropyLoss(), batch), factors, factors.inverse(0.5)):
         assert (operator @ none).shape == none.shape
     assert (operators.Jacobian(model, None, [batch]) @ none).shape == (21, 0)
+    empty = operators.GGN(model, nn.CrossEntropyLoss(), [(batch[0][:0], batch[1][:0]), batch])
+    whole = operators.GGN(model, nn.CrossEntropyLoss(), batch)
+    torch.testing.assert_close(empty.to_dense(), whole.to_dense())
 
 
 def test_products_are_those_at_the_parameters_of_their_time() -> None:
