@@ -117,10 +117,12 @@ class Backward:
 
     def abort(self) -> None:
         """The pass did not finish: leave no fields on the models that it was to train."""
+        aimed_at = set(self.inspection.by_functions)
         for record in (one for root, above in self.inspection.above.items() for one in (root, *above)):
+            aimed_at.update(map(id, record.params.values()))
             record.close()  # the engine may keep a part of the graph until its next pass
             self.reached[record.module] = None
-        self.parameters.discard(around(self.reached)[1])
+        self.parameters.discard(around(self.reached)[1], aimed_at)
         self.clear()
 
     def clear(self) -> None:
