@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bpk.fields.hooks import Hooks
 from bpk.fields.parameters import Parameters
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.inspection import Inspection
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step, matched
@@ -34,7 +37,7 @@ class AtLosses:
         inspection: What is known of the graph.
         parameters: Take what arrives.
         hands: What users wrote by hand for layers, by the key of the sweep.
-        passed: Called when all sweeps have passed a call, and nothing else will come (`None`: nobody wants to know).
+        hooks: The user's hook, which is called for a layer when all sweeps have passed it, and nothing else will come.
     """
 
     def __init__(
@@ -44,13 +47,13 @@ class AtLosses:
         inspection: Inspection,
         parameters: Parameters,
         hands: Mapping[Hashable, Hand],
-        passed: Callable[[Step], None] | None,
+        hooks: Hooks,
     ) -> None:
         self.settings = settings
         self.sweeps = sweeps
         self.inspection = inspection
         self.parameters = parameters
-        self.passed = passed
+        self.hooks = hooks
         self.hands = hands
         self.plan: Plan | None = None
         self.to_come: set[Record] = set()  # losses that were not reached yet
@@ -76,6 +79,10 @@ class AtLosses:
         losses = {loss: engine.current_node()} | self.inspection.losses
         self.plan = self.plan_of(losses, is_whole=True)
         self.to_come = set(losses)
+        if self.hooks.hook is not None and self.sweeps.players:
+            for step in self.plan.steps:
+                if is_whole(step):
+                    self.hooks.expect(step.record.module, step.params.values())
 
     def plan_of(self, losses: dict[Record, Node], is_whole: bool) -> Plan:
         """A plan of some losses, or of all."""
@@ -112,22 +119,41 @@ class AtLosses:
     def when_passed(self, step: Step) -> None:
         """Save what is final."""
         if step.last:
-            self.parameters.save_values([step.params[name] for name in step.last])
+            self.save([step.params[name] for name in step.last])
         if not self.sweeps.observers and not self.to_come:
             step.let_go()
-            if self.passed is not None:
-                self.passed(step)
+            if self.hooks.hook is not None and is_whole(step):  # ahead of autograd: a hook may free what it has read
+                self.hooks.visit(step.record.module)
+                self.hooks.run(step.record.module)
+
+    def save(self, params: Sequence[Tensor]) -> None:
+        """All columns of a loss have reached these parameters."""
+        self.parameters.save_values(params)
+        if not self.parameters.more_losses:
+            self.call_hooks(self.hooks.arrived(params))
+
+    def call_hooks(self, modules: Iterable[nn.Module]) -> None:
+        """Nothing of second order is to come for these layers."""
+        for module in modules:
+            if not self.parameters.is_waiting(module):
+                self.hooks.run(module)
 
     def finish(self) -> None:
         """No other loss will come."""
         self.parameters.more_losses = False
-        self.parameters.save_values([state.param for state in self.parameters.states.values()])
+        self.save([state.param for state in self.parameters.states.values()])
+        self.call_hooks(self.hooks.arrived())
 
     def clear(self) -> None:
         """Let go of the graph."""
         if self.plan is not None:
             self.plan.clear()
         self.plan, self.touched = None, set()
+
+
+def is_whole(step: Step) -> bool:
+    """Whether it is the call of a layer, and not functions in front of one, or parameters of a container."""
+    return step.consumer is None and step.rule is not PASSAGE and not isinstance(step.record.module, Plain)
 
 
 def nothing_arrived(record: Record) -> str:

@@ -31,7 +31,6 @@ from bpk.observing import Observing
 from bpk.plan.inspection import Inspection
 from bpk.plan.loss_scale import require_scaled
 from bpk.plan.overwritten import require_result
-from bpk.plan.step import Step
 from bpk.recording import engine
 from bpk.recording.context.opened import Pass, Settings
 from bpk.recording.context.state import CTX
@@ -60,12 +59,11 @@ class Backward:
         self.parameters = Parameters(
             self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
         )
-        passed = None if self.hooks.hook is None else self.run_hook_early
         hands = [
             (key, Hand(extension, self.parameters.claim, self.parameters.save))
             for key, extension in self.sweeps.by_hand
         ]
-        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, dict(hands), passed)
+        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, dict(hands), self.hooks)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters, hands)
         self.kept: list[Record] = []
         self.closed = False
@@ -103,6 +101,8 @@ class Backward:
             self.inspection.require_fields(wholes, self.parameters.states)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
                 self.parameters.remove_stale(wholes)
+            if self.hooks.hook is not None:
+                self.hooks.leave_holders_for_last(wholes, {id(param) for param, _ in self.parameters.saved})
             self.hooks.run_last()
             if self.sharded is not None:
                 engine.when_finished(self.ending(self.sharded))  # FSDP2 has announced its own end before
@@ -117,10 +117,12 @@ class Backward:
 
     def abort(self) -> None:
         """The pass did not finish: leave no fields on the models that it was to train."""
+        aimed_at = set(self.inspection.by_functions)
         for record in (one for root, above in self.inspection.above.items() for one in (root, *above)):
+            aimed_at.update(map(id, record.params.values()))
             record.close()  # the engine may keep a part of the graph until its next pass
             self.reached[record.module] = None
-        self.parameters.discard(around(self.reached)[1])
+        self.parameters.discard(around(self.reached)[1], aimed_at)
         self.clear()
 
     def clear(self) -> None:
@@ -191,13 +193,6 @@ class Backward:
             self.hooks.visit(record.module)
             if not self.parameters.is_waiting(record.module):
                 self.hooks.run(record.module)
-
-    def run_hook_early(self, step: Step) -> None:
-        """All fields of a call are there ahead of autograd: a hook may make use of them, and free them."""
-        module = step.record.module
-        if step.consumer is None and step.rule is not PASSAGE and not isinstance(module, Plain):
-            self.hooks.visit(module)
-            self.hooks.run(module)
 
 
 class Ending:

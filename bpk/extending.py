@@ -12,7 +12,7 @@ from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import forget
-from bpk.recording.before import forget_inputs, is_users, note_inputs, prepare
+from bpk.recording.before import BEFORE, forget_inputs, is_users, note_inputs, prepare
 from bpk.recording.context.surroundings import require_local
 from bpk.recording.loss_recorder import record_composed
 from bpk.recording.membership import mark, unmark
@@ -207,6 +207,7 @@ def memory_cleanup(module: nn.Module) -> None:
     """
     for child in module.modules():
         forget(child)
+        child.__dict__.pop(BEFORE, None)  # of a forward pass that has failed
     for param in module.parameters():
         for name in [name for name, value in vars(param).items() if isinstance(value, BlockProduct)]:
             delattr(param, name)

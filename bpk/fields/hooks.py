@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
 
 from torch import Tensor, nn
 
@@ -12,13 +13,18 @@ from bpk.recording.membership import MARK, containers_of
 
 
 class Hooks:
-    """When to call `hook` during one backward pass: as soon as a module is done, with containers last."""
+    """When to call `hook` during one backward pass: as soon as a module is done, with containers last.
+
+    `awaited` has, by parameter, the layers that wait for its fields of second order, and `lacks` for how many they do.
+    """
 
     def __init__(self, hook: Callable[[nn.Module], None] | None) -> None:
         self.hook = hook
         self.visited: dict[int, nn.Module] = {}
         self.last: dict[int, nn.Module] = {}
         self.done: set[int] = set()
+        self.awaited: dict[int, set[int]] = {}
+        self.lacks: Counter[int] = Counter()
         self.stored: dict[int, tuple[nn.Module, Tensor]] = {}
 
     def waits_for(self, module: nn.Module) -> bool:
@@ -39,19 +45,40 @@ class Hooks:
     def clear(self) -> None:
         """Let go of all modules."""
         self.forget()
-        self.hook, self.visited, self.last = None, {}, {}
+        self.hook, self.visited, self.last, self.awaited = None, {}, {}, {}
 
     def visit(self, module: nn.Module) -> None:
         """A layer has been reached."""
         self.visited[id(module)] = module
 
+    def expect(self, module: nn.Module, params: Iterable[Tensor]) -> None:
+        """Fields of second order will come for these parameters of a layer, which may be called several times."""
+        for param in params:
+            modules = self.awaited.setdefault(id(param), set())
+            self.lacks[id(module)] += id(module) not in modules
+            modules.add(id(module))
+
+    def arrived(self, params: Iterable[Tensor] | None = None) -> list[nn.Module]:
+        """They have come for these parameters (or for all that they will); the passed layers that lack no other."""
+        keys = list(self.awaited) if params is None else map(id, params)
+        modules = [m for key in keys for m in self.awaited.pop(key, ())]
+        self.lacks.subtract(modules)
+        return [self.visited[m] for m in dict.fromkeys(modules) if m in self.visited and not self.lacks[m]]
+
     def leave_for_last(self, module: nn.Module) -> None:
         """The parameters of this module are final when all else is."""
         self.last[id(module)] = module
 
+    def leave_holders_for_last(self, models: Iterable[nn.Module], params: Container[int]) -> None:
+        """Layers that were not called, but hold parameters (by `id`) with fields: functions have used those."""
+        for module in (m for model in models for m in model.modules() if MARK in m.__dict__):
+            if id(module) not in self.visited and any(id(p) in params for p in module.parameters(recurse=False)):
+                self.leave_for_last(module)
+
     def run(self, module: nn.Module) -> None:
         """Call the hook for a layer all of whose parameters are final."""
-        if self.hook is not None and id(module) not in self.done and id(module) in self.visited:
+        ready = id(module) in self.visited and id(module) not in self.done and not self.lacks[id(module)]
+        if self.hook is not None and ready:
             self.done.add(id(module))
             with CTX.aloud():
                 self.call(module)

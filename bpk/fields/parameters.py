@@ -232,12 +232,15 @@ class Parameters:
         """Remove fields of an earlier pass from parameters that this one did not reach, in models that it trains."""
         remove_stale(models, self.states, {(id(param), name) for param, name in self.saved}, self.extensions)
 
-    def discard(self, models: Iterable[nn.Module]) -> None:
-        """Remove the fields that this backward pass has saved, and those that it would have overwritten."""
+    def discard(self, models: Iterable[nn.Module], aimed_at: Iterable[int]) -> None:
+        """Remove the fields that this backward pass has saved, and those that it would have overwritten.
+
+        It was `aimed_at` these parameters (by `id`), however far it has come.
+        """
         for param, name in self.saved:
             param.__dict__.pop(name, None)
         self.saved = []
-        self.remove_stale(models)
+        remove_stale(models, {*self.states, *aimed_at}, (), self.extensions)
 
     def clear(self) -> None:
         """Let go of everything."""

@@ -169,4 +169,6 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
 
 def of_outputs(model: nn.Module, outputs: Tensor, *extensions: OfRoot) -> Summed:
     """Statistics of the Jacobian of a model's outputs: column `c` of the root is the row of output `c`."""
-    return run(model, half_squared_error(model)(outputs), *extensions)
+    with torch.enable_grad():
+        loss = half_squared_error(model)(outputs)
+    return run(model, loss, *extensions)

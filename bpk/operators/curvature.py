@@ -125,6 +125,8 @@ class Hessian(CurvatureOperator):
             value = self.problem.loss_fn(z, y) * self.weight(loss)
             gradient = torch.autograd.grad(value, list(params.values()), create_graph=True, allow_unused=True)
         pairs = [(g, m) for g, m in zip(gradient, mats, strict=True) if g is not None]
+        if not pairs:  # a block of parameters that the loss does not depend on
+            return [torch.zeros_like(mat) for mat in mats], loss
         found = pull([g for g, _ in pairs], params, [m for _, m in pairs], together=not self.problem.heavy)
         return found, loss
 

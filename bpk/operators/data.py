@@ -107,7 +107,7 @@ class Problem:
                 raise self.refused(
                     f"a model that returns {type(z).__name__}", why, "wrap it, so that it gives a tensor"
                 )
-            if twice and not close(z, self.model(x), z.dtype, float(z.abs().max())):
+            if twice and not close(z, self.model(x), z.dtype, float(z.abs().max()) if z.numel() else 0.0):
                 why = "it draws random numbers (dropout), so that no two products belong to the same matrix"
                 raise self.refused("a model that gives two results for one input", why, "call model.eval()")
             twice = False

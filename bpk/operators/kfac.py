@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from bpk.dataset import accumulate
@@ -14,10 +16,15 @@ from bpk.extensions import KFLR
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.operators.data import Loader, Problem
 from bpk.operators.linear import SymmetricOperator
-from bpk.utils.damped import DampedInverse, split_damping
+from bpk.utils.damped import DampedInverse, positive_damping, split_damping
 from bpk.utils.kroneckers import inv_kfac_mat_prod, kfac_mat_prod, reordered
 
 Product = Callable[[Tensor], Tensor]
+
+
+def divided(mat: Tensor, by: float) -> Tensor:
+    """The damped inverse of zero."""
+    return mat / by
 
 
 class BlockDiagonal(SymmetricOperator):
@@ -49,7 +56,7 @@ class KFAC(BlockDiagonal):
         check_deterministic: As for `GGN`.
 
     Attributes:
-        factors: `[G, A]` or `[G]` by parameter.
+        factors: `[G, A]` or `[G]` by parameter; those that the loss does not depend on have none, and a block of zeros.
 
     Source: Martens, Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature.
 
@@ -81,7 +88,9 @@ class KFAC(BlockDiagonal):
         self.params = {name: p.detach() for name, p in problem.params.items()}
         self.factors: dict[str, list[Tensor]] = found.field("kflr" if exact else "kfac")
         self.orders = {name: orders.get(p) for name, p in problem.params.items()}
-        super().__init__(self.params, self.ordered({name: kfac_mat_prod(f) for name, f in self.factors.items()}))
+        products: dict[str, Product] = dict.fromkeys(self.params, torch.zeros_like)
+        products |= {name: kfac_mat_prod(f) for name, f in self.factors.items()}
+        super().__init__(self.params, self.ordered(products))
 
     def ordered(self, products: dict[str, Product]) -> dict[str, Product]:
         """Products with entries as parameters have them: those of an embedding `[A, G]` are of factors `[G, A]`."""
@@ -96,7 +105,7 @@ class KFAC(BlockDiagonal):
                 factor is damped and inverted by itself, `kron((G + g I)^-1, (A + a I)^-1)` with `g a = damping`
                 (Martens and Grosse, section 6.3): cheaper, and another matrix.
         """
-        products: dict[str, Product] = {}
+        products: dict[str, Product] = dict.fromkeys(self.params, partial(divided, by=positive_damping(damping)))
         for name, factors in self.factors.items():
             if split:
                 products[name] = inv_kfac_mat_prod(factors, split_damping(factors, damping))

@@ -58,7 +58,11 @@ class LinearOperator(ABC):
     def __matmul__(self, vectors: Vectors) -> Vectors:
         mats, several = parts_of(vectors, self.in_shapes, self.dtype, type(self).__name__)
         with torch.no_grad():
-            products = self.product([mat.to(self.device) for mat in mats])
+            if len(mats[0]):
+                products = self.product([mat.to(self.device) for mat in mats])
+            else:  # no vectors
+                sizes = self.out_shapes.values()
+                products = [torch.zeros(0, *size, dtype=self.dtype, device=self.device) for size in sizes]
         if isinstance(vectors, Tensor):
             flat = torch.cat([as_rows(x) for x in products], 1)
             return flat.T if several else flat[0]

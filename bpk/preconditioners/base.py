@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -173,7 +173,7 @@ class Preconditioner(ABC):
         if looks:
             self.complete()
             self.look()
-            self.looked_at = set(self.params.values())
+            self.looked_at |= set(trained(self.model).values())  # one that is frozen has not shown any curvature
         self.renew()
         known = {name: p for name, p in self.params.items() if p.grad is not None and name in self.means}
         solved = {name: self.solve(name, p.grad) for name, p in known.items() if p.grad is not None}
@@ -237,12 +237,28 @@ class Preconditioner(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of the same model."""
-        require_fits(state, self.params)
+        named = dict(self.model.named_parameters())
+        require_fits(state, named)
+        known = {name: named[name] for name in (*state["means"], *state["looked_at"]) if name in named}
+        self.params.update(known)  # a parameter that was frozen on the way is still known
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}
         self.looked_at = {self.params[name] for name in state["looked_at"] if name in self.params}
         for name, order in state["orders"].items():
             self.orders[self.params[name]] = order.to(self.params[name].device)
+
+
+def both(intervals: Any) -> tuple[Schedule, Schedule]:
+    """The two intervals of a preconditioner that decomposes what it has looked at."""
+    if not isinstance(intervals, Sequence) or len(intervals) != 2:
+        raise ValueError(
+            explain(
+                f"intervals={intervals!r} are not two.",
+                "looking at curvature and preparing inverses cost differently, and happen in steps of their own.",
+                "pass two numbers, or functions of the step, such as intervals=(1, 10).",
+            )
+        )
+    return intervals[0], intervals[1]
 
 
 def as_means(value: Tensor | Means) -> Means:

@@ -18,7 +18,7 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
-from bpk.preconditioners.base import Means, Preconditioner, Schedule
+from bpk.preconditioners.base import Means, Preconditioner, Schedule, both
 from bpk.preconditioners.shares import are_several, decomposed
 from bpk.utils.ekfac import Eigenbasis, times
 
@@ -68,10 +68,11 @@ class EKFAC(Preconditioner):
         grad_scaler: GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        looking, renewal = both(intervals)
         self.moments = Moments(mc_samples, group)
-        super().__init__(model, self.moments, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
+        super().__init__(model, self.moments, damping, decay, looking, kl_clip, lr, grad_scaler, group)
         self.moments.orders = self.orders
-        self.renewal = intervals[1]
+        self.renewal = renewal
 
     def complete(self) -> None:
         """Parameters that are looked at for the first time have global factors now: they get bases, and moments."""
@@ -92,6 +93,11 @@ class EKFAC(Preconditioner):
         """Of the factors of parameters, shared out."""
         pairs = decomposed({(name, k): f for name, mine in factors.items() for k, f in enumerate(mine)}, self.group)
         return {name: [pairs[name, k][1] for k in range(len(mine))] for name, mine in factors.items()}
+
+    def look(self) -> None:
+        super().look()
+        found, self.moments.found = self.moments.found, {}
+        self.moments.bases |= {p: bases for p, bases in found.items() if p not in self.moments.bases}
 
     def renew(self) -> None:
         self.current = self.damping_now()
@@ -141,7 +147,8 @@ class Looks(Factors):
 class Moments(SquareRootExtension):
     """Kronecker factors, and second moments in the bases of the parameter: at first, those of these factors.
 
-    In several processes, those are not known before all have been looked at: uses are left in `waiting`.
+    Bases of a first backward pass are in `found` until a step takes its curvature: what has overflown is never taken.
+    In several processes, bases are not known before all have been looked at: uses are left in `waiting`.
     """
 
     field = "moments"
@@ -152,6 +159,7 @@ class Moments(SquareRootExtension):
         super().__init__()
         self.mc_samples, self.group = mc_samples, group
         self.bases: dict[Tensor, list[Tensor]] = {}
+        self.found: dict[Tensor, list[Tensor]] = {}
         self.waiting: dict[Tensor, Uses] = {}
         self.orders: Orders = {}
 
@@ -169,7 +177,7 @@ class Moments(SquareRootExtension):
             self.waiting[uses.param] = uses
             return None
         found = eigenbasis(uses)
-        self.bases[uses.param] = found.bases
+        self.found[uses.param] = found.bases
         return found.moments
 
     def statistic(self, uses: Uses) -> Parts:

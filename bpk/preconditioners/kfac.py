@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
-from bpk.preconditioners.base import Preconditioner, Schedule
+from bpk.preconditioners.base import Preconditioner, Schedule, both
 from bpk.preconditioners.shares import decomposed
 from bpk.utils.damped import DampedInverse
 
@@ -58,10 +58,11 @@ class KFAC(Preconditioner):
         grad_scaler: GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        looking, renewal = both(intervals)
         extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
-        super().__init__(model, extension, damping, decay, intervals[0], kl_clip, lr, grad_scaler, group)
+        super().__init__(model, extension, damping, decay, looking, kl_clip, lr, grad_scaler, group)
         extension.orders = self.orders
-        self.renewal = intervals[1]
+        self.renewal = renewal
         self.inverses: dict[str, DampedInverse] = {}
 
     def renew(self) -> None:

@@ -36,7 +36,7 @@ def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None
             explain(
                 f"The state has curvature of parameters that this model lacks: {', '.join(strange)}.",
                 "running means belong to parameters by name.",
-                "build the same model, with the same parameters frozen.",
+                "build the same model: its parameters need the same names.",
             )
         )
     missing = {"orders", "looked_at"} - set(state)

@@ -19,7 +19,7 @@ from bpk.extensions.over_batches import OverBatches, Size, Sums
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.bpk.test_accumulate import LOSSES, WEIGHTS, assert_same, check, classes, real, split, whole
-from tests.helpers import mlp
+from tests.helpers import data, mlp
 
 REFUSED = [e for e in every_extension() if isinstance(e.over_batches, str)]
 
@@ -289,3 +289,15 @@ def test_a_data_set_in_the_place_of_a_loader(layers: int, extensions: tuple[Any,
 def test_a_batch_in_the_place_of_a_loader() -> None:
     with pytest.raises(ValueError, match=r"no pair(?s:.*)a single batch as \[\(x, y\)\]"):
         bpk.accumulate(mlp(), nn.CrossEntropyLoss(), (torch.randn(6, 4), torch.arange(6) % 3))
+
+
+def test_fields_of_frozen_parameters_stay() -> None:
+    """The passes over the data had taken them away, as passes do."""
+    torch.manual_seed(0)
+    model, loss_fn, (x, y) = bpk.extend(mlp()), bpk.extend(nn.CrossEntropyLoss()), data()
+    with bpk.backpack(E.Variance()):
+        loss_fn(model(x), y).backward()
+    model[0].requires_grad_(False)
+    before = [(p.variance, p.grad) for p in model.parameters()]
+    bpk.accumulate(model, loss_fn, [(x, y)], E.Variance())
+    assert all(p.variance is v and p.grad is g for p, (v, g) in zip(model.parameters(), before, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,49 @@ def test_extension_hook_runs_after_the_extensions_on_every_module() -> None:
     order = [seen.index(m) for m in (loss_fn, model[2][0], model[1], model[0][2], model[0][1], model[0][0])]
     assert order == sorted(order), "modules are visited from the loss to the input"
     assert seen.index(model[0]) > seen.index(model[0][0]), "a container comes after its children"
+
+
+@pytest.mark.parametrize("extensions", [(E.DiagGGNExact,), (E.DiagHessian, E.BatchGrad), (E.GGNMP,)])
+@pytest.mark.parametrize("twice", ["a layer", "a weight", "the model"])
+def test_extension_hook_waits_for_all_uses_of_a_parameter(twice: str, extensions: tuple[Any, ...]) -> None:
+    """With second order alone, it had been called at a first use, with no fields, and not again."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    if twice == "a weight":
+        second.weight = first.weight
+    layers = [first, nn.Tanh(), first if twice == "a layer" else second, nn.Tanh(), nn.Linear(4, 3)]
+    (model, loss_fn), (x, y) = extended(nn.Sequential(*layers).double()), data()
+    names = [e().savefield for e in extensions]
+    missing: list[nn.Module] = []
+
+    def hook(module: nn.Module) -> None:
+        missing.extend(module for p in module.parameters(recurse=False) if not all(hasattr(p, n) for n in names))
+
+    loss = loss_fn(model(x), y)
+    if twice == "the model":
+        loss = loss + loss_fn(model(x.flip(0)), y)
+    with bpk.backpack(*[e() for e in extensions], extension_hook=hook):
+        loss.backward()
+    assert not missing
+
+
+class Borrowing(nn.Module):
+    """Functions use the parameters of a layer that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(nn.functional.linear(x, self.layer.weight, self.layer.bias)))
+        return out
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact])
+def test_extension_hook_runs_for_layers_whose_parameters_functions_use(extension: type[Any]) -> None:
+    (model, loss_fn), (x, y) = extended(Borrowing().double()), data()
+    seen: list[nn.Module] = []
+    backward(model, loss_fn, x, y, extension(), extension_hook=seen.append)
+    assert sorted(map(id, seen)) == sorted(map(id, [*model.modules(), loss_fn]))
 
 
 class Attending(nn.Module):

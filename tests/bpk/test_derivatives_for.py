@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -243,3 +244,12 @@ def test_save_memory_is_accepted() -> None:
             loss_fn(model(x), y).backward()
         found.append(model.weight.grad_batch.clone())
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_products_of_a_layer_are_no_forward_pass_of_a_model() -> None:
+    """A loss that is called again had counted as a model that runs, with its inputs as the data of all later ones."""
+    loss_fn = bpk.extend(nn.TripletMarginLoss())
+    loss_fn(*(torch.randn(4, 3, requires_grad=True) for _ in range(3)))
+    with contextlib.suppress(UnsupportedLayer):
+        derivatives_for[loss_fn].sqrt_hessian(loss_fn)
+    assert bpk.CTX.called is None and bpk.CTX.data is None and not bpk.CTX.given

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.recording.context.state import CTX
 from bpk.recording.record import LIVE, Record
 from tests.bpk.test_errors import ids, refuses, works_afterwards
-from tests.helpers import FIELDS, backward, data, extended
+from tests.helpers import FIELDS, backward, data, extended, saved
 
 
 # ---- exceptions in the middle of backward ------------------------------------------------------------
@@ -46,6 +48,21 @@ def test_exception_in_the_hook_keeps_the_fields_of_earlier_passes() -> None:
         backward(model, loss_fn, x, y, E.BatchGrad(), extension_hook=fail)
     assert torch.equal(model[2].weight.diag_ggn_exact, before)
     assert not hasattr(model[2].weight, "grad_batch")
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact, E.HMP])
+def test_a_pass_that_fails_at_once_leaves_no_field_of_an_earlier_one(extension: Callable[[], Any]) -> None:
+    """They had stayed, as if they were its own, where it had come to no parameter."""
+    model, loss_fn = extended()
+    x, y = data()
+
+    def fail(module: nn.Module) -> None:
+        raise KeyError
+
+    backward(model, loss_fn, x, y, extension())
+    with pytest.raises(KeyError):
+        backward(model, loss_fn, x, y, extension(), extension_hook=fail)
+    assert not saved(model)
 
 
 class Steps(nn.Module):

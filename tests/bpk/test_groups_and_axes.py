@@ -106,6 +106,32 @@ def test_each_sample_is_a_group() -> None:
             torch.testing.assert_close(p.kflr_batch[1].mean(0), p.kflr[1])
 
 
+class LastStep(nn.Module):
+    """A layer on rows of all steps, `[N T, D]` or `[T N, D]`, only the last of which the loss sees."""
+
+    def __init__(self, time_first: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.time_first = nn.Linear(4, 3), nn.Linear(3, 3), time_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.time_first else x
+        x = self.layer(x.flatten(0, 1)).tanh().unflatten(0, x.shape[:2])
+        out: Tensor = self.head(x[-1] if self.time_first else x[:, -1])
+        return out
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+def test_rows_that_feed_no_loss_are_part_of_their_own_sample(time_first: bool) -> None:
+    """They had all been counted as the first sample's."""
+    torch.manual_seed(0)
+    model, loss_fn = extended(LastStep(time_first).double())
+    x, y = torch.randn(4, 3, 4, dtype=torch.float64), torch.tensor([0, 2, 1, 1])
+    backward(model, loss_fn, x, y, E.BatchKFLR())
+    torch.testing.assert_close(model.layer.weight.kflr_batch[1], x.mT @ x)
+    backward(model, loss_fn, x, y, E.BatchKFLR([[2]]))
+    torch.testing.assert_close(model.layer.weight.kflr_batch[1][0], x[2].T @ x[2])
+
+
 class Both(nn.Module):
     """A layer, and a matrix whose factors are in the other order."""
 

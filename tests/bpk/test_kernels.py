@@ -343,6 +343,16 @@ def test_summed() -> None:
         total.add("grad_gram", torch.ones(2, 2))
 
 
+def test_where_gradients_are_off() -> None:
+    """As predictions are made; the loss whose columns travel had been computed without a graph, and was refused."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(5, 4)
+    posterior = Diagonal({name: torch.ones_like(p).detach() for name, p in model.named_parameters()})
+    expected = bpk.ntk(model, x), bpk.predictive_covariance(model, x, posterior)
+    with torch.no_grad():
+        torch.testing.assert_close((bpk.ntk(model, x), bpk.predictive_covariance(model, x, posterior)), expected)
+
+
 def test_refusals() -> None:
     model, x = nn.Linear(3, 2), torch.randn(N, 3)
     with pytest.raises(ValueError, match="kind must be one of"):

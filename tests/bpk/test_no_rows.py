@@ -219,3 +219,14 @@ def test_trees() -> None:
         loss_fn(model(trees), y).backward()
     for k, p in enumerate(params):
         torch.testing.assert_close(p.grad_batch, torch.stack([row[k] for row in rows]))
+
+
+def test_products_with_no_vectors() -> None:
+    """Rules expect one column at least: some had failed, with torch's errors."""
+    torch.manual_seed(0)
+    model = bpk.extend(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 2)))
+    with bpk.backpack(E.HMP(), E.GGNMP(), E.PCHMP()):
+        bpk.extend(nn.CrossEntropyLoss())(model(torch.randn(4, 2)), torch.tensor([0, 1, 1, 0])).backward()
+    for p in model.parameters():
+        for product in (p.hmp, p.ggnmp, p.pchmp):
+            assert product(torch.zeros(0, *p.shape)).shape == (0, *p.shape)

@@ -217,6 +217,26 @@ def test_vectors_that_do_not_fit_are_refused(vectors: Any) -> None:
         operator @ vectors
 
 
+def test_parameters_that_the_loss_does_not_depend_on_no_vectors_and_empty_batches() -> None:
+    """Errors of Python before."""
+    torch.manual_seed(0)
+    model, batch = Tied().double(), (torch.randn(7, 4, dtype=DOUBLE), classes())
+    whole = operators.Hessian(model, nn.CrossEntropyLoss(), batch)
+    none = torch.zeros(whole.shape[0], 0, dtype=DOUBLE)
+    blocks = operators.Hessian(model, nn.CrossEntropyLoss(), batch, blocks="parameter").to_dense()
+    torch.testing.assert_close(blocks[:16, :16], whole.to_dense()[:16, :16])
+    factors = operators.KFAC(model, nn.CrossEntropyLoss(), batch)
+    assert not blocks[16:18].any() and not factors.to_dense()[16:18].any()
+    for split in (False, True):
+        torch.testing.assert_close(factors.inverse(0.5, split).to_dense()[16:18, 16:18], 2 * torch.eye(2, dtype=DOUBLE))
+    for operator in (whole, operators.GGN(model, nn.CrossEntropyLoss(), batch), factors, factors.inverse(0.5)):
+        assert (operator @ none).shape == none.shape
+    assert (operators.Jacobian(model, None, [batch]) @ none).shape == (21, 0)
+    empty = operators.GGN(model, nn.CrossEntropyLoss(), [(batch[0][:0], batch[1][:0]), batch])
+    whole = operators.GGN(model, nn.CrossEntropyLoss(), batch)
+    torch.testing.assert_close(empty.to_dense(), whole.to_dense())
+
+
 def test_products_are_those_at_the_parameters_of_their_time() -> None:
     torch.manual_seed(0)
     model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()

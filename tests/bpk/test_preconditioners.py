@@ -246,6 +246,9 @@ def test_refusals() -> None:
         kfac(model, kl_clip=1e-3)
     with pytest.raises(ValueError, match="interval of 0"):
         kfac(model, intervals=(0, 1)).extensions, take_step(model, kfac(model, intervals=(1, 0)), x, y)
+    for make in (kfac, ekfac):
+        with pytest.raises(ValueError, match="intervals=3 are not two"):
+            make(model, intervals=3)
     with pytest.raises(ValueError, match=r"Kronecker factor of '0.weight'.* not finite"):
         take_step(model, kfac(model), x * float("inf"), y)
 

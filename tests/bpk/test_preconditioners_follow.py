@@ -62,6 +62,39 @@ def test_unfrozen_parameters_are_taken_up_at_once(make: Make) -> None:
     assert not preconditioner.extensions
 
 
+@pytest.mark.parametrize("make", [kfac, diagonal, ekfac])
+def test_parameters_frozen_before_the_first_step_are_taken_up_at_once(make: Make) -> None:
+    """They had counted as looked at, and got plain gradients until curvature was due again."""
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), data()
+    preconditioner = make(model, **({"interval": 100} if make is diagonal else {"intervals": (100, 100)}))
+    model[0].requires_grad_(False)
+    take_step(model, preconditioner, x, y)
+    model[0].requires_grad_(True)
+    assert preconditioner.extensions
+    take_step(model, preconditioner, x, y)
+    assert set(preconditioner.means) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", [kfac, diagonal, ekfac])
+def test_a_state_with_parameters_that_were_frozen_on_the_way(make: Make) -> None:
+    """It had been refused by the model that it came from; what was frozen goes on from its curvature."""
+    torch.manual_seed(0)
+    model, (x, y) = mlp(), data()
+    preconditioner = make(model, **({"interval": 100} if make is diagonal else {"intervals": (100, 100)}))
+    take_step(model, preconditioner, x, y)
+    model[0].requires_grad_(False)
+    again = make(model, **({"interval": 100} if make is diagonal else {"intervals": (100, 100)}))
+    again.load_state_dict(preconditioner.state_dict())
+    model[0].requires_grad_(True)
+    found = []
+    for mine in (preconditioner, again):
+        assert not mine.extensions
+        take_step(model, mine, x, y)
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_replaced_parameters_and_old_states_are_refused() -> None:
     torch.manual_seed(0)
     model, (x, y) = mlp(), data()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +229,18 @@ def product(layer: nn.Module) -> Tensor | str:
         return derivative.jac_t_mat_prod(layer, None, None, columns)
     except UnsupportedLayer as error:
         return torch.zeros(()) if "derivatives" not in str(error) else torch.ones(())
+
+
+def test_cleanup_after_a_forward_pass_that_failed() -> None:
+    """What an in-place layer notes before it runs stays until its next call."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    model = bpk.extend(nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True)))
+    before = [set(vars(m)) for m in model]
+    model[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        model(torch.randn(2, 4))
+    bpk.memory_cleanup(model)
+    assert [set(vars(m)) for m in model] == before

@@ -24,10 +24,11 @@ class Attribution:
     def of(self, record: Record) -> tuple[Tensor | None, int]:
         """The sample `[R]` of each row (`None`: rows are the samples), and `N`.
 
-        Rows that feed no loss count as the first sample's.
+        Rows that feed no loss have a sample, too (`completed`).
         """
         samples, n = self.samples.get(id(record)), self.sizes.get(id(record))
-        return None if samples is None else samples.clamp(min=0), record.batch_size if n is None else n
+        n = record.batch_size if n is None else n
+        return None if samples is None else completed(samples, n), n
 
     def add(self, records: Iterable[Record], rows: Mapping[int, Tensor], n: int) -> None:
         """What one loss says about the rows of calls, by `id`: whose they are of `n` samples (not named: in order).
@@ -54,7 +55,26 @@ class Attribution:
 
     def batch_size(self, record: Record) -> int:
         """`N`."""
-        return self.of(record)[1]
+        return self.sizes.get(id(record), record.batch_size)
+
+
+def completed(samples: Tensor, n: int) -> Tensor:
+    """The sample of each row, also of those that feed no loss (-1).
+
+    No gradient tells whose they are. But what a layer sees there is part of somebody's input factor, so they continue
+    the order of the others: one sample's rows behind the other's, or in turns. Without an order, they are the first
+    sample's.
+
+    >>> completed(torch.tensor([0, -1, -1, 1, -1, -1]), 3), completed(torch.tensor([-1, -1, -1, 0, 1, 2]), 3)
+    (tensor([0, 0, 1, 1, 2, 2]), tensor([0, 1, 2, 0, 1, 2]))
+    """
+    if samples.device.type == "cpu" and bool((samples >= 0).all()):  # elsewhere, the answer is not worth a wait
+        return samples
+    rows = torch.arange(len(samples), device=samples.device)
+    guess = torch.zeros_like(samples)
+    for order in (rows % n, rows // max(1, len(samples) // n)) if n and len(samples) % n == 0 else ():
+        guess = torch.where(((samples < 0) | (samples == order)).all(), order, guess)
+    return torch.where(samples < 0, guess, samples)
 
 
 def disagree(record: Record) -> UnsupportedLayer:

@@ -76,6 +76,8 @@ class BlockProduct:
             )
         for frame in self.frames:
             frame.verify()
+        if not mat.numel():  # no vectors: rules expect one at least
+            return torch.zeros_like(mat)
         with CTX.quietly(), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
             return self.multiply(mat) if several else self.multiply(mat[None])[0]
 
