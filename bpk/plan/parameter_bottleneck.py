@@ -19,6 +19,9 @@ from bpk.recording.graph.nodes import Edge
 FASTER = 8
 """How many numbers a product of matrices takes in the time in which autograd's functions pass one."""
 
+LARGEST = 2048
+"""Up to how many entries the Jacobian of what follows the bottleneck is written out."""
+
 
 class ParameterBottleneck:
     """The smallest tensor that `start`, a function of parameters alone, is computed from.
@@ -50,7 +53,8 @@ class ParameterBottleneck:
         """Rows `[V, R, *start]` as columns `[V, R, D]`."""
         flat = rows.flatten(0, 1)
         if self.edge != self.start:
-            flat = as_rows(flat) @ self.lead if len(flat) > entries(self.start) else self.pull(flat)
+            pays = entries(self.start) < min(len(flat), LARGEST)
+            flat = as_rows(flat) @ self.lead if pays else self.pull(flat)
         return flat.reshape(*rows.shape[:2], self.entries)
 
     def pull(self, mat: Tensor) -> Tensor:

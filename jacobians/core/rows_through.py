@@ -24,10 +24,11 @@ class RowsThrough:
     def squares(self, weights: Tensor | None, per_sample: bool) -> Tensor:
         """`sum_v w_vn rows_vn^2`, of weights `[V, N]`: `[*p]`, or `[N, *p]` where `per_sample`.
 
-        `diag(J^T S J)` with `S = sum_v w_v m_v m_v^T`: no row is made where there are more of them than entries of `m`.
+        `diag(J^T S J)` with `S = sum_v w_v m_v m_v^T`, where there are more columns than entries of `m`, and rows are
+        larger than these.
         """
         m = self.columns.movedim(1, 0) if per_sample else self.columns.flatten(0, 1)[None]  # [N or 1, V, D]
-        if m.shape[1] <= m.shape[2]:
+        if min(m.shape[1], self.jacobian[0].numel()) <= m.shape[2]:
             found = self.rows().square()
             found = found if weights is None else found * weights.reshape(*weights.shape, *(1,) * (found.dim() - 2))
             return found.sum(0) if per_sample else found.sum((0, 1))

@@ -100,7 +100,7 @@ def test_squares_of_sums_are_not_negative() -> None:
     """By `diag(J^T S J)` rounding could leave less than zero where rows are zero but for it."""
     torch.manual_seed(3)
     columns = torch.randn(40, 5, 3)
-    jacobian = torch.zeros(3, 2)
+    jacobian = torch.zeros(3, 8)
     jacobian[:, 0] = torch.tensor([1.0, 1e-9, -1e-9])
     columns[..., 0] = 0
     columns[..., 2] = columns[..., 1]
