@@ -13,6 +13,7 @@ from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.graph.attention_kernels import recover
 from bpk.recording.graph.bystanders import beyond, make_quiet
+from bpk.recording.graph.convolutions import recover_convolution
 from bpk.recording.graph.nodes import Edge, leaf_of
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.parameter_products import recover_product
@@ -57,7 +58,7 @@ def owner(edge: Edge) -> Record | None:
 
 def recovered(edge: Edge, held: Held, behind: Node | None, given: Shapes) -> Record | None:
     """A call that nobody has recorded, written down from its node; what is behind it tells what the model was given."""
-    found = recover(edge) or recover_product(edge, held, behind)
+    found = recover(edge) or recover_product(edge, held, behind) or recover_convolution(edge, held)
     if found is not None:
         found.given = found.given or given
     return found

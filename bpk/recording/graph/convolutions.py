@@ -1,0 +1,107 @@
+"""Convolutions without a layer: `F.conv2d(x, self.weight, self.bias)`, found in autograd's graph.
+
+The node keeps its input and its options, and leads to the parameters. As with products (`parameter_products.py`), the
+call is written down from it during the backward pass, as if a layer had made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import lru_cache
+
+from torch import Tensor, nn
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.function_module import Plain
+from bpk.recording import engine
+from bpk.recording.graph.identity import function_name
+from bpk.recording.graph.nodes import OPERANDS, Edge, is_of_leaves
+from bpk.recording.graph.ownership import LEFT, OWNER, give
+from bpk.recording.graph.parameter_products import TRANSPOSES, parameter_behind
+from bpk.recording.record import Record
+from bpk.rules import REGISTRY
+
+CONVOLUTION = "Convolution"
+OPTIONS = ("transposed", "stride", "padding", "dilation", "groups", "output_padding")
+"""What its node keeps beside tensors."""
+
+
+class Conv1dFunction(nn.Conv1d, Plain):
+    """Stands for a call of `F.conv1d`."""
+
+
+class Conv2dFunction(nn.Conv2d, Plain):
+    """Stands for a call of `F.conv2d`."""
+
+
+class Conv3dFunction(nn.Conv3d, Plain):
+    """Stands for a call of `F.conv3d`."""
+
+
+class ConvTranspose1dFunction(nn.ConvTranspose1d, Plain):
+    """Stands for a call of `F.conv_transpose1d`."""
+
+
+class ConvTranspose2dFunction(nn.ConvTranspose2d, Plain):
+    """Stands for a call of `F.conv_transpose2d`."""
+
+
+class ConvTranspose3dFunction(nn.ConvTranspose3d, Plain):
+    """Stands for a call of `F.conv_transpose3d`."""
+
+
+STRAIGHT: tuple[type[nn.Module], ...] = (Conv1dFunction, Conv2dFunction, Conv3dFunction)
+TRANSPOSED: tuple[type[nn.Module], ...] = (ConvTranspose1dFunction, ConvTranspose2dFunction, ConvTranspose3dFunction)
+
+
+@lru_cache(maxsize=256)
+def layer_of(axes: int, *options: bool | int | tuple[int, ...]) -> nn.Module:
+    """What stands for the layer: one for all calls with the same options, so that forms of graphs are found again."""
+    known = dict(zip(OPTIONS, options, strict=True))
+    kind = (TRANSPOSED if known["transposed"] else STRAIGHT)[axes - 1]
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    name = f"F.conv{'_transpose' if known['transposed'] else ''}{axes}d"
+    module.__dict__.update(known, padding_mode="zeros", _bpk_path=name)
+    return module
+
+
+def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
+    """The record of a convolution with a parameter, from its node; `None` for all others.
+
+    Args:
+        edge: Leads to the node.
+        held: The parameters that get fields.
+    """
+    node = edge[0]
+    if node is None or function_name(node) != CONVOLUTION:
+        return None
+    owned = engine.belongings(node)
+    if owned.get(LEFT) or OWNER in owned:
+        return None
+    (_, place), (_, of_weight) = OPERANDS[CONVOLUTION]
+    given, *others = (node.next_functions[k] for k in (place, of_weight, 2))
+    shapes = [tuple(engine.saved(node, "weight").shape), tuple(engine.saved(node, "bias_sym_sizes_opt") or ())]
+    params: dict[str, Tensor] = {}
+    for name, (above, _), shape in zip(("weight", "bias"), others, shapes, strict=True):
+        if above is None and name == "bias":
+            continue  # there is none, or it is frozen
+        found, walk = parameter_behind(above)
+        if found is None or found not in held or tuple(found.shape) != shape:
+            return None
+        if any(one.name() in TRANSPOSES for one in walk):
+            return None
+        params[name] = found
+    x = engine.saved_tensor(node, "input")
+    if x is None or x.is_complex() or not 3 <= x.dim() <= 5 or x.device != params["weight"].device:
+        return None
+    if parameter_behind(given[0])[0] is not None or is_of_leaves(given[0]):
+        return None  # it computes a parameter of something else: its rows are no samples
+    options = (engine.saved(node, name) for name in OPTIONS)
+    module = layer_of(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))
+    out = x.detach().new_zeros(()).expand(engine.output_shapes(node)[0])  # no rule reads it
+    record = Record(
+        module, REGISTRY.find(module), Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params
+    )
+    give(node, record)
+    return record
