@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from operator import attrgetter
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from bpk.jacobians.core.engine import SAVED
 from bpk.jacobians.core.engine import is_transformed as is_transformed
 from bpk.jacobians.core.engine import saved as saved
 
+P, T = ParamSpec("P"), TypeVar("T")
+
 ENTRIES = (
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._autograd._top_saved_tensors_default_hooks",
@@ -34,6 +36,7 @@ ENTRIES = (
     "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+    "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._is_multithreading_enabled",
     "torch._C._set_multithreading_enabled",
     "torch._C._storage_Use_Count",
@@ -123,6 +126,25 @@ def is_compiled() -> bool:
     If it goes: `torch.compiler.is_compiling`, for what is traced itself.
     """
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def untraced(hook: Callable[P, T]) -> Callable[P, T]:
+    """A hook that runs as it is, where `torch.compile` has compiled the module: what it writes down is no part of that.
+
+    As `torch.compiler.disable`, whose import takes seconds. If it goes: that.
+    """
+
+    @wraps(hook)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+        if before is None:
+            return hook(*args, **kwargs)
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(before)
+
+    return run
 
 
 def applying(function: type[Function]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from bpk.recording.graph.ownership import leave_to_autograd, owner_of
 from bpk.recording.recorder import record
 
 
+@engine.untraced
 def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a module without parameters that was extended by itself, and has modules inside.
 
