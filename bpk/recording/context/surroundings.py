@@ -118,8 +118,8 @@ def reentrant(what: str) -> RuntimeError:
     return RuntimeError(
         explain(
             f"{what} torch.utils.checkpoint(..., use_reentrant=True).",
-            "it starts a backward pass of its own for a part of the model, which sees neither the loss nor other uses of "
-            "the parameters.",
+            "it starts a backward pass of its own for a part of the model, which sees neither the loss nor other uses "
+            "of the parameters.",
             "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
         )
     )
