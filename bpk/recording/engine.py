@@ -27,7 +27,8 @@ from bpk.jacobians.core.engine import SAVED
 from bpk.jacobians.core.engine import is_transformed as is_transformed
 from bpk.jacobians.core.engine import saved as saved
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ENTRIES = (
     "torch._C._autograd._get_current_graph_task_keep_graph",
