@@ -69,6 +69,22 @@ def test_a_reentrant_checkpoint_between_layers(extension: Callable[[], Any]) -> 
     assert saved(model) == set()
 
 
+def test_fused_attention_in_a_checkpoint() -> None:
+    """A checkpoint gives out what its nodes have saved once in a pass: autograd itself needs it."""
+
+    def attend(h: Tensor) -> Tensor:
+        q = h[:, None, None].tanh() * h[:, None, :, None]
+        return nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos()).sum((1, 2))
+
+    around = Around(lambda m, x: checkpoint(attend, m(x), use_reentrant=False)).double()
+    model, loss_fn = extended(around)
+    x, y = data()
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
 @BOTH
 def test_a_sample_without_a_batch_axis(extension: Callable[[], Any]) -> None:
     x, y = data()

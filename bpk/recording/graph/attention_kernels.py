@@ -81,11 +81,17 @@ def misread(module: FusedAttention, inputs: Sequence[Tensor], mask: Tensor, outp
     return not right
 
 
+def is_checkpointed(node: Node, name: str) -> bool:
+    """Whether a checkpoint computes again what a node has saved: it gives it out once in a pass, to autograd."""
+    hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+    return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+
+
 def recover(edge: Edge) -> Record | None:
     """The record of a fused attention kernel, from its node; `None` for all others."""
     node, nr = edge
     names = names_of(node) if node is not None and nr == 0 else ()
-    if node is None or not names or engine.belongings(node).get(LEFT):
+    if node is None or not names or engine.belongings(node).get(LEFT) or is_checkpointed(node, names[0]):
         return None
     query, key, value, output, dropout, is_causal, scale, *masks = (engine.saved(node, name) for name in names)
     given = [mask for mask in masks if mask is not None]
