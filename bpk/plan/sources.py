@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointFunction
 
 from bpk.plan.graph import Source
 from bpk.recording import engine
 from bpk.recording.before import GIVEN
+from bpk.recording.context.surroundings import reentrant
 from bpk.recording.graph.attention_kernels import recover
 from bpk.recording.graph.bystanders import beyond, make_quiet
 from bpk.recording.graph.convolutions import recover_convolution
@@ -22,6 +24,9 @@ from bpk.recording.record import Record
 
 Shapes = tuple[torch.Size, ...]
 """Those of the tensors that a model was given."""
+
+REENTRANT = f"{CheckpointFunction.__name__}Backward"
+"""What a node is called behind which a checkpoint starts a backward pass of its own."""
 
 
 class Sources(dict[Record, dict[int, Source]]):
@@ -68,6 +73,9 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none).
 
     `held` are the parameters that get fields.
+
+    Raises:
+        RuntimeError: If autograd cannot be asked for products with what lies between: a reentrant checkpoint.
     """
     edge = beyond(consumer.edges[index])
     node = edge[0]
@@ -109,6 +117,8 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     if not targets and not leaves:
         return None
     trained = tuple(leaf for leaf in leaves if leaf in held)
+    if (targets or trained) and any(each.name() == REENTRANT for each in seen):
+        raise reentrant(f"'{consumer.path}' is given what comes out of")
     return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.engine import untraced
 from bpk.jacobians.core.random_state import RandomState
 from bpk.recording import engine
 from bpk.recording.activations import nothing
@@ -74,6 +75,7 @@ class Before:
         return nothing, ()
 
 
+@untraced
 def prepare(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -160,6 +162,7 @@ def is_quiet() -> bool:
     return CTX.quiet
 
 
+@untraced
 def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
     if CTX.called is None and not (CTX.quiet and engine.checkpointing() is None):  # `bpk` calls it again: no model runs
@@ -172,6 +175,7 @@ def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             pass_on_sharding(is_quiet)
 
 
+@untraced
 def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of the same module, called also where its forward pass has failed.
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.engine import untraced
 from bpk.jacobians.losses.loss import Loss, is_loss
 from bpk.jacobians.losses.loss_call import tensors_anywhere
 from bpk.jacobians.second_order.graph import between
@@ -19,6 +20,7 @@ from bpk.recording.graph.ownership import leave_to_autograd, owner_of
 from bpk.recording.recorder import record
 
 
+@untraced
 def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a module without parameters that was extended by itself, and has modules inside.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn, strided
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.binding import Binding, substitute, tensors_in
+from bpk.jacobians.core.engine import untraced
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.families.several import SeveralOutputs
@@ -32,6 +33,7 @@ from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_reas
 from bpk.rules import REGISTRY
 
 
+@untraced
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss; returns what takes the place of the output, if anything does."""
     before: Before | None = module.__dict__.pop(BEFORE, None)
@@ -180,6 +182,7 @@ def require_names(written: Record, node: Node) -> None:
         )
 
 
+@untraced
 def record_passage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of containers with parameters of their own: functions use these, somewhere before the output."""
     if not is_seen() or (CTX.disabled and engine.checkpointing() is None):

@@ -10,8 +10,9 @@ number of a graph's node, a function that parametrisations call, and two base cl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, _vmap_internals, nn
@@ -19,7 +20,11 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.autograd.variable import Variable
 from torch.nn.modules import module as of_all
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 ENTRIES = (
+    "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._are_functorch_transforms_active",
     "torch.autograd.variable.Variable._execution_engine.run_backward",
     "torch._vmap_internals._vmap",
@@ -67,6 +72,34 @@ SAVED = "_saved_"
 def saved(node: Node, name: str) -> Any:
     """What a node keeps under a name; an error where it has none of that name, which is not the same as `None`."""
     return getattr(node, SAVED + name)
+
+
+def is_checkpointed(node: Node, name: str) -> bool:
+    """Whether a checkpoint computes again what a node has saved: it gives it out once in a pass, to autograd.
+
+    If it goes: such nodes are asked, and torch raises its own error.
+    """
+    hook = getattr(getattr(node, f"_raw{SAVED}{name}", None), "unpack_hook", None)
+    return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+
+
+def untraced(hook: Callable[P, T]) -> Callable[P, T]:
+    """A hook that runs as it is, where `torch.compile` has compiled the module: what it writes down is no part of that.
+
+    As `torch.compiler.disable`, whose import takes seconds. If it goes: that.
+    """
+
+    @wraps(hook)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+        if before is None:
+            return hook(*args, **kwargs)
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(before)
+
+    return run
 
 
 def is_transformed() -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
@@ -152,3 +153,27 @@ def test_autocast() -> None:
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad, rtol=5e-2, atol=1e-2)
         torch.testing.assert_close(p.grad_batch.square().sum(0), p.sum_grad_squared, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["strided", "linear"])
+def test_inside_of_a_checkpoint(name: str) -> None:
+    """What the node has saved is given out once in a pass: autograd itself carries columns through."""
+    torch.manual_seed(5)
+    cases: dict[str, tuple[Function, tuple[int, ...], int | None, tuple[int, ...]]] = {
+        "linear": (F.linear, (3, 4), 3, (3, 2, 4))
+    }
+    function, weight, bias, shape = (CASES | cases)[name]
+
+    def again(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        found: Tensor = checkpoint(function, x, w, b, use_reentrant=False)
+        return found
+
+    plain, x, y = Convolves(function, weight, bias, shape).double(), rand(*shape), torch.arange(3)
+    other = Convolves(again, weight, bias, shape).double()
+    other.load_state_dict(plain.state_dict())
+    for model in (plain, other):
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian()):
+            bpk.extend(nn.CrossEntropyLoss())(bpk.extend(model)(x), y).backward()
+    for p, q in zip(plain.parameters(), other.parameters(), strict=True):
+        for field in ("grad_batch", "diag_ggn_exact", "diag_h"):
+            torch.testing.assert_close(getattr(p, field), getattr(q, field))

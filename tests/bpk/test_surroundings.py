@@ -59,6 +59,33 @@ def test_reentrant_checkpoints(extension: Callable[[], Any], all_of_it: bool) ->
 
 
 @BOTH
+def test_a_reentrant_checkpoint_between_layers(extension: Callable[[], Any]) -> None:
+    """torch itself refuses to be asked for products through it, without a word about what to do in the model."""
+    around = Around(lambda m, x: checkpoint(torch.tanh, m(x), use_reentrant=True)).double()
+    model, loss_fn = extended(around)
+    x, y = data()
+    with told(RuntimeError, "'second'", "use_reentrant=True", "starts a backward"), bpk.backpack(extension()):
+        loss_fn(model(x), y).backward()
+    assert saved(model) == set()
+
+
+def test_fused_attention_in_a_checkpoint() -> None:
+    """A checkpoint gives out what its nodes have saved once in a pass: autograd itself needs it."""
+
+    def attend(h: Tensor) -> Tensor:
+        q = h[:, None, None].tanh() * h[:, None, :, None]
+        return nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos()).sum((1, 2))
+
+    around = Around(lambda m, x: checkpoint(attend, m(x), use_reentrant=False)).double()
+    model, loss_fn = extended(around)
+    x, y = data()
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+@BOTH
 def test_a_sample_without_a_batch_axis(extension: Callable[[], Any]) -> None:
     x, y = data()
     model, loss_fn = extended()
@@ -184,6 +211,32 @@ def test_a_compiled_model(compiler: Any) -> None:
         loss_fn(fast(x), y).backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_with_parameters_of_its_own(compiler: Any, in_place: bool) -> None:
+    """Its passage is written down outside of what is compiled, which cannot trace it."""
+    model, loss_fn = extended(Scaled().double())
+    x, y = data()
+    if in_place:
+        model.compile(backend="eager")
+    fast = model if in_place else torch.compile(model, backend="eager")
+    for _ in range(2):
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(fast(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad / 2)
+
+
+class Scaled(nn.Module):
+    """A layer, and a parameter that belongs to none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.rand(3) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
 
 
 # ---- parameters that are spread over processes ---------------------------------------------------------

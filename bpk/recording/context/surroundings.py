@@ -110,14 +110,19 @@ def require_plain_pass(path: str, grads: tuple[Tensor | None, ...]) -> None:
             )
         )
     if in_reentrant_checkpoint():
-        raise RuntimeError(
-            explain(
-                f"'{path}' is inside of torch.utils.checkpoint(..., use_reentrant=True).",
-                "it starts a backward pass of its own for a part of the model, which sees neither the loss nor other "
-                "uses of the parameters.",
-                "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
-            )
+        raise reentrant(f"'{path}' is inside of")
+
+
+def reentrant(what: str) -> RuntimeError:
+    """The refusal of checkpoints that run a backward pass within another one."""
+    return RuntimeError(
+        explain(
+            f"{what} torch.utils.checkpoint(..., use_reentrant=True).",
+            "it starts a backward pass of its own for a part of the model, which sees neither the loss nor other uses "
+            "of the parameters.",
+            "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
         )
+    )
 
 
 def in_reentrant_checkpoint() -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.attention.function import ScaledDotProductAttention
+from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
@@ -85,7 +86,7 @@ def recover(edge: Edge) -> Record | None:
     """The record of a fused attention kernel, from its node; `None` for all others."""
     node, nr = edge
     names = names_of(node) if node is not None and nr == 0 else ()
-    if node is None or not names or engine.belongings(node).get(LEFT):
+    if node is None or not names or engine.belongings(node).get(LEFT) or is_checkpointed(node, names[0]):
         return None
     query, key, value, output, dropout, is_causal, scale, *masks = (engine.saved(node, name) for name in names)
     given = [mask for mask in masks if mask is not None]

@@ -12,6 +12,7 @@ from functools import lru_cache
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
@@ -77,7 +78,7 @@ def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
     if node is None or function_name(node) != CONVOLUTION:
         return None
     owned = engine.belongings(node)
-    if owned.get(LEFT) or OWNER in owned:
+    if owned.get(LEFT) or OWNER in owned or is_checkpointed(node, "input"):
         return None
     (_, place), (_, of_weight) = OPERANDS[CONVOLUTION]
     given, *others = (node.next_functions[k] for k in (place, of_weight, 2))

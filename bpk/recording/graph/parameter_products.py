@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
 from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.function_module import Plain, TimesWeight
 from bpk.jacobians.families.rearranged import Interleaved, PartsOfBias, Rearranged
 from bpk.jacobians.rule import Rule
@@ -122,6 +123,8 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
         return None
     weight, arrangement = found
     name, place = operands[not right]
+    if is_checkpointed(node, name):
+        return None
     params: dict[str, Tensor] = {"weight": weight}
     parts: tuple[tuple[str, Places], ...] = ()
     if len(node.next_functions) > len(operands):
