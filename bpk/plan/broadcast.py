@@ -78,7 +78,7 @@ class SpreadColumns:
                 for use, axis in uses
                 if (grad := pulled[use.node]) is not None
             ]
-            through = self.through_bottlenecks(parts, p, narrowed)
+            through = self.through_bottlenecks(parts, p, mat.dtype, narrowed)
             if through is not None:
                 found[k] = through
                 continue
@@ -87,11 +87,15 @@ class SpreadColumns:
         return found
 
     def through_bottlenecks(
-        self, parts: Sequence[tuple[Spread, Tensor]], param: Tensor, narrowed: dict[tuple[Node, Edge], Tensor]
+        self,
+        parts: Sequence[tuple[Spread, Tensor]],
+        param: Tensor,
+        dtype: torch.dtype,
+        narrowed: dict[tuple[Node, Edge], Tensor],
     ) -> RowsThrough | None:
         """The rows of a parameter through small tensors that are computed from it (`None`: there are none).
 
-        `narrowed` keeps columns there, by function and by what it is given.
+        `narrowed` keeps columns there, by function and by what it is given. Functions may be in another precision.
         """
         columns: list[Tensor] = []
         jacobians: list[Tensor] = []
@@ -100,9 +104,9 @@ class SpreadColumns:
                 return None
             narrow, place = self.bottleneck(use.start), (use.node, use.start)
             if place not in narrowed:
-                narrowed[place] = narrow.columns(rows)
+                narrowed[place] = narrow.columns(rows).to(dtype)
             columns.append(narrowed[place])
-            jacobians.append(narrow.jacobian(param))
+            jacobians.append(narrow.jacobian(param).to(dtype))
         return RowsThrough(torch.cat(columns, 2), torch.cat(jacobians)) if columns else None
 
     def bottleneck(self, start: Edge) -> ParameterBottleneck:

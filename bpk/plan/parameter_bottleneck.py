@@ -54,7 +54,7 @@ class ParameterBottleneck:
         flat = rows.flatten(0, 1)
         if self.edge != self.start:
             pays = entries(self.start) < min(len(flat), LARGEST)
-            flat = as_rows(flat) @ self.lead if pays else self.pull(flat)
+            flat = as_rows(flat) @ self.lead.to(flat.dtype) if pays else self.pull(flat)
         return flat.reshape(*rows.shape[:2], self.entries)
 
     def pull(self, mat: Tensor) -> Tensor:

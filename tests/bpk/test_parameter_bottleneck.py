@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bpk
-from bpk.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian
+from bpk.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian, SqrtGGNExact
+from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.plan.parameter_bottleneck import ParameterBottleneck
 from tests.references.compare import check, rand
@@ -21,9 +22,9 @@ WIDTH, HEADS, T = 4, 2, 3
 class Positions(nn.Module):
     """Attention in windows of `T`, with biases that a network computes of distances (Swin, second version)."""
 
-    def __init__(self, windows: int) -> None:
+    def __init__(self, windows: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.windows = windows
+        self.windows, self.dtype = windows, dtype
         self.first, self.last = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3)
         self.into, self.onto = (nn.Parameter(torch.randn(16, 1)), nn.Parameter(torch.randn(HEADS, 16)))
         self.scale, self.softmax = nn.Parameter(torch.rand(HEADS, 1, 1)), nn.Softmax(-1)
@@ -33,7 +34,7 @@ class Positions(nn.Module):
 
     def biases(self) -> Tensor:
         table = torch.tanh(self.distances @ self.into.T) @ self.onto.T
-        return 4 * table[self.distance].view(T, T, HEADS).permute(2, 0, 1).sigmoid()
+        return 4 * table.to(self.dtype)[self.distance].view(T, T, HEADS).permute(2, 0, 1).sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
         n = len(x)
@@ -80,6 +81,27 @@ def test_squares_alone(windows: int, chunk_size: int | None, through: list[int])
             field = extensions[0].savefield
             torch.testing.assert_close(getattr(p, field), exact[field](name), rtol=1e-8, atol=1e-10)
     assert (2 * T - 1) * HEADS in through
+
+
+@pytest.mark.parametrize("n", [5, 60], ids=["as many rows as the biases have entries", "many"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("extension", [DiagHessian, BatchDiagHessian, DiagGGNExact, SqrtGGNExact])
+def test_functions_in_another_precision(
+    extension: type[BackpropExtension], dtype: torch.dtype, n: int, through: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in models that normalise or decay in float32 always."""
+    torch.manual_seed(4)
+    model, x, y = bpk.extend(Positions(1, dtype).double()), rand(n, T, WIDTH), torch.arange(n) % 3
+    found = []
+    for pays in (ParameterBottleneck.pays, lambda *given: False):
+        monkeypatch.setattr(ParameterBottleneck, "pays", pays)
+        with bpk.backpack(extension()):
+            bpk.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        found.append([getattr(p, extension.field) for p in model.parameters()])
+    for ours, others in zip(*found, strict=True):
+        most = float(others.abs().max()) * (1e-5 if dtype is torch.float32 else 0.05)
+        torch.testing.assert_close(ours, others, rtol=0, atol=most)
+    assert through or extension is SqrtGGNExact
 
 
 def test_subsampling(through: list[int]) -> None:
