@@ -16,6 +16,7 @@ from bpk.jacobians.families.rearranged import PartsOfBias
 from bpk.plan.samples import attribution
 from bpk.recording.graph import parameter_products
 from tests.references.compare import check, rand
+from tests.references.reference import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 WIDTH = 4
@@ -106,6 +107,27 @@ def test_zero_is_no_place_where_curved_functions_pass() -> None:
     with torch.no_grad():
         model.one.zero_()
     check(model, rand(3, WIDTH), factors=False)
+
+
+@pytest.mark.parametrize("frozen", ["the bias itself", "what it is made of"])
+def test_a_bias_without_a_gradient(frozen: str) -> None:
+    """It leads nowhere in autograd's graph."""
+    torch.manual_seed(4)
+    whole: Callable[[Tensor, Tensor], Tensor] = lambda a, b: a  # noqa: E731
+    cat: Callable[[Tensor, Tensor], Tensor] = lambda a, b: torch.cat([a, b])  # noqa: E731
+    itself = frozen == "the bias itself"
+    model = Layer(whole, ((6,), (1,))).double() if itself else Layer(cat, ((2,), (4,))).double()
+    model.one.requires_grad_(False)
+    model.other.requires_grad_(False)
+    x, y = rand(3, WIDTH), torch.arange(3)
+    ref = Reference(model, (x,), lambda out: F.cross_entropy(out, y))
+    with bpk.backpack(E.BatchGrad(), E.DiagHessian(), E.KFAC()):
+        bpk.extend(nn.CrossEntropyLoss())(bpk.extend(model)(x), y).backward()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad_batch, ref.grad_batch(name))
+            torch.testing.assert_close(p.diag_h, ref.diag_h(name))
+    assert not hasattr(model.one, "grad_batch")
 
 
 def test_factors_are_those_of_a_linear_layer() -> None:

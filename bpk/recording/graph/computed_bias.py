@@ -34,8 +34,10 @@ def put_together(bias: Edge, width: int) -> dict[str, tuple[Tensor, Places]]:
     Empty where it is made in another way.
     """
     leaves = leaves_of(bias[0])
+    if not leaves:
+        return {}
     shape, kind = engine.kind_of_output(*bias)
-    if not leaves or shape != (width,) or not kind.is_floating_point:
+    if shape != (width,) or not kind.is_floating_point:
         return {}
     numbers = torch.arange(width, device=leaves[0].device)
     digits = [torch.ones_like(numbers), *digits_of(numbers), draw((width,), numbers.to(kind), 0)]
