@@ -25,16 +25,17 @@ FEW = 2
 
 
 def between(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
-    """A node and all that autograd's graph has behind it, on each way until the first end."""
+    """A node and all that autograd's graph has behind it, on each way until the first end; always in the same order."""
     waiting, seen = [node], {node}
     while waiting:
         here = waiting.pop()
         if is_end(here):
             continue
         yield here
-        fresh = {above for above, _ in here.next_functions if above is not None} - seen
-        seen |= fresh
-        waiting += fresh
+        for above, _ in here.next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                waiting.append(above)
 
 
 @contextmanager

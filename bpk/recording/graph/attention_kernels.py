@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.attention.function import ScaledDotProductAttention
-from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
 from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ownership import LEFT, give
+from bpk.recording.graph.ownership import can_be_written_down, give
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -86,7 +85,7 @@ def recover(edge: Edge) -> Record | None:
     """The record of a fused attention kernel, from its node; `None` for all others."""
     node, nr = edge
     names = names_of(node) if node is not None and nr == 0 else ()
-    if node is None or not names or engine.belongings(node).get(LEFT) or is_checkpointed(node, names[0]):
+    if node is None or not names or not can_be_written_down(node, names[0]):
         return None
     query, key, value, output, dropout, is_causal, scale, *masks = (engine.saved(node, name) for name in names)
     given = [mask for mask in masks if mask is not None]

@@ -6,11 +6,14 @@ bias's entries, and tested with random ones; functions must be linear, so that t
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.engine import pull_back
+from bpk.jacobians.second_order.graph import between
 from bpk.jacobians.second_order.probing import draw
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
@@ -64,16 +67,8 @@ def digits_of(numbers: Tensor) -> list[Tensor]:
 
 def leaves_of(node: Node | None) -> list[Tensor]:
     """The leaves from which a few linear functions compute something, in order (empty: not all of it is)."""
-    waiting, seen, found = [node], {node}, list[Tensor]()
-    while waiting:
-        here = waiting.pop()
-        if (leaf := leaf_of(here)) is not None:
-            found.append(leaf)
-        elif here is None or len(seen) > MOST or OWNER in engine.belongings(here) or not is_linear(here):
-            return []
-        else:
-            for above, _ in here.next_functions:
-                if above is not None and above not in seen:
-                    seen.add(above)
-                    waiting.append(above)
-    return found
+    inside = [] if node is None else list(islice(between(node, lambda _: False), MOST + 1))
+    functions = [each for each in inside if leaf_of(each) is None]
+    if len(inside) > MOST or any(OWNER in engine.belongings(each) or not is_linear(each) for each in functions):
+        return []
+    return [leaf for each in inside if (leaf := leaf_of(each)) is not None]

@@ -12,13 +12,12 @@ from functools import lru_cache
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
-from bpk.recording.graph.nodes import OPERANDS, Edge, is_of_leaves
-from bpk.recording.graph.ownership import LEFT, OWNER, give
-from bpk.recording.graph.parameter_products import TRANSPOSES, parameter_behind
+from bpk.recording.graph.nodes import OPERANDS, Edge
+from bpk.recording.graph.ownership import can_be_written_down, give
+from bpk.recording.graph.parameter_products import TRANSPOSES, is_of_parameters, parameter_behind
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -75,10 +74,7 @@ def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
         held: The parameters that get fields.
     """
     node = edge[0]
-    if node is None or function_name(node) != CONVOLUTION:
-        return None
-    owned = engine.belongings(node)
-    if owned.get(LEFT) or OWNER in owned or is_checkpointed(node, "input"):
+    if node is None or function_name(node) != CONVOLUTION or not can_be_written_down(node, "input"):
         return None
     (_, place), (_, of_weight) = OPERANDS[CONVOLUTION]
     given, *others = (node.next_functions[k] for k in (place, of_weight, 2))
@@ -96,8 +92,8 @@ def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
     x = engine.saved_tensor(node, "input")
     if x is None or x.is_complex() or not 3 <= x.dim() <= 5 or x.device != params["weight"].device:
         return None
-    if parameter_behind(given[0])[0] is not None or is_of_leaves(given[0]):
-        return None  # it computes a parameter of something else: its rows are no samples
+    if is_of_parameters(given[0]):
+        return None
     options = (engine.saved(node, name) for name in OPTIONS)
     module = layer_of(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))
     out = x.detach().new_zeros(()).expand(engine.output_shapes(node)[0])  # no rule reads it

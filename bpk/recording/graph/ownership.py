@@ -7,6 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.activations import forget
@@ -33,6 +34,12 @@ def owner_of(node: Node) -> Record | None:
     """The recorded call that a graph node belongs to."""
     record: Record | None = engine.belongings(node).get(OWNER)
     return record
+
+
+def can_be_written_down(node: Node, kept: str) -> bool:
+    """Whether nobody has recorded a node's call, or left it to autograd, and what it keeps under a name can be read."""
+    owned = engine.belongings(node)
+    return not owned.get(LEFT) and OWNER not in owned and not is_checkpointed(node, kept)
 
 
 def leave_to_autograd(record: Record, node: Node) -> None:

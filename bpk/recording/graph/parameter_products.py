@@ -21,7 +21,6 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.function_module import Plain, TimesWeight
 from bpk.jacobians.families.rearranged import Interleaved, PartsOfBias, Rearranged
 from bpk.jacobians.rule import Rule
@@ -29,7 +28,7 @@ from bpk.recording import engine
 from bpk.recording.graph.computed_bias import Places, put_together
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_of_leaves
-from bpk.recording.graph.ownership import LEFT, OWNER, give
+from bpk.recording.graph.ownership import can_be_written_down, give
 from bpk.recording.graph.ports import Rows
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
@@ -112,9 +111,6 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     if node is None or (kind := function_name(node)) not in PRODUCTS:
         return None
     operands = OPERANDS[kind]
-    owned = engine.belongings(node)
-    if owned.get(LEFT) or OWNER in owned:
-        return None
     for right in (True, False):
         found = weight_of(node.next_functions[operands[right][1]][0], right)
         if found is not None:
@@ -123,7 +119,7 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
         return None
     weight, arrangement = found
     name, place = operands[not right]
-    if is_checkpointed(node, name):
+    if not can_be_written_down(node, name):
         return None
     params: dict[str, Tensor] = {"weight": weight}
     parts: tuple[tuple[str, Places], ...] = ()
@@ -143,8 +139,8 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     x, given = engine.saved_tensor(node, name), node.next_functions[place]
     if x is None or x.is_complex() != weight.is_complex() or x.device != weight.device:
         return None
-    if parameter_behind(given[0])[0] is not None or is_of_leaves(given[0]):
-        return None  # it computes a parameter of something else: its rows are no samples
+    if is_of_parameters(given[0]):
+        return None
     features = x.dim() - (1 if right else 2)
     width, out_width = arrangement.inverse.shape
     rows = rows_of(x, features, (width, out_width), given[0], behind)
@@ -192,6 +188,11 @@ def parameter_behind(node: Node | None) -> tuple[nn.Parameter | None, list[Node]
         node = node.next_functions[0][0]
     casts = sum(one.name() == CAST for one in walk)
     return parameter_at(node) if casts < 2 else None, walk
+
+
+def is_of_parameters(node: Node | None) -> bool:
+    """Whether an operand is made of parameters: the product computes one of something else, its rows are no samples."""
+    return parameter_behind(node)[0] is not None or is_of_leaves(node)
 
 
 def axes_of(node: Node, dim: int) -> tuple[int, ...]:
