@@ -110,7 +110,7 @@ class AtLosses:
             settle = partial(self.parameters.settle, key)
             player.begin(plan, settle, at_most if key in self.sweeps.combining else None, self.hands.get(key))
         play(plan, self.sweeps.players.values(), self.when_passed)
-        self.touched.update(step.record for step in plan.steps if step.reached)
+        self.touched.update([step.record for step in plan.steps if step.reached])
         if not self.to_come:
             self.finish()
         if plan is not self.plan:
@@ -129,7 +129,7 @@ class AtLosses:
     def save(self, params: Sequence[Tensor]) -> None:
         """All columns of a loss have reached these parameters."""
         self.parameters.save_values(params)
-        if not self.parameters.more_losses:
+        if self.hooks.hook is not None and not self.parameters.more_losses:
             self.call_hooks(self.hooks.arrived(params))
 
     def call_hooks(self, modules: Iterable[nn.Module]) -> None:
@@ -142,7 +142,8 @@ class AtLosses:
         """No other loss will come."""
         self.parameters.more_losses = False
         self.save([state.param for state in self.parameters.states.values()])
-        self.call_hooks(self.hooks.arrived())
+        if self.hooks.hook is not None:
+            self.call_hooks(self.hooks.arrived())
 
     def clear(self) -> None:
         """Let go of the graph."""

@@ -66,6 +66,7 @@ class Backward:
         self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, dict(hands), self.hooks)
         self.observing = Observing(self.sweeps, self.inspection, self.parameters, hands)
         self.kept: list[Record] = []
+        self.idle: set[Record] = set()  # calls at which there is nothing to do but to let go of tensors
         self.closed = False
         self.sharded: Sharded | None = None
         self.reached: dict[nn.Module, None] = {}  # the layers that take part
@@ -73,6 +74,10 @@ class Backward:
     # ---- life cycle ------------------------------------------------------------------------------
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Work on one call; if anything fails, leave nothing half-done behind."""
+        if record in self.idle:
+            self.reached[record.module] = None
+            record.release()
+            return None
         onlookers = self.inspection.onlookers
         if onlookers.retaining:
             onlookers.look()
@@ -135,7 +140,7 @@ class Backward:
         self.sweeps.clear()
         self.at_losses.clear()
         self.hooks.clear()
-        self.kept, self.reached, self.sharded, CTX.no_loss = [], {}, None, ""
+        self.kept, self.idle, self.reached, self.sharded, CTX.no_loss = [], set(), {}, None, ""
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------
@@ -143,7 +148,8 @@ class Backward:
         """Autograd is at a call."""
         if record.released:
             raise RuntimeError(already_released(record))
-        if id(record) not in self.inspection.placed:
+        is_new = id(record) not in self.inspection.placed
+        if is_new:
             require_scaled(self.loss_scale, grad)
             self.inspect(record, engine.current_node())
         if self.context.debug:
@@ -155,7 +161,21 @@ class Backward:
         planned = self.at_losses.reach(record, grad) if self.sweeps.second_order else None
         known = self.observing.reach(record, grad, planned)
         self.leave(record)
+        if is_new or record.is_loss:
+            self.find_idle()
         return known
+
+    def find_idle(self) -> None:
+        """Look for calls at which nobody has anything to do any more when autograd comes to them."""
+        asked = self.hooks.hook is not None or self.context.debug or self.context.retain_graph or engine.keeps_graph()
+        if asked or self.sweeps.by_hand or self.at_losses.to_come:
+            return
+        for above in self.inspection.above.values():
+            for record in above:
+                passed = not self.sweeps.second_order or record in self.at_losses.touched
+                usual = record.rule is not None and record.recomputed is None and not record.is_loss
+                if passed and usual and self.observing.is_idle_at(record):
+                    self.idle.add(record)
 
     def inspect(self, root: Record, node: Node) -> None:
         """Look at everything behind all losses, and behind the last call."""

@@ -59,7 +59,7 @@ class FirstOrder:
         """Show the call, or the products inside of it; returns the call that was asked for sums (`ask_for_sums`)."""
         record, asked = self.record, None
         grad, call = matched(brought, record.call())
-        for inner in inner_products(record, call, self.here) if call.batch_size and not torch.is_grad_enabled() else []:
+        for inner in [] if torch.is_grad_enabled() else inner_products(record, call, self.here):
             own = {name: states[whole] for name, whole in inner.names.items()}
             states = {name: state for name, state in states.items() if state not in own.values()}
             if inner.is_output:
@@ -78,7 +78,7 @@ class FirstOrder:
         asked = self.ask(inner.call, inner.rule, states, grad)
         self.show(asked or inner.call, inner.rule, states, inner.rows(grad))
         self.parameters.finish_unshared(states.values())
-        return with_sums(asked, grad)
+        return None if asked is None else with_sums(asked, grad)
 
     def ask(self, call: Call, rule: Rule | None, states: States, brought: Tensor) -> Call | None:
         """The call to show, if it shall tell the sum of individual gradients of its weight."""

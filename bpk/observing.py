@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bpk.fields.awaited import expect_gradients, with_sums
 from bpk.fields.parameters import Parameters, ParameterState
-from bpk.fields.values import require_own
 from bpk.first_order import FirstOrder, collect
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
@@ -41,12 +40,18 @@ class Observing:
         self.first = {key: sweep for key, sweep in sweeps.observers.items() if isinstance(sweep, Gradient)}
         self.spread = SideBySide(inspection, parameters)
 
+    def is_idle_at(self, record: Record) -> bool:
+        """Whether nobody looks at a call: neither it has parameters, nor functions in front of it."""
+        if not self.sweeps.observers:
+            return True
+        if len(self.sweeps.observers) > len(self.first) or record.trained():
+            return False
+        return not any(source.trained for source in self.inspection.sources[record].values())
+
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
         """Autograd is at a call; in second order, it is `planned`. Returns what the node is given in place of it."""
         trained = record.trained() if planned is None else planned.params
         function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
-        if trained and not function:
-            require_own(record, trained)
         observers, first = self.sweeps.observers, self.first
         written = self.apply_by_hand(record, grad) if self.hands else ()
         if written:
@@ -72,12 +77,12 @@ class Observing:
         for key, sweep in observers.items():
             if key not in first and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)
-        if states:
+        if states and self.parameters.wants_gradients:
             awaited = states if asked is None else {name: s for name, s in states.items() if name != "weight"}
             expect_gradients(self.parameters, record, awaited)
         if not function:
             self.parameters.finish_unshared(states.values(), record)
-        return with_sums(asked, grad)
+        return None if asked is None else with_sums(asked, grad)
 
     def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""

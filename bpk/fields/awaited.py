@@ -55,8 +55,6 @@ def expect_gradients(parameters: Parameters, record: Record, states: dict[str, P
 
     A small one is not waited for: it costs less to compute it once more.
     """
-    if not parameters.wants_gradients:
-        return
     if record.rule is not None and record.rule.sums_by_product:
         size = record.output.numel()
         states = {name: state for name, state in states.items() if size * state.param.numel() > WORTH_WAITING}
@@ -88,9 +86,9 @@ def ask_for_sums(
     return asked
 
 
-def with_sums(asked: Call | None, grad: Tensor) -> KnownGradient | None:
+def with_sums(asked: Call, grad: Tensor) -> KnownGradient | None:
     """The gradient of a call, which knows that of the weight if it was found."""
-    if asked is None or asked.sums is None:
+    if asked.sums is None:
         return None
     weight, asked.sums = asked.sums.pop("weight", None), None  # nobody keeps it, so that `.grad` need not be a copy
     return None if weight is None else KnownGradient(grad, [weight])

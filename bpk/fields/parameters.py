@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -50,19 +51,18 @@ class Parameters:
         self.claimed: dict[tuple[int, str], str] = {}
         self.handles: list[Any] = []
         self.by_functions: set[int] = set()
-        self.calls = calls_by_parameter()
+        self.calls: dict[int, list[weakref.ref[Record]]] | None = None  # looked for when somebody asks
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
         self.more_losses = False
         self.totals = Totals(extensions)
         self.wants_gradients = any(e.needs_gradient and e.subsampling is None for e in extensions)
         self.listening: dict[Hashable, list[tuple[int, Quantity]]] = {}
+        self.wants: dict[Hashable, tuple[bool, bool]] = {}
         for number, (extension, key) in enumerate(zip(extensions, listens, strict=True)):
             self.listening.setdefault(key, []).append((number, extension))
-        self.wants = {
-            key: (any(e.needs_rows for _, e in mine), any(e.needs_samples for _, e in mine))
-            for key, mine in self.listening.items()
-        }
+            rows, samples = self.wants.get(key, (False, False))
+            self.wants[key] = rows or extension.needs_rows, samples or extension.needs_samples
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
@@ -122,12 +122,14 @@ class Parameters:
     # ---- from observers ---------------------------------------------------------------------------------
     def look_again(self) -> None:
         """More calls were found, which nobody had recorded."""
-        self.calls = calls_by_parameter()
+        self.calls = None
 
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
         """Whether uses of a parameter other than by `record` are still to come, or functions use it."""
         if id(param) in self.states and self.states[id(param)].awaited_uses:
             return True
+        if self.calls is None:
+            self.calls = calls_by_parameter()
         for ref in self.calls.get(id(param), ()):
             call = ref()
             if call is not None and call.open and call is not record:
@@ -178,7 +180,8 @@ class Parameters:
             self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
         if state.uses and len(state.done) == heard:
             state.uses, state.gradients = {}, []
-            self.announce(state)
+            if self.when_done is not None:
+                self.announce(state)
 
     def announce(self, state: ParameterState) -> None:
         """Tell of modules that wait for nothing any more."""
@@ -247,5 +250,5 @@ class Parameters:
         for handle in self.handles:
             handle.remove()
         self.totals.clear()
-        self.handles, self.states, self.saved, self.calls, self.by_module = [], {}, [], {}, {}
+        self.handles, self.states, self.saved, self.calls, self.by_module = [], {}, [], None, {}
         self.claimed = {}

@@ -80,19 +80,21 @@ class Rows:
         return list(found)
 
     def signs(self, key: Hashable) -> Tensor | None:
-        """The signs of a block."""
-        return self.memo("signs", self._signs)[key]
-
-    def _signs(self) -> dict[Hashable, Tensor | None]:
-        """The signs of each block, which are those of the place where it began."""
-        return {key: signs for use in self.uses for key, signs in use.arrived.signs.items()}
+        """The signs of a block, which are those of the place where it began."""
+        for use in self.uses:
+            if key in use.arrived.signs:
+                found: Tensor | None = use.arrived.signs[key]
+                return found
+        raise KeyError(key)
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
-        known = self.memo("signs", self._signs)
-        if all(signs is None for signs in known.values()):
+        found = [(key, self.signs(key)) for key in keys]
+        for _, signs in found:
+            if signs is not None:
+                break
+        else:
             return None
-        found = ((key, known[key]) for key in keys)
         return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found])
 
     def first(self, key: Hashable) -> Tensor:
@@ -103,7 +105,7 @@ class Rows:
     def simple(self) -> bool:
         """Whether one call alone contributes, a row per sample, so that its rule's shortcuts apply."""
         use = self.uses[0]
-        return len(self.uses) == 1 and use.samples is None and not use.own
+        return len(self.uses) == 1 and use.samples is None and use.name not in use.arrived.of_params
 
     @property
     def shortcut(self) -> bool:
@@ -212,8 +214,10 @@ class Rows:
     def _all_rows(self) -> Tensor:
         if not self.simple:
             return join([self.rows(key) for key in self.keys])
-        use, blocks = self.uses[0], self.blocks()
-        mats = [mat for mat, _ in blocks]
+        use, only = self.uses[0], list(self.uses[0].arrived.blocks.values())
+        if len(only) == 1 and self.room is None:
+            return added_up(use, self.rows_of(use, only[0], self.spare))
+        mats = [mat for mat, _ in self.blocks()]
         into = self.room if self.room is not None and self.room.dtype is mats[0].dtype else None
         if len(mats) == 1 and into is None:
             return added_up(use, self.rows_of(use, mats[0], self.spare))
@@ -238,7 +242,7 @@ class Rows:
 
 def added_up(use: Use, rows: Tensor) -> Tensor:
     """The rows `[1, N, *p]` of a single column, whose sum is noted if somebody wants it."""
-    add = use.call.summing(use.name)
+    add = None if use.call.sums is None else use.call.summing(use.name)
     if add is not None:
         add(rows[0].sum(0))
     return rows

@@ -34,21 +34,21 @@ class Uses(Products):
         return self.memo(("squares", per_sample), self._squared_sum, per_sample)
 
     def _squared_sum(self, per_sample: bool) -> Tensor:
-        if isinstance(known := self.uses[0].arrived, ClosedForm):
-            return known.squares(per_sample)
+        use = self.uses[0]
+        if isinstance(use.arrived, ClosedForm):
+            return use.arrived.squares(per_sample)
         if not per_sample and self.keeps_samples and not self.shortcut:
             return self.squared_sum(per_sample=True).sum(0)
         if not self.simple:
             return add_up([self.squares_of(key, per_sample) for key in self.keys])
         if self.keeps_rows and not self.shortcut:
             return squares(self.all_rows(), self.signs_of(self.keys), per_sample)
-        use, mats = self.uses[0], list(self.uses[0].arrived.blocks.values())
-        use.call.spare = self.spare
-        total = use.rule.squared_sum_of_blocks(use.call, mats, use.name, self.signs_of(self.keys), per_sample)
-        if total is not None:
-            use.call.spare = None
-            return total
-        for mat, known in self.blocks():
+        mats: dict[Hashable, Tensor] = use.arrived.blocks
+        total: Tensor | None = None
+        if len(mats) > 1:
+            use.call.spare, signs = self.spare, self.signs_of(mats)
+            total = use.rule.squared_sum_of_blocks(use.call, list(mats.values()), use.name, signs, per_sample)
+        for mat, known in self.blocks() if total is None else ():
             use.call.spare = self.spare if total is None else None
             part = use.rule.squared_sum(use.call, mat, use.name, known, per_sample)
             total = part if total is None else add_into(total, part)
@@ -151,6 +151,8 @@ class Uses(Products):
     @property
     def orientations(self) -> list[Uses]:
         """The uses, apart from those that see the parameter transposed (an embedding tied to a linear layer)."""
+        if len(self.uses) == 1:
+            return [self]
         first = self.uses[0].rule.transposes(self.uses[0].name)
         straight = [use for use in self.uses if use.rule.transposes(use.name) == first]
         if len(straight) == len(self.uses):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
-from bpk.recording.membership import around, parameters_in
-from bpk.recording.record import Record, has_parameter
+from bpk.recording.membership import parameters_in
 
 Parts = dict[str, dict[str, Tensor]]
 """By field: what adds up over batches, by name."""
@@ -79,11 +78,6 @@ def remove_stale(
                     del p.__dict__[name]
 
 
-def holds(model: nn.Module, param: Tensor) -> bool:
-    """Whether a parameter is one of the model's."""
-    return id(param) in parameters_in(model)
-
-
 def one_value_only(where: str, name: str) -> UnsupportedLayer:
     """The refusal of a second value for a field that a module extension has given."""
     return UnsupportedLayer(
@@ -93,19 +87,3 @@ def one_value_only(where: str, name: str) -> UnsupportedLayer:
             "write a rule (bpk.register) in place of it, or let each call have its own parameter.",
         )
     )
-
-
-def require_own(record: Record, params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
-    for name, param in params.items():
-        if has_parameter(record.module, name, param):
-            continue
-        if not any(holds(model, param) for model in around([record.module])[1]):
-            raise RuntimeError(
-                explain(
-                    f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",
-                    "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
-                    "on it would be on no entry of model.parameters().",
-                    "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
-                )
-            )

@@ -26,7 +26,7 @@ from bpk.plan.samples.rows import Attribution
 from bpk.plan.samples.whole_batch import one_sample, place_or_merge
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
-from bpk.plan.survey import mixes, require_layers, require_whole_batch, upstream
+from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch, upstream
 from bpk.recording import engine
 from bpk.recording.graph.bystanders import Onlookers
 from bpk.recording.record import Record
@@ -43,7 +43,7 @@ class Inspection:
     def __init__(self, extensions: Sequence[Quantity], checks_objective: bool) -> None:
         self.extensions = extensions
         self.checks_objective = checks_objective
-        self.second_order = any(e.second_order for e in extensions)
+        self.second_order = bool([e for e in extensions if e.second_order])
         self.only_by_hand = [e for e in extensions if not e.works_by_rules]
         self.hands = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
@@ -67,7 +67,8 @@ class Inspection:
         """
         for root in roots:
             require_batch(root)
-            self.check(root)
+            self.require(root)
+            self.require_samples(root)
             self.prepare(root)
         try:
             found, merges = place_or_merge(roots, self.sources, self.extensions, self.by_hand)
@@ -90,7 +91,8 @@ class Inspection:
         self.placed.update(map(id, (*above, root)))
         self.above[root] = above
         for record in above:
-            record.reopen()  # an earlier pass may have failed before it came here
+            if not record.open:
+                record.reopen()  # an earlier pass may have failed before it came here
         if self.checks_objective:
             self.check_objective(root, above, node)
         if placement.rows:
@@ -103,12 +105,14 @@ class Inspection:
             for source in self.sources[record].values():
                 if source.trained:
                     self.by_functions.update(map(id, source.trained))
+        require_own(records)
         self.tell(root, above, placement.left)
         if root.is_loss:
             require_layers(root, above, bool(placement.left), self.sources, self.extensions)
             caution_coupling(root, node, self.extensions, placement.rows.get(id(root)), placement.n)
         for record in above:
-            self.check(record)
+            self.require(record)
+            self.require_samples(record)
 
     def prepare(self, root: Record) -> None:
         """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
@@ -156,9 +160,8 @@ class Inspection:
         if self._outside is not None and self._outside.leaves:
             require_fields(models, self._outside, reached, self.extensions)
 
-    def check(self, record: Record) -> None:
-        """Refuse what some active extension cannot do at a call, and samples that are not there."""
-        self.require(record)
+    def require_samples(self, record: Record) -> None:
+        """Refuse samples that are not there."""
         for extension in self.subsampled:
             check_samples(extension, record)
 
@@ -175,7 +178,7 @@ class Inspection:
     def is_served(self, record: Record) -> bool:
         """Whether the rule of a layer can do all that extensions may ask of it at this call."""
         rule = record.rule
-        if rule is None or record.problem or mixes(record):
+        if rule is None or record.problem or (rule.may_mix and mixes(record)):
             return False
         if not self.second_order or not rule.may_refuse:
             return True

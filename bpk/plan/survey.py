@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from torch import nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.function_module import Plain
 from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.samples.hypotheses import mixed
 from bpk.plan.sources import Sources
 from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.context.state import CTX
-from bpk.recording.record import Record
+from bpk.recording.membership import around, parameters_in
+from bpk.recording.record import Record, has_parameter
 
 
 def upstream(record: Record, sources: Sources) -> list[Record]:
@@ -35,6 +37,25 @@ def mixes(record: Record) -> bool:
     if rule is None or not rule.may_mix or rule.is_loss or record.problem:
         return False
     return rule.mixing(record.call()) is not None
+
+
+def require_own(records: Iterable[Record]) -> None:
+    """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
+    for record in records:
+        own = record.module._parameters
+        for name, param in () if isinstance(record.module, Plain) else record.params.items():
+            if own.get(name) is param or has_parameter(record.module, name, param) or name not in record.trained():
+                continue
+            if any(id(param) in parameters_in(model) for model in around([record.module])[1]):
+                continue
+            raise RuntimeError(
+                explain(
+                    f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",
+                    "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
+                    "on it would be on no entry of model.parameters().",
+                    "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
+                )
+            )
 
 
 def require_layers(

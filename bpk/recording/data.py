@@ -12,7 +12,10 @@ from bpk.recording.graph.nodes import Edge
 
 def is_piece(inputs: Sequence[Tensor], edges: Sequence[Edge], whole: Tensor) -> bool:
     """Whether the first input of a call that is given data is a part of a tensor: it shares its memory."""
-    if not inputs or any(node is not None for node, _ in edges) or inputs[0].numel() >= whole.numel():
+    for node, _ in edges:
+        if node is not None:
+            return False
+    if not inputs or inputs[0].numel() >= whole.numel():
         return False
     plain = inputs[0].layout is whole.layout is torch.strided
     return plain and inputs[0].untyped_storage() is whole.untyped_storage()
@@ -26,9 +29,12 @@ def is_turned(inputs: Sequence[Tensor], whole: Tensor, given: Sequence[torch.Siz
     """
     if whole.dim() < 2 or 1 in whole.shape[:2] or not inputs or not inputs[0].dim() or whole.is_meta:
         return None
+    n, m = whole.shape[:2]
+    square, flat = n == m, inputs[0].shape[0] == n * m
+    if not (square or flat):
+        return None
     x, data = inputs[0].detach(), whole.detach()
-    square, flat = data.shape[0] == data.shape[1], len(x) == data.shape[0] * data.shape[1]
-    if not (square or flat) or x.layout is not torch.strided or data.layout is not torch.strided or x.is_meta:
+    if x.layout is not torch.strided or data.layout is not torch.strided or x.is_meta:
         return None
     same = x.untyped_storage() is data.untyped_storage()
     if same and x.is_contiguous() and data.is_contiguous() and x.numel() == data.numel():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from bpk.plan.quantity import Quantity
+from bpk.plan.quantity import Quantity, Takes
 from bpk.sweeps.starts.positions import ByPosition
 from bpk.sweeps.sweep import Observer, Player, Sweep
 
@@ -21,7 +21,11 @@ class SharedSweeps:
         self.extensions = extensions
         self.listens: list[Hashable] = []
         self.by_hand: list[tuple[Hashable, Quantity]] = []
-        sweeps: dict[Hashable, Sweep] = {}
+        self.combining: set[Hashable] = set()
+        self.players: dict[Hashable, Player] = {}
+        self.observers: dict[Hashable, Observer] = {}
+        self.second_order = False
+        sweeps: dict[Hashable, tuple[Sweep, list[Quantity]]] = {}
         for extension in extensions:
             sweep: Sweep | None = extension.sweep()
             key: Hashable = None if sweep is None else sweep.key
@@ -29,23 +33,30 @@ class SharedSweeps:
                 key = None if sweep is None else (key, id(extension))
                 self.by_hand.append((key, extension))
             self.listens.append(key)
+            self.second_order |= extension.second_order
             if sweep is not None:
-                sweeps.setdefault(key, sweep)
-        self.combining: set[Hashable] = set()
-        self.players: dict[Hashable, Player] = {}
-        self.observers = {key: sweep for key, sweep in sweeps.items() if isinstance(sweep, Observer)}
-        for key, sweep in sweeps.items():
-            if not isinstance(sweep, Player):
-                continue
-            mine = [e for e, listens in zip(extensions, self.listens, strict=True) if listens == key]
-            if all(e.combines and not e.has_module_extensions for e in mine):
-                self.combining.add(key)
-                if all(e.sums_rows for e in mine):
-                    sweep = ByPosition(None, sweep.samples)
-            sweep.takes = frozenset("columns" if e.has_module_extensions else e.takes for e in mine)
-            sweep.fields_are_rows = any(e.needs_rows or e.needs_samples for e in mine)
-            self.players[key] = sweep
-        self.second_order = any(e.second_order for e in extensions)
+                sweeps.setdefault(key, (sweep, []))[1].append(extension)
+        for key, (sweep, listeners) in sweeps.items():
+            if isinstance(sweep, Player):
+                self.players[key] = self.prepared(key, sweep, listeners)
+            elif isinstance(sweep, Observer):
+                self.observers[key] = sweep
+
+    def prepared(self, key: Hashable, sweep: Player, listeners: Sequence[Quantity]) -> Player:
+        """A sweep that is played at the loss, and knows what those who listen make of it."""
+        takes, combine, sum_rows, are_rows = set[Takes](), True, True, False
+        for e in listeners:
+            by_hand = e.has_module_extensions
+            takes.add("columns" if by_hand else e.takes)
+            combine = combine and e.combines and not by_hand
+            sum_rows = sum_rows and e.sums_rows
+            are_rows = are_rows or e.needs_rows or e.needs_samples
+        if combine:
+            self.combining.add(key)
+            if sum_rows:
+                sweep = ByPosition(None, sweep.samples)
+        sweep.takes, sweep.fields_are_rows = frozenset(takes), are_rows
+        return sweep
 
     def clear(self) -> None:
         """Let go of what travels."""

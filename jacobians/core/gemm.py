@@ -56,16 +56,17 @@ def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Te
         a = wide(patches(part))
         if average:
             a = a.mean(-1, keepdim=True)
-        total = _add_gram(total, a.permute(2, 0, 1, 3).flatten(1))
+        total = gram(a.permute(2, 0, 1, 3).flatten(1), total)
     if total is None:
         return like.new_zeros(width, width)
     return (total / g if g > 1 else total).to(like.dtype)
 
 
-def _add_gram(total: Tensor | None, x: Tensor) -> Tensor:
-    """`total + x x^T`; a large one some rows at a time, so that products stay in cache until they are added."""
-    step = 4 * CACHE // max(1, len(x)) if x.device.type == "cpu" and not torch.is_grad_enabled() else len(x)
-    if len(x) <= step:
+def gram(x: Tensor, total: Tensor | None = None) -> Tensor:
+    """`x x^T`, added to `total`; a large one some rows at a time: products stay in cache until they are added."""
+    rows = x.shape[0]
+    step = 4 * CACHE // max(1, rows) if x.device.type == "cpu" and not torch.is_grad_enabled() else rows
+    if rows <= step:
         product = linear(x, x)
         return product if total is None else total + product
     into = x.new_empty(len(x), len(x)) if total is None else total

@@ -106,10 +106,11 @@ def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
 
 def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
     """`sum_v w_vn m_vn^2` of columns `[V, N, ...]`: `[N, ...]`. Large ones are not all squared at once."""
-    if m.numel() < LARGE * max(1, len(m)):
+    columns = m.shape[0]
+    if m.numel() < LARGE * max(1, columns):
         squares = wide(m).square()
         squares = squares if weights is None else squares * like_columns(weights, m)
-        return squares[0] if len(m) == 1 else squares.sum(0)
+        return squares[0] if columns == 1 else squares.sum(0)
     total = torch.zeros_like(wide(m[0]))
     for v, column in enumerate(m):
         x = wide(column)
@@ -120,7 +121,7 @@ def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
 def times_squares(left: Tensor, x: Tensor) -> Tensor:
     """`left^T x^2` `[O, I]`: a few samples at a time, so that squares stay in cache and no new memory is touched."""
     step = 4 * at_once(x.shape[1], x.device)
-    if len(x) <= step:
+    if x.shape[0] <= step:
         return linear(left.T, x.square().T)
     total, buffer = left.new_zeros(left.shape[1], x.shape[1]), x.new_empty(step, x.shape[1])
     for some, factors in zip(x.split(step), left.split(step), strict=True):

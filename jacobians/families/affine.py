@@ -187,6 +187,8 @@ class Affine(LinearInEach):
 
     def moment(self, call: Call, average: bool) -> Tensor:
         """`sum_n sum_t a a^T` `[I, I]`, mean over groups; of the mean over positions where `average`."""
+        if (x := self.vectors(call)) is not None:
+            return gemm.gram(wide(x).T).to(x.dtype)
         groups, _, width = self._matrix_shape(call)
         n, t = call.batch_size, self.positions(call)
         return gemm.second_moment(partial(self.patches, call), n, groups, width, t, call.inputs[0], average)
@@ -195,7 +197,7 @@ class Affine(LinearInEach):
         """Rows whose Gram matrix is `G` `[G O, G O]`: positions summed, or one row for each ("expand")."""
         if approximation == "expand" and param == "weight":
             return self.as_columns(call, mat).movedim(-1, 2).flatten(3)  # [V, N, T, G O]
-        return self._over_positions(call, mat)
+        return mat if self.vectors(call) is not None else self._over_positions(call, mat)
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)

@@ -160,7 +160,9 @@ class Contraction(Affine):
 
     # ---- products --------------------------------------------------------------------------------
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        x = None if isinstance(wrt, int) else self.vectors(call)
+        if isinstance(wrt, int):
+            return self.input_adjoint(call, mat, wrt)
+        x = self.vectors(call)
         if x is None:
             return super().jac_t_mat_prod(call, mat, wrt, sum_batch)
         if wrt != "weight":

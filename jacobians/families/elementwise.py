@@ -129,11 +129,13 @@ class Elementwise(Pointwise):
         return self.expressions[choice]
 
     def _evaluate(self, options: Options, x: Tensor, order: int) -> Tensor:
-        return self.derivation(options).compiled[order](x, *self._values(options))
-
-    def _values(self, options: Options) -> list[float]:
-        """The hyperparameters, in the order of the expression."""
         derived = self.derivation(options)
+        return derived.compiled[order](x, *self._values(options, derived))
+
+    def _values(self, options: Options, derived: Derivation) -> Sequence[float]:
+        """The hyperparameters, in the order of the expression."""
+        if not derived.hyper:
+            return ()
         sources = [self.hyper.get(name, name) for name in derived.hyper]
         values = [self._read(options, s) if isinstance(s, str) else s for s in sources]
         for name, value in zip(derived.hyper, values, strict=True):
@@ -198,9 +200,10 @@ class Elementwise(Pointwise):
 
     def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
         """By Faà di Bruno, with as many derivatives of the expression as there are coefficients."""
-        count = 1 if self.derivation(call.options).linear else series[0].order
+        derived = self.derivation(call.options)
+        count = 1 if derived.linear else series[0].order
         function = derivatives(self.expression(call.options), count)
-        return series[0].compose(call.output, function(call.inputs[0], *self._values(call.options)))
+        return series[0].compose(call.output, function(call.inputs[0], *self._values(call.options, derived)))
 
 
 def function_layer(functions: Collection[Any]) -> type[nn.Module]:

@@ -60,4 +60,4 @@ class NoRows(Rule):
 
 def with_rows(rule: Rule, call: Call) -> Rule:
     """The rule of a call, whose own products may not take an empty batch. (Without inputs, nothing passes the call.)"""
-    return rule if not call.inputs or call.batch_size or isinstance(rule, NoRows) else NoRows(rule)
+    return rule if not call.inputs or call.inputs[0].shape[0] or isinstance(rule, NoRows) else NoRows(rule)

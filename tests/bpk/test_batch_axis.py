@@ -315,3 +315,41 @@ def test_functions_alone_have_the_samples_that_the_model_was_given(back: str, de
                 expected = torch.stack([torch.autograd.grad(loss, p)[0] for loss in losses])
             torch.testing.assert_close(p.grad_batch, expected)
             assert p.diag_ggn_exact.shape == p.shape
+
+
+class DeadInside(nn.Module):
+    """An encoder, time first, whose inner layers get no gradient: a ReLU is zero everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        layer = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0)
+        nn.init.constant_(layer.linear1.bias, -100.0)
+        self.encoder = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(2), enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.first(x).transpose(0, 1)).transpose(0, 1)[..., 0]
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_layers_without_a_gradient_have_samples_where_their_neighbours_have_them(steps: int) -> None:
+    """No gradient says where they are: with as many steps as samples, that was taken for time; with others, refused."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(DeadInside().double()), bpk.extend(nn.MSELoss(reduction="sum"))
+    x, y = rand(N, steps, 2), rand(N, steps)
+    with bpk.backpack(E.BatchDiagGGNExact(), E.KFLR()):
+        loss_fn(model(x), y).backward()
+    rows = {name: p.diag_ggn_exact_batch for name, p in model.named_parameters()}
+    dead = model.encoder.layers[0].linear1.weight
+    assert dead.kflr[1].trace() > 0
+    assert dead.diag_ggn_exact_batch.shape == (N, 4, 2)
+    with bpk.backpack(E.DiagGGNExact(subsampling=[1]), E.DiagHessian(subsampling=[1]), E.KFAC(subsampling=[1])):
+        loss_fn(model(x), y).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.diag_ggn_exact, rows[name][1], msg=name)
+    with bpk.backpack(E.KFLR()):
+        loss_fn(model(x[:1]), y[:1]).backward()
+    alone = dead.kflr[1]
+    with bpk.backpack(E.KFLR(subsampling=[0])):
+        loss_fn(model(x), y).backward()
+    torch.testing.assert_close(dead.kflr[1], alone / N)  # the divisor stays that of the batch

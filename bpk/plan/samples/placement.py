@@ -57,7 +57,7 @@ def place(
         leave(unknown, (*above, root), sources)
         above = upstream(root, sources)
     moved = is_moved(root, above, sources, second_order)
-    stuck = tuple(k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record))
+    stuck = tuple([k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record)])
     if not stuck and not moved:
         return Placement(above, root.batch_size, left=modules)
     every, form = list(above), form_of((*above, root), sources, second_order, twice, stuck)
@@ -138,10 +138,16 @@ def is_stuck(record: Record) -> bool:
 
 def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Record]:
     """The calls that autograd passes wherever the samples are: those without a rule, and without a batch axis."""
-    first = {r for r in above if not any(source.targets for source in sources[r].values())}  # no call feeds them
-    alone = [r for r in above if root.batch_size == 1 or (r in first and is_given_parameters(r))]
-    given = {r for r in alone if has_no_axis(r)}  # to one sample, all belongs
-    return [r for r in above if r.rule is None or r in given or (r in first and computes_parameter(r))]
+    one = root.batch_size == 1  # to one sample, all belongs
+    left = list[Record]()
+    for r in above:
+        fed = False
+        for source in sources[r].values():
+            fed = fed or bool(source.targets)
+        given = (one or (not fed and is_given_parameters(r))) and has_no_axis(r)
+        if r.rule is None or given or (not fed and computes_parameter(r)):
+            left.append(r)
+    return left
 
 
 def computes_parameter(record: Record) -> bool:

@@ -37,10 +37,14 @@ class Attribution:
             UnsupportedLayer: If another loss says something else.
         """
         for record in records:
-            self.add_one(record, rows.get(id(record)), n)
+            samples = rows.get(id(record))
+            if samples is not None or self.samples:
+                self.add_one(record, samples, n)
+            elif self.sizes.setdefault(id(record), n) != n:
+                raise disagree(record)
 
     def add_one(self, record: Record, samples: Tensor | None, n: int) -> None:
-        """The same about one call."""
+        """The same about one call, where rows are not the samples in order everywhere."""
         known = self.samples.get(id(record))
         if samples is not None and known is not None and len(samples) == len(known):
             if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):

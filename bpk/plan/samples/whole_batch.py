@@ -38,12 +38,12 @@ def place_or_merge(
     Returns what was found (for first-order extensions, where samples are merged), and whether they are merged.
     """
     second = [e for e in extensions if e.second_order]
-    apart = any(e.needs_apart for e in extensions)
-    if not may_merge(second) or not all(root.is_loss for root in roots):
+    apart, others = bool([e for e in extensions if e.needs_apart]), [root for root in roots if not root.is_loss]
+    if others or not may_merge(second):
         return {root: place(root, sources, bool(second), by_hand, apart) for root in roots}, False
     mixed = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
     if not mixed:
-        twice = not all(e.linear_in_terms for e in second)  # not made of columns of the loss alone
+        twice = bool([e for e in second if not e.linear_in_terms])  # not made of columns of the loss alone
         try:
             return {root: place(root, sources, True, by_hand, apart, twice) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
@@ -77,7 +77,7 @@ def merge(
 
 def may_merge(second_order: Sequence[Quantity]) -> bool:
     """Whether every second-order extension is a sum over the whole batch (and there are some)."""
-    return bool(second_order) and all(is_of_batch(e) for e in second_order)
+    return bool(second_order) and all(map(is_of_batch, second_order))
 
 
 def require_rows(root: Record, above: Iterable[Record], extension: Quantity) -> None:

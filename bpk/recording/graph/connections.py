@@ -136,15 +136,12 @@ class Connected:
     def batch_size(self) -> int:
         """`N`."""
         if self._batch_size is None:
-            self._batch_size = self.count_rows()
+            self._batch_size, axes = 1, self.binding.axes
+            for k, x in enumerate(self.inputs):
+                if x.dim() and (not axes or axes[k] is not None):
+                    self._batch_size = x.shape[0 if self.aligned else self.axis(k)]
+                    break
         return self._batch_size
-
-    def count_rows(self) -> int:
-        """The size of the batch axis."""
-        for k, x in enumerate(self.inputs):
-            if x.dim() and (not self.binding.axes or self.binding.axes[k] is not None):
-                return x.shape[0 if self.aligned else self.axis(k)]
-        return 1
 
     def gradient(self, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """The gradient of the output as the rule sees it, from those of the graph node's outputs."""

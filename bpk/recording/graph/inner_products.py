@@ -55,6 +55,8 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
     rule, found = record.rule, list[InnerProduct]()
     if not isinstance(rule, LinearInside) or not rule.inside or record.recomputed is not None or record.used != [0]:
         return found
+    if not call.batch_size:
+        return found
     start, read, products, sums = record.edges[0], {here: 0}, list[Node](), dict[Node | None, Node]()
     ends, waiting = {edge[0] for edge in record.edges}, [here]
     while waiting:

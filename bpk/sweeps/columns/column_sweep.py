@@ -51,7 +51,8 @@ class ColumnSweep(Player):
         starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
         if step.is_loss:
             step.reached = True
-        self.run.merge(step)
+        if self.merging is not None:
+            self.run.merge(step, self.merging)
         if starting:
             self.make_room(step.number, sum([lazy.count for lazy in starting]))
         self.run.visit(step, last=not starting)
@@ -76,7 +77,8 @@ class ColumnSweep(Player):
         if self.run.count and self.is_too_much(self.run.count + count):
             for step in self.plan.steps[number:]:
                 if step.runs:
-                    self.run.merge(step)
+                    if self.merging is not None:
+                        self.run.merge(step, self.merging)
                     self.run.visit(step)
                     self.run.settle(step)
             self.run = Run(self)
@@ -120,9 +122,9 @@ class Run:
         self.sweep.started += count
         self.count += count
 
-    def merge(self, step: Step) -> None:
+    def merge(self, step: Step, merging: Merging) -> None:
         """Make fewer columns of those under way, before `step`, where that pays."""
-        found = self.sweep.merging.merge(self.waiting, self.uses, step) if self.sweep.merging is not None else None
+        found = merging.merge(self.waiting, self.uses, step)
         if found is None:
             return
         mats, signs = found
@@ -161,10 +163,10 @@ class Run:
             self.pass_call(step, columns.copy())
             self.collect(step, columns, step.params)
             return
-        self.collect(step, columns, step.params)
-        if last:
-            self.settle(step)
         if step.params:
+            self.collect(step, columns, step.params)
+            if last:
+                self.settle(step)
             columns = columns.copy()  # parameters that are not settled yet keep the others
         if step.rule is STRETCH:
             self.pass_stretch(step, columns)
@@ -216,9 +218,7 @@ class Run:
 
     def collect(self, step: Step, columns: Columns, names: Iterable[str]) -> None:
         """Note what has come to parameters of a call."""
-        if not step.params:
-            return
-        found = self.sweep.uses(step, columns)
+        found = self.sweep.uses(step, columns) if step.params else {}
         for name in names:
             if name in found:
                 self.uses.setdefault(id(step.params[name]), []).append(found[name])

@@ -40,7 +40,7 @@ class ByPosition(SquareRoot):
 
     def starting(self, step: Step) -> list[Starting]:
         if not step.is_loss:
-            return self.pass_positions(step)
+            return self.pass_positions(step) if step in self.waiting else []
         joint, rows = step.joint, step.samples_of_rows
         several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
         possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()
@@ -62,7 +62,7 @@ class ByPosition(SquareRoot):
         """Send columns of all positions through a call; returns those that have to be written out behind it."""
         found: list[Starting] = []
         assert step.rule is not None
-        for key, (axes, arrived) in self.waiting.pop(step, {}).items():
+        for key, (axes, arrived) in self.waiting.pop(step).items():
             step.reached = True
             mat = step.cast(arrived)
             self.collect(step, key, mat, axes)
