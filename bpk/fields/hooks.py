@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class Hooks:
         self.last: dict[int, nn.Module] = {}
         self.done: set[int] = set()
         self.awaited: dict[int, set[int]] = {}
-        self.lacks: Counter[int] = Counter()
+        self.lacks: defaultdict[int, int] = defaultdict(int)
         self.stored: dict[int, tuple[nn.Module, Tensor]] = {}
 
     def waits_for(self, module: nn.Module) -> bool:
@@ -62,7 +62,8 @@ class Hooks:
         """They have come for these parameters (or for all that they will); the passed layers that lack no other."""
         keys = list(self.awaited) if params is None else map(id, params)
         modules = [m for key in keys for m in self.awaited.pop(key, ())]
-        self.lacks.subtract(modules)
+        for module in modules:
+            self.lacks[module] -= 1
         return [self.visited[m] for m in dict.fromkeys(modules) if m in self.visited and not self.lacks[m]]
 
     def leave_for_last(self, module: nn.Module) -> None:

@@ -56,11 +56,12 @@ class Parameters:
         self.may_shard = may_shard()
         self.more_losses = False
         self.totals = Totals(extensions)
-        self.wants_gradients = any(e.needs_gradient and e.subsampling is None for e in extensions)
+        self.wants_gradients = False
         self.listening: dict[Hashable, list[tuple[int, Quantity]]] = {}
         self.wants: dict[Hashable, tuple[bool, bool]] = {}
         for number, (extension, key) in enumerate(zip(extensions, listens, strict=True)):
             self.listening.setdefault(key, []).append((number, extension))
+            self.wants_gradients |= extension.needs_gradient and extension.subsampling is None
             rows, samples = self.wants.get(key, (False, False))
             self.wants[key] = rows or extension.needs_rows, samples or extension.needs_samples
 
@@ -195,11 +196,12 @@ class Parameters:
         """The backward pass is over: nothing more will come, and totals are known."""
         for state in [state for state in self.states.values() if state.uses]:
             self.finish_later(state)
-        last = [self.states[id(param)] for param in self.totals.params]
-        for param, name, value in self.totals.values():
-            self.save(param, name, value)
-        for state in last:
-            self.announce(state)
+        if self.totals.kept:
+            last = [self.states[id(param)] for param in self.totals.params]
+            for param, name, value in self.totals.values():
+                self.save(param, name, value)
+            for state in last:
+                self.announce(state)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""

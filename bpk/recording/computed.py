@@ -19,6 +19,8 @@ def read_parameters(module: nn.Module, rule: Rule | None) -> dict[str, Tensor] |
     Those of a parametrisation are not read at all: it may draw random numbers, or count how often it is called.
     """
     names = () if rule is None else tuple(rule.params_of(module))
+    if not names:
+        return {} if rule is not None else parameters_of(module, rule)
     known = PLAIN.get(type(module), {}).get(names)
     plain = finds_registered(type(module), names) if known is None else known
     plain = plain and module.__dict__.keys().isdisjoint(names)

@@ -87,8 +87,14 @@ def question() -> dict[str, Any]:
 
 def roots() -> list[tuple[Node, int]] | None:
     """Where in the graph the running backward pass has started (`None`: not known)."""
-    ends = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in question().get("t_outputs", ())]
-    return [(end.node, end.output_nr) for end in ends] or None
+    edges = list[tuple[Node, int]]()
+    for x in question().get("t_outputs", ()):
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            edges.append((x.grad_fn, x.output_nr))
+        else:
+            end = get_gradient_edge(x) if isinstance(x, Tensor) else x
+            edges.append((end.node, end.output_nr))
+    return edges or None
 
 
 def accumulates() -> bool:
@@ -165,10 +171,10 @@ def checkpointing() -> SavedTensorHooks | None:
 
     If it goes: tensors of such calls are kept, and take memory.
     """
-    if torch.compiler.is_compiling():
-        return None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+    if hooks is None or torch.compiler.is_compiling():
+        return None
+    return hooks if hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
 def belongings(node: Node) -> dict[str, Any]:

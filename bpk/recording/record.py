@@ -20,7 +20,7 @@ from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
-from bpk.recording.changed import as_seen, changed, note
+from bpk.recording.changed import Noted, as_seen, changed, note
 from bpk.recording.context.state import CTX
 from bpk.recording.data import is_piece, is_turned
 from bpk.recording.graph.connections import Connected
@@ -96,6 +96,8 @@ class Record(Connected):
     pass is awaited. `released`: the tensors are gone.
     """
 
+    noted: Sequence[Noted] = ()
+    frozen: Sequence[str] = ()
     handed: Sequence[weakref.ref[Tensor]] = ()
     drawn: RandomState | None = None
     seen: tuple[tuple[object, ...], list[Tensor], Call] | None = None
@@ -121,8 +123,9 @@ class Record(Connected):
         self.rule = rule
         self.is_loss = rule is not None and rule.is_loss
         self.params = parameters_of(module, rule) if params is None else params
-        self.noted = [note(p) for p in self.params.values()]
-        self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
+        if self.params:
+            self.noted = [note(p) for p in self.params.values()]
+            self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
         self.settings = Settings(module, binding.options)
         self.reads_piece, self.turned = False, None
         if CTX.data is not None:
@@ -231,7 +234,7 @@ class Record(Connected):
         if not keeps_fields and self.left is not None:
             forget(self.module, self.left)
         self.left = self.recomputed = None  # the graph owns the record until the loss is let go
-        self._inputs, self._results, self.seen, self.noted = (), {}, None, []
+        self._inputs, self._results, self.seen, self.noted = (), {}, None, ()
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
 

@@ -101,7 +101,8 @@ def arguments_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping
 
 def bind_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
     """Tensors among the arguments are the inputs; others, which a rule does not see, must have their defaults."""
-    inputs = tuple([x for x in arguments_in_order(module, args, kwargs) if isinstance(x, Tensor)])
+    given = arguments_in_order(module, args, kwargs) if kwargs else args
+    inputs = tuple([x for x in given if isinstance(x, Tensor)])
     if len(inputs) == len(args) + len(kwargs):
         return Binding(module, inputs)
     defaults = inspect.signature(module.forward).parameters

@@ -57,7 +57,10 @@ class Context(threading.local):
 
     def innermost(self, stays: Sequence[Opened]) -> Opened:
         """The last of several stays of this thread."""
-        return next((one for one in reversed(stays) if one in self.entered), stays[-1])
+        for one in reversed(stays):
+            if one in self.entered:
+                return one
+        return stays[-1]
 
     def leave(self, opened: Opened) -> None:
         """A context is not active any more."""

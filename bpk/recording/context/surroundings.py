@@ -93,7 +93,7 @@ def require_eager() -> None:
 
 def require_plain_pass(path: str, grads: tuple[Tensor | None, ...]) -> None:
     """Refuse backward passes that compute nothing, that another compiler runs, or that start inside of another one."""
-    if any(g is not None and g.is_meta for g in grads):
+    if [g for g in grads if g is not None and g.is_meta]:
         raise RuntimeError(
             explain(
                 f"'{path}' ran on tensors without values (device 'meta').",
