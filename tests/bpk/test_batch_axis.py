@@ -353,3 +353,35 @@ def test_layers_without_a_gradient_have_samples_where_their_neighbours_have_them
     with bpk.backpack(E.KFLR(subsampling=[0])):
         loss_fn(model(x), y).backward()
     torch.testing.assert_close(dead.kflr[1], alone / N)  # the divisor stays that of the batch
+
+
+class AlmostDead(nn.Module):
+    """Layers, time first, whose inner ones get the gradient of one step of one sample only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.last = nn.LayerNorm(2), nn.Linear(2, 1, bias=False), nn.Linear(1, 2)
+        nn.init.constant_(self.inner.weight[:, :1], 1.0)
+        nn.init.constant_(self.inner.weight[:, 1:], -1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x.transpose(0, 1))
+        return (self.last(torch.relu(self.inner(z))) + z).transpose(0, 1)[..., 0]
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_layers_with_one_gradient_have_samples_where_their_neighbours_have_them(steps: int) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(AlmostDead().double()), bpk.extend(nn.MSELoss(reduction="sum"))
+    x, y = rand(N, steps, 2).sort(-1).values, rand(N, steps)
+    x[1, 1] = x[1, 1].flip(0)  # positive in front of the ReLU
+    with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact()):
+        loss_fn(model(x), y).backward()
+    rows = {p: (p.grad_batch, p.diag_ggn_exact_batch) for p in model.parameters()}
+    for n in range(N):
+        for p, grad in zip(rows, torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[n : n + 1]), [*rows]), strict=True):
+            torch.testing.assert_close(rows[p][0][n], grad)
+        with bpk.backpack(E.DiagGGNExact(subsampling=[n])):
+            loss_fn(model(x), y).backward()
+        for p, (_, diagonals) in rows.items():
+            torch.testing.assert_close(p.diag_ggn_exact, diagonals[n])

@@ -145,15 +145,15 @@ def follow(
     reached: set[int] = set()
     shared: dict[int, tuple[Record, Shared]] = {}
     inside: list[Record] = []
-    silent: set[Record] = set()
+    silent: dict[Record, Tensor] = {}
     tolerance = tolerance_of(root, above)
     uses = uses_of((*above, root), sources)
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
         reached.add(id(record))
         if n > 1 and not mat[0].all():
             mat = fuller(record, mat, uses[id(record)], found, n, tolerance)
-            if record.as_called and not mat[0].any():
-                silent.add(record)
+            if record.as_called and not mat[0][..., None].flatten(1).any(1).all():
+                silent[record] = mat
         try:
             found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
             is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
@@ -192,7 +192,7 @@ def follow(
     if inside:
         require_apart(inside, sources, found, n)
         raise AllInside(inside)
-    follow_neighbours(silent, (*above, root), sources, found)
+    follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
     if are_pieces(above, rows_of, n):
         raise mixed(f"'{root.path}' has {n}, and what was called has one")

@@ -1,33 +1,42 @@
-"""Calls that no gradient comes to, as behind a ReLU that is zero everywhere: their samples are where their neighbours'
-are."""
+"""Calls to some of whose rows no gradient comes, as behind a ReLU that is zero: their samples are where their
+neighbours' are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from bpk.plan.samples.decoding import decode
 from bpk.plan.samples.probing import SourcesOf
 from bpk.recording.record import Record
 
 
 def follow_neighbours(
-    silent: set[Record], records: Sequence[Record], sources: SourcesOf, found: dict[int, Tensor]
+    silent: Mapping[Record, Tensor],
+    records: Sequence[Record],
+    sources: SourcesOf,
+    found: dict[int, Tensor],
+    n: int,
+    tolerance: float,
 ) -> None:
     """Move the batch axis of such calls to the front, and note whose their rows are.
 
-    A call has its samples where the one has them whose result it is given as it is, or which is given its own.
+    A call has its samples where the one has them whose result it is given as it is, or which is given its own, unless
+    the gradients that have come to it (those of `silent`) say otherwise.
     """
+    waiting = {record for record in silent if not record.shifted}
     before = -1
-    while silent and len(silent) != before:
-        before = len(silent)
-        for record in tuple(silent):
+    while waiting and len(waiting) != before:
+        before = len(waiting)
+        for record in tuple(waiting):
             for other, axis in neighbours(record, records, sources):
                 rows = found.get(id(other))
-                if other not in silent and rows is not None and has_axis(record, axis, len(rows)):
+                known = other not in waiting and rows is not None
+                if known and agrees(record, silent[record], axis, rows, n, tolerance):
                     record.shift(axis)
                     found[id(record)] = rows
-                    silent.discard(record)
+                    waiting.discard(record)
                     break
 
 
@@ -42,8 +51,16 @@ def neighbours(record: Record, records: Sequence[Record], sources: SourcesOf) ->
                 yield consumer, consumer.axis(index)
 
 
-def has_axis(record: Record, axis: int, size: int) -> bool:
-    """Whether the batch axis of a call may be this one."""
+def agrees(record: Record, mat: Tensor, axis: int, rows: Tensor, n: int, tolerance: float) -> bool:
+    """Whether the batch axis of a call may be this one, with these rows, as far as gradients have come to it."""
     looks_at = None if record.rule is None else record.rule.acts_on(record.call())
     shape = record.inputs[0].shape
-    return looks_at is not None and axis < len(shape) - looks_at and shape[axis] == size
+    if (
+        looks_at is None
+        or axis >= len(shape) - looks_at
+        or shape[axis] != len(rows)
+        or mat.shape[1 + axis] != len(rows)
+    ):
+        return False
+    seen = decode(mat.movedim(1 + axis, 1), n, tolerance, in_order=False)
+    return seen is not None and bool(((seen < 0) | (seen == rows)).all())
