@@ -32,8 +32,9 @@ def follow_neighbours(
         for record in tuple(waiting):
             for other, axis in neighbours(record, records, sources):
                 rows = found.get(id(other))
-                known = other not in waiting and rows is not None
-                if known and agrees(record, silent[record], axis, rows, n, tolerance):
+                if other in waiting or rows is None:
+                    continue
+                if agrees(record, silent[record], axis, rows, n, tolerance):
                     record.shift(axis)
                     found[id(record)] = rows
                     waiting.discard(record)
