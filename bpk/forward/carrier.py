@@ -32,8 +32,10 @@ class Propagation:
 
     def carry(self, series: Series, apart: bool) -> Tensor:
         """A tensor with this value and these coefficients; the value itself where all are zero."""
-        if all(c is None for c in series.terms):
-            return series.value
+        return series.value if is_constant(series) else self.hold(series, apart)
+
+    def hold(self, series: Series, apart: bool) -> Carrier:
+        """The same also where all are zero: what depends on x may be written into it later."""
         carrier = series.value.detach().as_subclass(Carrier)
         carrier.series, carrier.apart, carrier.propagation = series, apart, self
         self.alive[id(carrier)] = carrier
@@ -53,6 +55,22 @@ class Carrier(Tensor):
     ) -> Any:
         given = dict(kwargs or {})
         return carriers((args, given))[0].propagation.answer(func, tuple(args), given)
+
+
+def is_constant(series: Series) -> bool:
+    """Whether all coefficients are zero."""
+    return all(c is None for c in series.terms)
+
+
+def without_constants(arguments: Any) -> Any:
+    """Nested arguments with the values of carriers all of whose coefficients are zero in their place."""
+    return tree_map(lambda x: x.series.value if isinstance(x, Carrier) and is_constant(x.series) else x, arguments)
+
+
+def held(propagation: Propagation, like: Series, result: Any) -> Any:
+    """A nested result that does not depend on x, ready to be written into."""
+    constant = {id(x): propagation.hold(like.constant(x), True) for x in differentiable(result)}
+    return replaced(result, constant)
 
 
 def carriers(arguments: Any) -> list[Carrier]:

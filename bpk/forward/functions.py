@@ -6,8 +6,11 @@ Functions that work in place get a new value, unless another tensor looks at the
 from __future__ import annotations
 
 import operator
+import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import signature
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,15 +18,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bpk.forward import rules
-from bpk.forward.carrier import Carrier, carriers, differentiable, replaced, require_unchanged, values, versions_of
+from bpk.forward.carrier import (
+    Carrier,
+    carriers,
+    differentiable,
+    held,
+    replaced,
+    require_unchanged,
+    values,
+    versions_of,
+    without_constants,
+)
 from bpk.forward.independence import stays_apart
 from bpk.jacobians.core.conversion import CannotConvert, name_of, signature_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
+from bpk.jacobians.core.series import Series
 from bpk.jacobians.second_order.fused import Composed
 from bpk.jacobians.second_order.nested import again, nested, pushed
 
 T = torch.Tensor
+
+APPLY = torch.autograd.Function.apply.__code__
+"""The code that runs the forward passes of functions with a backward pass of their own."""
 
 CONSTANT = {T.detach, torch.detach, T.data.__get__, T.item, T.tolist, T.numpy, T.__array__}  # type: ignore[attr-defined]
 """Functions whose results autograd does not differentiate."""
@@ -57,7 +74,17 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in REFUSED:
         raise refused(func, "it asks for autograd's graph of what depends on x.", "leave such derivatives to bpk.")
     if func in CONSTANT or not torch.is_grad_enabled():  # `no_grad` within the model
-        return func(*values(args), **values(kwargs))
+        result = func(*values(args), **values(kwargs))
+        own = "" if torch.is_grad_enabled() or not differentiable(result) else function_of_users()
+        if own:
+            raise UnsupportedLayer(
+                explain(
+                    f"Taylor coefficients cannot pass {own}.",
+                    "it is a torch.autograd.Function, whose derivative is what its backward pass says.",
+                    "write it with functions of torch.",
+                )
+            )
+        return result
     with torch.set_grad_enabled(propagation.graph):
         if kwargs.get("out") is not None:
             raise refused(func, "it writes into a given tensor (out=).", "use its result.")
@@ -69,8 +96,12 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function that changes nothing gives."""
+    first = carriers((args, kwargs))[0]
+    propagation, device = first.propagation, first.series.value.device
+    args, kwargs = without_constants((args, kwargs))
     moving = carriers((args, kwargs))
-    propagation, device = moving[0].propagation, moving[0].series.value.device
+    if not moving:
+        return held(propagation, first.series, func(*args, **kwargs))
     before = RandomState.now(device)
     versions = versions_of(moving)
     result = func(*values(args), **values(kwargs))
@@ -94,6 +125,8 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return tuple(differentiable(func(*replaced(args, new), **replaced(kwargs, new))))
 
     given = [c.series for c in moving]
+    if not drawn and not (func in AFFINE and isinstance(args[0], Carrier)) and not depends(function, given):
+        return held(propagation, given[0], result)  # made like an argument (`zeros_like`), and not of it
     if drawn:
         with before.again():
             if not all(torch.equal(a, b) for a, b in zip(again(function, given), outputs, strict=True)):
@@ -110,6 +143,22 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for x, found_terms in zip(outputs, terms, strict=True):
         carried[id(x)] = propagation.carry(given[0].moved(x, found_terms), apart)
     return replaced(result, carried)
+
+
+def function_of_users() -> str:
+    """The `torch.autograd.Function` whose forward pass is running (`""`: none is)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    return "" if frame is None else frame.f_locals["cls"].__name__
+
+
+def depends(function: Callable[..., tuple[Tensor, ...]], given: Sequence[Series]) -> bool:
+    """Whether any result of a function has a derivative in what it is given."""
+    if any(s.value.is_inference() for s in given):
+        return True
+    with torch.enable_grad():
+        return any(x.requires_grad for x in function(*(s.value.detach().requires_grad_() for s in given)))
 
 
 def out_of_place(

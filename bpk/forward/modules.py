@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpk.forward.carrier import carriers, require_unchanged, values, versions_of
+from bpk.forward.carrier import carriers, require_unchanged, values, versions_of, without_constants
 from bpk.forward.rules import answer
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
@@ -46,7 +46,10 @@ def answered(module: nn.Module, rule: Rule) -> Callable[..., Any]:
 
     @wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
-        moving, in_place = carriers((args, kwargs)), bool(vars(module).get("inplace", False))
+        in_place = bool(vars(module).get("inplace", False))
+        if not in_place:
+            args, kwargs = without_constants((args, kwargs))
+        moving = carriers((args, kwargs))
         if not moving or in_place or not torch.is_grad_enabled() or read_parameters(module, rule) is None:
             return forward(*args, **kwargs)
         propagation = moving[0].propagation

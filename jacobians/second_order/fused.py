@@ -147,6 +147,11 @@ def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, o
     return input / euclidean(input, dim, True).clamp_min(eps)
 
 
+def index_select(input: Tensor, dim: Any, index: Tensor) -> Tensor:
+    """`torch.index_select`, whose index may be a number: where columns are differentiated, torch returns all rows then."""
+    return torch.index_select(input, dim, index.reshape(-1))
+
+
 def parameters_first(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """With the order of arguments that `torch.batch_norm` and `torch.instance_norm` have."""
 
@@ -183,6 +188,8 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.linalg.norm: linalg_norm,
     F.normalize: normalize,
     torch._weight_norm: weight_norm,
+    torch.index_select: index_select,
+    Tensor.index_select: index_select,
 }
 """What stands for a fused function."""
 

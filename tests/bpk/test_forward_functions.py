@@ -132,3 +132,51 @@ def test_arguments_that_a_function_does_not_have() -> None:
 def test_compiled_modules() -> None:
     with pytest.raises(UnsupportedLayer, match=r"compiled by torch\.jit(?s:.*)give the module itself"):
         bpk.laplacian(nn.Sequential(torch.jit.script(nn.Linear(D, 1))), torch.randn(N, D))
+
+
+def masked(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Scores with a mask that is made like x, and has no derivative: that of its logarithm would be infinite."""
+    return lambda m, x: (x[:, :, None] * x[:, None] + make(x).log()).softmax(-1).flatten(1)
+
+
+def filled(m: nn.Module, x: Tensor) -> Tensor:
+    """Rows that are written, one after the other, into a tensor made like x."""
+    y = x.new_zeros(len(x), D)
+    y.index_copy_(1, torch.tensor([1]), x[:, :1] * x[:, 1:2])
+    y[:, 0] = x.sin()[:, 1]
+    return y * x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masked(lambda x: torch.ones(D, D).to(x).tril()),
+        masked(lambda x: x.new_ones(D, D).tril()),
+        masked(lambda x: torch.ones_like(x)[0].expand(D, D).tril()),
+        masked(lambda x: torch.ones(D, D).type_as(x).triu().T),
+        masked(lambda x: (x[:1, None].expand(1, D, D) > 1e9).to(x) + torch.eye(D).to(x)),
+        filled,
+        lambda m, x: x.exp().index_select(1, torch.tensor(1)) * x,
+    ],
+    ids=["to", "new_ones", "ones_like", "type_as", "compared", "filled", "selected"],
+)
+def test_what_is_made_like_x_has_no_derivative(function: Callable[..., Tensor]) -> None:
+    check(Function(function), torch.randn(N, D), order=2)
+
+
+class Cube(torch.autograd.Function):
+    """`x^3` with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_functions_with_a_backward_pass_of_their_own() -> None:
+    """Their forward pass runs without gradients; it had counted as a constant."""
+    with pytest.raises(UnsupportedLayer, match="cannot pass Cube"):
+        bpk.taylor(Function(lambda m, x: Cube.apply(x) + x), torch.randn(N, D), torch.ones(1, D), 1)
