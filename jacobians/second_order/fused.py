@@ -148,7 +148,7 @@ def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, o
 
 
 def index_select(input: Tensor, dim: Any, index: Tensor) -> Tensor:
-    """`torch.index_select`, whose index may be a number: where columns are differentiated, torch returns all rows then."""
+    """`torch.index_select`, whose index may be a number: of several columns, torch would select nothing then."""
     return torch.index_select(input, dim, index.reshape(-1))
 
 
