@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn, strided
@@ -59,7 +59,7 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     rule = rule_of(module, output) if results else REGISTRY.find(module)
     binding = bind(module, rule, args, kwargs)
     treatment = Treatment.LEAVE
-    if results:
+    if results and not (before is None and changes_nothing(rule, binding, tensors)):
         params = read_parameters(module, rule)
         if comes_late(module, record, tensors) or (before is not None and before.misses(binding.inputs)):
             before, treatment = None, Treatment.LEAVE if params == {} else Treatment.PASSAGE
@@ -72,6 +72,19 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
             return substitute(output, changed) if changed else None
     leave_unrecorded(module, binding.inputs, tensors, None if before is None else before.kept)
     return mark_results(module, output) if treatment is Treatment.PASSAGE else None
+
+
+def changes_nothing(rule: Rule | None, binding: Binding, results: Sequence[Tensor]) -> bool:
+    """Whether a layer has returned the result of another one as it is (Dropout in evaluation mode).
+
+    Its call need not be known, if nobody asks for every layer.
+    """
+    if rule is None or rule.params or len(results) != 1 or not CTX.stack or CTX.stack[-1].asks_for_layers:
+        return False
+    node = results[0].grad_fn
+    if node is None or len(binding.inputs) != 1 or results[0] is not binding.inputs[0]:
+        return False
+    return OWNER in engine.belongings(node) and engine.checkpointing() is None
 
 
 def rule_of(module: nn.Module, output: Any) -> Rule | None:

@@ -130,3 +130,25 @@ def test_names_of_parameters_that_cannot_be_right() -> None:
         Multilinear("n i, i j, j k -> n k", Scaled, params=("w", "w"))
     with registered(bpk.Autodiff(Scaled, params=("v",))), pytest.raises(RuleError, match=r"'v'.*does not have"):
         bpk.extend(Scaled())(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["forward inside of the context", "forward before it"])
+def test_layers_that_return_what_they_are_given(outside: bool) -> None:
+    """They are passed by; whoever asks for every layer is called at them."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(2, 4), nn.Dropout(), nn.Tanh(), nn.Identity(), nn.Dropout(), nn.Linear(4, 3))
+    check(layers.eval(), torch.randn(5, 2).double())
+    kept, loss_fn, seen = layers[1], bpk.extend(nn.CrossEntropyLoss()), list[nn.Module]()
+    x, y = torch.randn(5, 2).double(), torch.arange(5) % 3
+    with bpk.backpack(E.DiagHessian()):
+        out = layers(x)
+        assert {"input0", "output"} <= vars(kept).keys()
+        assert kept.output.data_ptr() == layers[0].output.data_ptr()
+        loss_fn(out, y).backward()
+    assert "output" not in vars(kept)
+    expected = layers[0].weight.diag_h
+    early = loss_fn(layers(x), y) if outside else None
+    with bpk.backpack(E.DiagHessian(), extension_hook=seen.append):
+        (loss_fn(layers(x), y) if early is None else early).backward()
+    assert set(seen) >= {*layers}
+    torch.testing.assert_close(layers[0].weight.diag_h, expected)
