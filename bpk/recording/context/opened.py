@@ -58,8 +58,8 @@ class Opened:
     `begin` is called when a pass comes to a recorded call for the first time, with the number of the engine's task and
     with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended. `recorded` says
     whether a call was written down, `reached` whether a pass has come to one, and `elsewhere` whether a pass in another
-    thread has come to a call of this thread. A context `asks_for_layers` if something is to be done at each of them, beside
-    what rules say. `called` is the model whose forward pass has opened the context, if any.
+    thread has come to a call of this thread. A context `asks_for_layers` if there is something to do at each,
+    beside what rules say. `called` is the model whose forward pass has opened the context, if any.
     """
 
     def __init__(self, context: Settings, begin: Callable[[int, dict[int, Pass]], Pass]) -> None:
