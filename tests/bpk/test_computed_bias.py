@@ -128,6 +128,7 @@ def test_a_bias_without_a_gradient(frozen: str) -> None:
             torch.testing.assert_close(p.grad_batch, ref.grad_batch(name))
             torch.testing.assert_close(p.diag_h, ref.diag_h(name))
     assert not hasattr(model.one, "grad_batch")
+    assert [tuple(factor.shape) for factor in model.weight.kfac] == [(6, 6), (WIDTH, WIDTH)]  # those of a linear layer
 
 
 def test_factors_are_those_of_a_linear_layer() -> None:

@@ -126,12 +126,14 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     if len(node.next_functions) > len(operands):
         if not right or engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1:
             return None
+        constant = node.next_functions[0][0] is None  # a frozen bias, or a buffer
         bias = parameter_at(node.next_functions[0][0])
-        if bias is None and arrangement.is_transpose is not None:
+        if bias is None and not constant and arrangement.is_transpose is not None:
             made = put_together(node.next_functions[0], arrangement.inverse.shape[1])
             params |= {name: leaf for name, (leaf, _) in made.items()}
             parts = tuple((name, places) for name, (_, places) in made.items())
-        if not parts and (bias is None or bias.dim() != 1 or len(bias) != arrangement.inverse.shape[1]):
+        fits = bias is not None and bias.dim() == 1 and len(bias) == arrangement.inverse.shape[1]
+        if not (constant or parts or fits):
             return None
         params |= {} if bias is None else {"bias": bias}
     if any(p not in held for p in params.values()):
