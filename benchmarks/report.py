@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from benchmarks.row import Cell, Row
 RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = ("backpack-for-pytorch", "opacus", "curvlinops-for-pytorch")
 COLUMNS = ("bpk", "bpk plain", "torch.func", "loop", "backpack", "opacus", "curvlinops", "write")
+
+
+CHANGES = ("load", "commit")
+"""What may differ between runs that are put together."""
 
 
 @dataclass
@@ -98,7 +102,8 @@ def title(problem: str, rows: list[Row]) -> str:
     plain = [row.cells["plain"].seconds for row in rows if row.cells["plain"].seconds]
     known = KNOWN[problem]
     milliseconds = f", plain {1000 * min(p for p in plain if p):.1f} ms" if plain else ""
-    return f"{known.title}, N={known.batch}{milliseconds}"
+    of = {row.commit for row in rows if row.commit}
+    return f"{known.title}, N={known.batch}{milliseconds}{f' ({commits(of)})' if of else ''}"
 
 
 def notes(rows: list[Row]) -> list[str]:
@@ -136,7 +141,7 @@ def screen(run: Run) -> str:
 
 def markdown(run: Run, shown: Sequence[str] = ()) -> str:
     """The same for the README: an overview of all, tables of some problems (by default of all), the fastest in bold."""
-    parts = [f"Ratios to plain forward and backward; {setting(run.machine)}.", "", *lines_of(overview(run.rows)), ""]
+    parts = [f"Ratios to plain forward and backward; {setting(run)}.", "", *lines_of(overview(run.rows)), ""]
     for problem, group in by_problem(run.rows).items():
         if shown and problem not in shown:
             continue
@@ -157,11 +162,12 @@ def lines_of(table: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
 
 
-def setting(machine: dict[str, Any]) -> str:
+def setting(run: Run) -> str:
     """On what was measured, and what: one line."""
+    machine, of = run.machine, {row.commit for row in run.rows if row.commit} or {run.machine.get("commit")}
     threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     peers = "".join(f", {name} {number}" for name, number in machine.get("peers", {}).items())
-    at = f", {commits([machine['commit']])}" if machine.get("commit") else ""
+    at = f", {commits(filter(None, of))}" if any(of) else ""
     return f"{machine['cpu']}, {threads}, float32, torch {machine['torch']}{peers}{at}"
 
 
@@ -183,10 +189,12 @@ def read_json(path: Path) -> Run:
 
 
 def joined(runs: Sequence[Run]) -> Run:
-    """Runs of different problems as one: on one machine, of one commit, with the same versions."""
-    first = runs[0]
-    for run in runs[1:]:
-        differs = [key for key in first.machine if key != "load" and run.machine.get(key) != first.machine[key]]
+    """Runs as one, on one machine with the same versions: of each row the last one, which says its commit."""
+    first, rows = runs[0], dict[tuple[str, str], Row]()
+    for run in runs:
+        differs = [key for key in first.machine if key not in CHANGES and run.machine.get(key) != first.machine[key]]
         if differs:
-            raise SystemExit(f"These runs are not of one machine and commit: {', '.join(differs)} differ.")
-    return Run([row for run in runs for row in run.rows], first.import_seconds, first.machine)
+            raise SystemExit(f"These runs are not of one machine: {', '.join(differs)} differ.")
+        for row in run.rows:
+            rows[row.problem, row.quantity] = replace(row, commit=row.commit or run.machine["commit"])
+    return Run(list(rows.values()), runs[-1].import_seconds, {**first.machine, "commit": runs[-1].machine["commit"]})

@@ -55,6 +55,8 @@ class Row:
     cells: dict[str, Cell] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
+    commit: str = ""
+    """What was measured, where rows of several commits were put together."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="JSON",
-        help="print earlier results and measure nothing; several of one machine and commit become one (with --name)",
+        help="print earlier results and measure nothing; several become one (with --name): of each row the last",
     )
     p.add_argument("--memory-of", nargs=3, metavar=("PROBLEM", "QUANTITY", "ALTERNATIVE"), help=argparse.SUPPRESS)
     return p

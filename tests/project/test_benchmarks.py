@@ -180,9 +180,14 @@ def test_overview_counts_where_a_peer_is_ahead() -> None:
     assert line[1:] == ["2", "1 / 2", "4.00", f"{(8 / 3) ** 0.5:.2f}", "BatchGrad 3 (loop 2)"]
     assert every[:2] == ["all", "2"]
     runs = [report.Run(rows[:1]), report.Run(rows[1:], machine={**report.machine(), "commit": "another"})]
-    assert report.joined([runs[0], runs[0]]).rows == rows[:1] * 2
-    with pytest.raises(SystemExit, match="commit differ"):
-        report.joined(runs)
+    together = report.joined([*runs, runs[0]])
+    assert [(row.quantity, row.commit) for row in together.rows] == [
+        (rows[0].quantity, runs[0].machine["commit"]),
+        *((row.quantity, "another") for row in rows[1:]),
+    ]
+    assert "another" in report.setting(together)
+    with pytest.raises(SystemExit, match="cpu differ"):
+        report.joined([runs[0], report.Run(rows[1:], machine={**report.machine(), "cpu": "another"})])
 
 
 def test_verdict_names_every_fault() -> None:

@@ -79,7 +79,7 @@ def those_of(cells: dict[str, Any], what: str) -> dict[str, float]:
 
 def setting() -> str:
     """On what it was measured."""
-    return report.setting(stored()["machine"])
+    return report.setting(report.read_json(RESULTS))
 
 
 def cost(quantity: str) -> str:
