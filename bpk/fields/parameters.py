@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.several_losses import merged, without_graph
-from bpk.fields.spare_memory import spare_memory
+from bpk.fields.spare_memory import spare_memories, spare_memory
 from bpk.fields.stacked import combined, whole
 from bpk.fields.statistics import Use, Uses
 from bpk.fields.totals import Totals
@@ -211,9 +211,13 @@ class Parameters:
     # ---- fields ------------------------------------------------------------------------------------
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
-        old, uses.spare = param.__dict__.pop(extension.savefield, None), None  # that of another field has been used
+        old = param.__dict__.pop(extension.savefield, None)
+        uses.spare, uses.spares = None, []  # that of another field has been used
         if old is not None and not (extension.needs_total or torch.is_grad_enabled()):
-            uses.spare = spare_memory(old)
+            if type(old) is list:
+                uses.spares = spare_memories(old)
+            else:
+                uses.spare = spare_memory(old)
 
     def claim(self, param: Tensor, name: str, where: str) -> None:
         """A module extension is about to say all of a field."""

@@ -47,7 +47,8 @@ class Rows:
     `batch_size` is the full batch's `N`, also where the sweep looks at some samples only. `keeps_rows`
     says that an active extension needs individual rows anyway, so that the others derive theirs from them. All of it is
     that of the loss times `loss_scale`. `gradient` and `total` (of all parameters) are there where extensions ask for
-    them; `spare` is memory that rows may be written into, and `room` where they are to be, if they can.
+    them; `spare` is memory that rows may be written into, `spares` some for factors, and `room` where rows shall be, if
+    they can.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Rows:
         self.total: Any = None
         self.spare: Tensor | None = None
         self.room: Tensor | None = None
+        self.spares: list[Tensor] = []
         self._memo: dict[Hashable, Any] = {}
 
     def memo(self, key: Hashable, compute: Callable[..., T], *args: Any) -> T:

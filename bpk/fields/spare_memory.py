@@ -56,3 +56,33 @@ def spare_memory(tensor: object) -> Tensor | None:
     if not whole or not storage.resizable() or storage.is_shared() or tensor.is_pinned():
         return None
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))
+
+
+def references(thing: object) -> int:
+    """How many there are to an object, for the argument of a function."""
+    return sys.getrefcount(thing)
+
+
+def references_of_argument(thing: object) -> int:
+    """The same, for what a function has been given, and gives to another one."""
+    return references(thing)
+
+
+def references_of_one_variable() -> int:
+    """The same, if the variable of a function's caller is the only one."""
+    variable = list[object]()
+    return references_of_argument(variable)
+
+
+ALONE_AS_LIST = references_of_one_variable()
+
+
+def spare_memories(tensors: list[object]) -> list[Tensor]:
+    """The same of all tensors in a list, which is emptied, if nothing refers to the list but the caller's variable."""
+    found: list[Tensor] = []
+    while tensors and references(tensors) <= ALONE_AS_LIST:
+        tensor = tensors.pop()
+        spare = spare_memory(tensor)
+        if spare is not None:
+            found.append(spare)
+    return found

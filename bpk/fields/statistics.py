@@ -140,7 +140,9 @@ class Uses(Products):
         if inputs is None and not self.simple:
             rows = as_rows(self.all_rows(), 2).flatten(0, 1)
             return [rows.T @ rows]
+        self.uses[0].call.spares = self.spares
         outputs = add_up([self._output_factor(key, approximation) for key in self.keys])
+        self.uses[0].call.spares = []
         return [outputs] if inputs is None else [outputs, inputs]
 
     def require_room_beside(self, inputs: Tensor | None) -> None:
@@ -192,7 +194,9 @@ class Uses(Products):
         return self.memo(("input factor", approximation), lambda: self._input_factor(approximation))
 
     def _input_factor(self, approximation: str) -> Tensor | None:
+        self.uses[0].call.spares = self.spares
         known = [part for use in self.uses if (part := self.input_part(use, approximation)) is not None]
+        self.uses[0].call.spares = []
         return add_up(known) if len(known) == len(self.uses) else None
 
     def input_part(self, use: Use, approximation: str) -> Tensor | None:

@@ -45,9 +45,9 @@ class Call:
     random numbers need it. `saved`, where present, looks up what autograd kept of the forward pass under a name, so
     that a rule need not compute it again. Both exist during the backward pass only, for `Rule.capture`. `whole` is the
     call on the whole batch, where this is a part of it; only rules of layers that mix samples need it. `spare` is
-    contiguous memory that `empty` may hand out. `drawn`, where the rule asks for it, is the state of the random
-    generators before the call. `sums`, where somebody wants them, takes by parameter the sum over samples of individual
-    gradients that are made anyway.
+    contiguous memory that `empty` may hand out, and `spares` is some that `take` may. `drawn`, where the rule asks for
+    it, is the state of the random generators before the call. `sums`, where somebody wants them, takes by parameter the
+    sum over samples of individual gradients that are made anyway.
     """
 
     def __init__(
@@ -67,11 +67,13 @@ class Call:
         self.used = {0: output.shape[1:]} if used is None else dict(used)
         self.saved: Callable[[str], Tensor | None] | None = None
         self.spare: Tensor | None = None
+        self.spares: list[Tensor] = []
         self.drawn: RandomState | None = None
         self.sums: dict[str, Tensor] | None = None
         self.whole: Call | None = None
         self._memo: dict[Hashable, Any] = {}
         self._squared: tuple[weakref.ref[Tensor], int, Tensor | None, Tensor] | None = None
+        self._matrix: tuple[weakref.ref[Tensor], Hashable, tuple[int, int], Tensor] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -107,6 +109,13 @@ class Call:
             return spare.view(size)
         return torch.empty(size, dtype=like.dtype, device=like.device)
 
+    def take(self, rows: int, like: Tensor) -> Tensor | None:
+        """Spare memory for a matrix `[rows, rows]`, if there is some."""
+        for k, spare in enumerate(self.spares):
+            if spare.numel() == rows * rows and (spare.dtype, spare.device) == (like.dtype, like.device):
+                return self.spares.pop(k).resize_(rows, rows)  # no view, which would keep another tensor alive
+        return None
+
     def memo(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return `compute()`, evaluated once per call and shared by all who ask for `key`."""
         if key not in self._memo:
@@ -123,6 +132,19 @@ class Call:
                 return found
         found = sum_of_squares(mat, weights)
         self._squared = weakref.ref(mat), mat._version, weights, found
+        return found
+
+    def matrix_of(self, mat: Tensor, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """A matrix that is made of columns, computed once for all parameters that these come to; each gets its own."""
+        if is_differentiated():
+            return compute()
+        if self._matrix is not None:
+            of, known, versions, found = self._matrix
+            if of() is mat and known == key and versions == (mat._version, found._version):
+                into = self.take(len(found), found)
+                return found.clone() if into is None else into.copy_(found)
+        found = compute()
+        self._matrix = weakref.ref(mat), key, (mat._version, found._version), found
         return found
 
     def without_output(self) -> Call:

@@ -62,15 +62,23 @@ def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Te
     return (total / g if g > 1 else total).to(like.dtype)
 
 
-def gram(x: Tensor, total: Tensor | None = None) -> Tensor:
-    """`x x^T`, added to `total`; a large one some rows at a time: products stay in cache until they are added."""
+def gram(x: Tensor, total: Tensor | None = None, spare: Tensor | None = None) -> Tensor:
+    """`x x^T`, added to `total`; a large one some rows at a time: products stay in cache until they are added.
+
+    A new one may be in `spare` memory: to touch other memory can take longer than the product.
+    """
     rows = x.shape[0]
     step = 4 * CACHE // max(1, rows) if x.device.type == "cpu" and not torch.is_grad_enabled() else rows
     if rows <= step:
+        if total is None and spare is not None:
+            return torch.mm(x, x.T, out=spare)
         product = linear(x, x)
         return product if total is None else total + product
-    into = x.new_empty(len(x), len(x)) if total is None else total
-    for rows, goal in zip(x.split(max(1, step)), into.split(max(1, step)), strict=True):
-        product = linear(rows, x)
+    if total is None:
+        into = x.new_empty(rows, rows) if spare is None else spare
+    else:
+        into = total
+    for some, goal in zip(x.split(max(1, step)), into.split(max(1, step)), strict=True):
+        product = linear(some, x)
         goal.copy_(product) if total is None else goal.add_(product)
     return into

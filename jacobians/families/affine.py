@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import cost, gemm, squares
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.numeric import linear, squares_of_rows, times_squares, wide
+from bpk.jacobians.core.numeric import squares_of_rows, times_squares, wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.projected_squares import projected_squares
 from bpk.jacobians.core.room import require_room
@@ -188,7 +188,7 @@ class Affine(LinearInEach):
     def moment(self, call: Call, average: bool) -> Tensor:
         """`sum_n sum_t a a^T` `[I, I]`, mean over groups; of the mean over positions where `average`."""
         if (x := self.vectors(call)) is not None:
-            return gemm.gram(wide(x).T).to(x.dtype)
+            return gemm.gram(wide(x).T, spare=call.take(x.shape[1], wide(x))).to(x.dtype)
         groups, _, width = self._matrix_shape(call)
         n, t = call.batch_size, self.positions(call)
         return gemm.second_moment(partial(self.patches, call), n, groups, width, t, call.inputs[0], average)
@@ -200,8 +200,13 @@ class Affine(LinearInEach):
         return mat if self.vectors(call) is not None else self._over_positions(call, mat)
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
-        rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
-        return linear(rows.T, rows.T).to(mat.dtype)
+        apart = approximation == "expand" and param == "weight"
+
+        def compute() -> Tensor:
+            rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
+            return gemm.gram(rows.T, spare=call.take(rows.shape[1], rows)).to(mat.dtype)
+
+        return call.matrix_of(mat, apart, compute)  # that of the weight is that of the bias
 
     def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:
         return self.as_matrix(call, rows).flatten(-3, -2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable
@@ -73,12 +74,12 @@ def test_a_field_that_is_held_keeps_its_numbers(name: str) -> None:
     model, loss_fn = extended()
     p = model[0].weight
     backward(model, loss_fn, *data(), E.BatchGrad())
-    copy = p.grad_batch.clone()
+    before = p.grad_batch.clone()
     held = hold(p.grad_batch)
     for _ in range(2):
         backward(model, loss_fn, *data(), E.BatchGrad())
     found = look(held).flatten()
-    torch.testing.assert_close(found, copy.flatten()[-found.numel() :], rtol=0, atol=0)
+    torch.testing.assert_close(found, before.flatten()[-found.numel() :], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("wrap", [torch.from_numpy, torch.from_dlpack], ids=lambda f: f.__name__)
@@ -117,6 +118,42 @@ def test_a_field_that_nobody_holds_is_used_again() -> None:
         ballast = [torch.empty(8, 200, 300) for _ in range(3)]
     assert len(places) == 1
     del ballast
+
+
+@pytest.mark.parametrize("quantity", [E.KFAC, E.KFLR])
+@pytest.mark.parametrize("held", ["the list", "a factor", "a view", "nothing"])
+def test_factors(quantity: type[E.KFAC], held: str) -> None:
+    """Their memory is used again, unless somebody has the list, or one of them."""
+    torch.manual_seed(0)
+    model, loss_fn = extended()
+    weight, bias = model[0].weight, model[0].bias
+    places, kept, copies = set[tuple[int, ...]](), list[Any](), list[list[Tensor]]()
+    for step in range(4):
+        x, y = data()
+        torch.manual_seed(step)
+        backward(model, loss_fn, x + step, y, quantity())
+        found = getattr(weight, quantity().savefield)
+        torch.manual_seed(step)
+        fresh = copy.deepcopy(model)
+        backward(fresh, loss_fn, x + step, y, quantity())
+        for a, b in zip(found, getattr(fresh[0].weight, quantity().savefield), strict=True):
+            torch.testing.assert_close(a, b)
+        g, other = found[0], getattr(bias, quantity().savefield)[0]
+        torch.testing.assert_close(g, other)  # of the same layer, and each has its own
+        assert g.data_ptr() != other.data_ptr()
+        places.add((found[0].data_ptr(), found[1].data_ptr()))
+        copies.append([a.clone() for a in found])
+        kept.append({"the list": found, "a factor": found[0], "a view": found[1][1:], "nothing": None}[held])
+        del g, other, found, a, b, fresh
+    assert (len(places) == 1) == (held == "nothing")
+    for before, now in zip(copies, kept, strict=True):
+        if held == "the list":
+            assert len(now) == 2
+            assert all(map(torch.equal, now, before))
+        elif held == "a factor":
+            assert torch.equal(now, before[0])
+        elif held == "a view":
+            assert torch.equal(now, before[1][1:])
 
 
 TENSORS = (
