@@ -200,12 +200,13 @@ class Affine(LinearInEach):
         return mat if self.vectors(call) is not None else self._over_positions(call, mat)
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
-        apart = approximation == "expand" and param == "weight"
-
         def compute() -> Tensor:
             rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
             return gemm.gram(rows.T, spare=call.take(rows.shape[1], rows)).to(mat.dtype)
 
+        if type(self).kron_rows is not Affine.kron_rows:
+            return compute()
+        apart = approximation == "expand" and param == "weight"
         return call.matrix_of(mat, apart, compute)  # that of the weight is that of the bias
 
     def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:

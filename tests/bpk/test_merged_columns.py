@@ -102,9 +102,9 @@ def count_merges(monkeypatch: pytest.MonkeyPatch, always: bool) -> list[int]:
     """The numbers of columns behind each merge; `always`: also where that does not pay."""
     seen, merge = [], Run.merge
 
-    def noted(self: Run, step: Step) -> None:
+    def noted(self: Run, step: Step, merging: Merging) -> None:
         before = self.count
-        merge(self, step)
+        merge(self, step, merging)
         if self.count != before:
             assert self.count < before
             seen.append(self.count)
