@@ -181,8 +181,7 @@ class Parameters:
             self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
         if state.uses and len(state.done) == heard:
             state.uses, state.gradients = {}, []
-            if self.when_done is not None:
-                self.announce(state)
+            self.announce(state)
 
     def announce(self, state: ParameterState) -> None:
         """Tell of modules that wait for nothing any more."""
@@ -196,12 +195,11 @@ class Parameters:
         """The backward pass is over: nothing more will come, and totals are known."""
         for state in [state for state in self.states.values() if state.uses]:
             self.finish_later(state)
-        if self.totals.kept:
-            last = [self.states[id(param)] for param in self.totals.params]
-            for param, name, value in self.totals.values():
-                self.save(param, name, value)
-            for state in last:
-                self.announce(state)
+        last = [self.states[id(param)] for param in self.totals.params]
+        for param, name, value in self.totals.values():
+            self.save(param, name, value)
+        for state in last:
+            self.announce(state)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
@@ -212,12 +210,9 @@ class Parameters:
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
         old = param.__dict__.pop(extension.savefield, None)
-        uses.spare, uses.spares = None, []  # that of another field has been used
-        if old is not None and not (extension.needs_total or torch.is_grad_enabled()):
-            if type(old) is list:
-                uses.spares = spare_memories(old)
-            else:
-                uses.spare = spare_memory(old)
+        again = not (extension.needs_total or torch.is_grad_enabled())
+        uses.spare = spare_memory(old) if again else None  # that of another field has been used
+        uses.spares = spare_memories(old) if again else []
 
     def claim(self, param: Tensor, name: str, where: str) -> None:
         """A module extension is about to say all of a field."""

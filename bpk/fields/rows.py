@@ -92,10 +92,7 @@ class Rows:
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
         found = [(key, self.signs(key)) for key in keys]
-        for _, signs in found:
-            if signs is not None:
-                break
-        else:
+        if all(signs is None for _, signs in found):
             return None
         return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found])
 
@@ -216,9 +213,7 @@ class Rows:
     def _all_rows(self) -> Tensor:
         if not self.simple:
             return join([self.rows(key) for key in self.keys])
-        use, only = self.uses[0], list(self.uses[0].arrived.blocks.values())
-        if len(only) == 1 and self.room is None:
-            return added_up(use, self.rows_of(use, only[0], self.spare))
+        use = self.uses[0]
         mats = [mat for mat, _ in self.blocks()]
         into = self.room if self.room is not None and self.room.dtype is mats[0].dtype else None
         if len(mats) == 1 and into is None:
@@ -244,7 +239,7 @@ class Rows:
 
 def added_up(use: Use, rows: Tensor) -> Tensor:
     """The rows `[1, N, *p]` of a single column, whose sum is noted if somebody wants it."""
-    add = None if use.call.sums is None else use.call.summing(use.name)
+    add = use.call.summing(use.name)
     if add is not None:
         add(rows[0].sum(0))
     return rows

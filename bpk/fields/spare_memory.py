@@ -77,10 +77,10 @@ def references_of_one_variable() -> int:
 ALONE_AS_LIST = references_of_one_variable()
 
 
-def spare_memories(tensors: list[object]) -> list[Tensor]:
+def spare_memories(tensors: object) -> list[Tensor]:
     """The same of all tensors in a list, which is emptied, if nothing refers to the list but the caller's variable."""
     found: list[Tensor] = []
-    while tensors and references(tensors) <= ALONE_AS_LIST:
+    while type(tensors) is list and tensors and references(tensors) <= ALONE_AS_LIST:
         tensor = tensors.pop()
         spare = spare_memory(tensor)
         if spare is not None:

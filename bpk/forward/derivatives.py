@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from bpk.forward.carrier import Carrier, Propagation, is_constant
+from bpk.forward.carrier import Carrier, Propagation, is_constant, values
 from bpk.forward.functions import answer
 from bpk.forward.given import require, whole
 from bpk.forward.independence import agree, columns_of_samples
@@ -138,8 +138,7 @@ def propagate(
             explain(what, "derivatives are those of one tensor.", "wrap it in a module that returns one.")
         )
     if not isinstance(result, Carrier) or is_constant(result.series):
-        value = result.series.value if isinstance(result, Carrier) else result
-        return Series(value, (None,) * len(terms), collapse)
+        return Series(values(result), (None,) * len(terms), collapse)
     found = result.series
     if by_sample and (not found.value.dim() or len(found.value) != len(x)):
         why = f"its output has the shape {list(found.value.shape)}, and its input {len(x)} samples."

@@ -75,15 +75,10 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refused(func, "it asks for autograd's graph of what depends on x.", "leave such derivatives to bpk.")
     if func in CONSTANT or not torch.is_grad_enabled():  # `no_grad` within the model
         result = func(*values(args), **values(kwargs))
-        own = "" if torch.is_grad_enabled() or not differentiable(result) else function_of_users()
-        if own:
-            raise UnsupportedLayer(
-                explain(
-                    f"Taylor coefficients cannot pass {own}.",
-                    "it is a torch.autograd.Function, whose derivative is what its backward pass says.",
-                    "write it with functions of torch.",
-                )
-            )
+        own = None if torch.is_grad_enabled() or not differentiable(result) else function_of_users()
+        if own is not None:
+            why = "it is a torch.autograd.Function, whose derivative is what its backward pass says."
+            raise refused(own, why, "write it with functions of torch.")
         return result
     with torch.set_grad_enabled(propagation.graph):
         if kwargs.get("out") is not None:
@@ -145,12 +140,12 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return replaced(result, carried)
 
 
-def function_of_users() -> str:
-    """The `torch.autograd.Function` whose forward pass is running (`""`: none is)."""
+def function_of_users() -> type[torch.autograd.Function] | None:
+    """The function with a backward pass of its own whose forward pass is running, if one is."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not APPLY:
         frame = frame.f_back
-    return "" if frame is None else frame.f_locals["cls"].__name__
+    return None if frame is None else frame.f_locals["cls"]
 
 
 def depends(function: Callable[..., tuple[Tensor, ...]], given: Sequence[Series]) -> bool:

@@ -67,8 +67,7 @@ class Inspection:
         """
         for root in roots:
             require_batch(root)
-            self.require(root)
-            self.require_samples(root)
+            self.check(root)
             self.prepare(root)
         try:
             found, merges = place_or_merge(roots, self.sources, self.extensions, self.by_hand)
@@ -111,8 +110,7 @@ class Inspection:
             require_layers(root, above, bool(placement.left), self.sources, self.extensions)
             caution_coupling(root, node, self.extensions, placement.rows.get(id(root)), placement.n)
         for record in above:
-            self.require(record)
-            self.require_samples(record)
+            self.check(record)
 
     def prepare(self, root: Record) -> None:
         """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
@@ -160,8 +158,9 @@ class Inspection:
         if self._outside is not None and self._outside.leaves:
             require_fields(models, self._outside, reached, self.extensions)
 
-    def require_samples(self, record: Record) -> None:
-        """Refuse samples that are not there."""
+    def check(self, record: Record) -> None:
+        """Refuse what some active extension cannot do at a call, and samples that are not there."""
+        self.require(record)
         for extension in self.subsampled:
             check_samples(extension, record)
 

@@ -42,9 +42,8 @@ def mixes(record: Record) -> bool:
 def require_own(records: Iterable[Record]) -> None:
     """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
     for record in records:
-        own = record.module._parameters
         for name, param in () if isinstance(record.module, Plain) else record.params.items():
-            if own.get(name) is param or has_parameter(record.module, name, param) or name not in record.trained():
+            if has_parameter(record.module, name, param) or name not in record.trained():
                 continue
             if any(id(param) in parameters_in(model) for model in around([record.module])[1]):
                 continue

@@ -39,11 +39,7 @@ def is_changed(x: Tensor, noted: Noted) -> bool:
 
 def changed(params: Mapping[str, Tensor], noted: Sequence[Noted]) -> list[str]:
     """The parameters of a call that were changed since."""
-    found = list[str]()
-    for (name, p), known in zip(params.items(), noted, strict=False):
-        if is_changed(p, known):
-            found.append(name)
-    return found
+    return [name for (name, p), known in zip(params.items(), noted, strict=False) if is_changed(p, known)]
 
 
 def as_seen(module: nn.Module, params: dict[str, Tensor], gone: Collection[str]) -> dict[str, Tensor]:

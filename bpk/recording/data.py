@@ -12,10 +12,7 @@ from bpk.recording.graph.nodes import Edge
 
 def is_piece(inputs: Sequence[Tensor], edges: Sequence[Edge], whole: Tensor) -> bool:
     """Whether the first input of a call that is given data is a part of a tensor: it shares its memory."""
-    for node, _ in edges:
-        if node is not None:
-            return False
-    if not inputs or inputs[0].numel() >= whole.numel():
+    if not inputs or any(node is not None for node, _ in edges) or inputs[0].numel() >= whole.numel():
         return False
     plain = inputs[0].layout is whole.layout is torch.strided
     return plain and inputs[0].untyped_storage() is whole.untyped_storage()

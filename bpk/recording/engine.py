@@ -87,14 +87,8 @@ def question() -> dict[str, Any]:
 
 def roots() -> list[tuple[Node, int]] | None:
     """Where in the graph the running backward pass has started (`None`: not known)."""
-    edges = list[tuple[Node, int]]()
-    for x in question().get("t_outputs", ()):
-        if isinstance(x, Tensor) and x.grad_fn is not None:
-            edges.append((x.grad_fn, x.output_nr))
-        else:
-            end = get_gradient_edge(x) if isinstance(x, Tensor) else x
-            edges.append((end.node, end.output_nr))
-    return edges or None
+    ends = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in question().get("t_outputs", ())]
+    return [(end.node, end.output_nr) for end in ends] or None
 
 
 def accumulates() -> bool:
@@ -177,9 +171,8 @@ def checkpointing() -> SavedTensorHooks | None:
     return hooks if hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
-def belongings(node: Node) -> dict[str, Any]:
-    """What a node of the graph owns: a dictionary that lives and dies with it."""
-    return node.metadata  # type: ignore[return-value]  # a property, declared as a method
+belongings: Callable[[Node], dict[str, Any]] = attrgetter("metadata")
+"""What a node of the graph owns: a dictionary that lives and dies with it."""
 
 
 def output_shapes(node: Node) -> tuple[torch.Size, ...]:

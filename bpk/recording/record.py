@@ -148,11 +148,7 @@ class Record(Connected):
 
     def trained(self) -> dict[str, Tensor]:
         """The parameters of the call that get fields, by name: not those that were frozen when it was made."""
-        found = dict[str, Tensor]()
-        for name, p in self.params.items():
-            if p.requires_grad and p.is_leaf and name not in self.frozen:
-                found[name] = p
-        return found
+        return {n: p for n, p in self.params.items() if p.requires_grad and p.is_leaf and n not in self.frozen}
 
     @property
     def path(self) -> str:
@@ -168,8 +164,7 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        gone = changed(self.params, self.noted) if self.params else []
-        inputs = list(self.inputs)
+        gone, inputs = changed(self.params, self.noted) if self.params else [], list(self.inputs)
         form = (self.shifted, *self.used, *gone)
         known = self.seen is not None and self.seen[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
@@ -184,7 +179,7 @@ class Record(Connected):
 
     def call_on(self, inputs: list[Tensor], gone: Sequence[str] = ()) -> Call:
         """The call with these tensors as inputs, as the rule sees them; the values of parameters may be `gone`."""
-        params = as_seen(self.module, self.params, gone) if gone else self.params
+        params = as_seen(self.module, self.params, gone)
         if self.plain:
             out = self.results[self.used[0]]
             return Call(self.settings.as_called(self.module), inputs, params, out, used={self.used[0]: out.shape[1:]})

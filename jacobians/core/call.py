@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from functools import wraps
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binder, tensors_in
 from bpk.jacobians.core.engine import is_transformed
-from bpk.jacobians.core.numeric import is_differentiated, sum_of_squares
+from bpk.jacobians.core.numeric import sum_of_squares
+from bpk.jacobians.core.of_columns import OfColumns
 from bpk.jacobians.core.random_state import RandomState
 
 Wrt = int | str
@@ -72,8 +72,7 @@ class Call:
         self.sums: dict[str, Tensor] | None = None
         self.whole: Call | None = None
         self._memo: dict[Hashable, Any] = {}
-        self._squared: tuple[weakref.ref[Tensor], int, Tensor | None, Tensor] | None = None
-        self._matrix: tuple[weakref.ref[Tensor], Hashable, tuple[int, int], Tensor] | None = None
+        self._squares, self._matrices = OfColumns(), OfColumns()
 
     @property
     def batch_size(self) -> int:
@@ -123,29 +122,14 @@ class Call:
         return self._memo[key]
 
     def squares_of(self, mat: Tensor, weights: Tensor | None) -> Tensor:
-        """`sum_of_squares`, computed once for all parameters that the same columns come to, one after the other."""
-        if is_differentiated():
-            return sum_of_squares(mat, weights)
-        if self._squared is not None:
-            of, version, weighted, found = self._squared
-            if of() is mat and version == mat._version and weighted is weights:
-                return found
-        found = sum_of_squares(mat, weights)
-        self._squared = weakref.ref(mat), mat._version, weights, found
-        return found
+        """`sum_of_squares`, computed once for all parameters that the same columns come to."""
+        return self._squares.get(mat, weights, lambda: sum_of_squares(mat, weights))[0]
 
-    def matrix_of(self, mat: Tensor, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    def matrix_of(self, mat: Tensor, which: bool, compute: Callable[[], Tensor]) -> Tensor:
         """A matrix that is made of columns, computed once for all parameters that these come to; each gets its own."""
-        if is_differentiated():
-            return compute()
-        if self._matrix is not None:
-            of, known, versions, found = self._matrix
-            if of() is mat and known == key and versions == (mat._version, found._version):
-                into = self.take(len(found), found)
-                return found.clone() if into is None else into.copy_(found)
-        found = compute()
-        self._matrix = weakref.ref(mat), key, (mat._version, found._version), found
-        return found
+        found, known = self._matrices.get(mat, which, compute)
+        into = self.take(len(found), found) if known else None
+        return found if not known else found.clone() if into is None else into.copy_(found)
 
     def without_output(self) -> Call:
         """The same call for rules that do not read the output: it has a shape, takes no memory, and holds NaN."""

@@ -204,10 +204,8 @@ class Affine(LinearInEach):
             rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
             return gemm.gram(rows.T, spare=call.take(rows.shape[1], rows)).to(mat.dtype)
 
-        if type(self).kron_rows is not Affine.kron_rows:
-            return compute()
-        apart = approximation == "expand" and param == "weight"
-        return call.matrix_of(mat, apart, compute)  # that of the weight is that of the bias
+        alike = type(self).kron_rows is Affine.kron_rows  # that of the weight is that of the bias
+        return call.matrix_of(mat, approximation == "expand" and param == "weight", compute) if alike else compute()
 
     def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:
         return self.as_matrix(call, rows).flatten(-3, -2)

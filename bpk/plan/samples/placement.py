@@ -141,9 +141,7 @@ def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Re
     one = root.batch_size == 1  # to one sample, all belongs
     left = list[Record]()
     for r in above:
-        fed = False
-        for source in sources[r].values():
-            fed = fed or bool(source.targets)
+        fed = feeding(r, sources)
         given = (one or (not fed and is_given_parameters(r))) and has_no_axis(r)
         if r.rule is None or given or (not fed and computes_parameter(r)):
             left.append(r)

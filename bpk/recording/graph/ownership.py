@@ -32,7 +32,7 @@ def give(node: Node, record: Record) -> None:
 
 def owner_of(node: Node) -> Record | None:
     """The recorded call that a graph node belongs to."""
-    record: Record | None = node.metadata.get(OWNER)  # type: ignore[attr-defined]  # see `engine.belongings`
+    record: Record | None = engine.belongings(node).get(OWNER)
     return record
 
 
