@@ -216,6 +216,16 @@ def sizes_of(
     problem = next((problem for _, divisors, problem in known if problem), "")
     if problem:
         raise ValueError(problem)
+    empty = [rank for rank, one in enumerate(told) if one is not None and 0 in one[1]]
+    if empty:
+        raise ValueError(
+            explain(
+                f"No target counts on rank {', '.join(map(str, empty))}.",
+                "the local loss is a mean over none of them (ignore_index, weights of zero), so its fields are not "
+                "numbers.",
+                "leave such batches out on all ranks, or use reduction='sum'.",
+            )
+        )
     shares = {tuple(None if d is None else round(d / (ds[0] or 1), 6) for d in ds) for _, ds, _ in known}
     if len(shares) != 1 or not known[0][1]:
         raise RuntimeError(

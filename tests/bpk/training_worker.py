@@ -106,6 +106,9 @@ def refused(rank: int) -> None:
     bpk.distributed.gather(model, exts[2])
     told("put together before", lambda: bpk.distributed.gather(model, exts[2]))
     told("no fields", lambda: bpk.distributed.all_reduce(model, E.SumGradSquared()))
+    with bpk.backpack(E.SumGradSquared()):
+        loss_fn(model(x), y if rank else y.fill_(-100)).backward()
+    told("No target counts on rank 0", lambda: bpk.distributed.all_reduce(model, E.SumGradSquared()))
 
 
 def told(part: str, call: Any) -> None:
