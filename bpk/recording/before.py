@@ -16,6 +16,7 @@ from bpk.recording import engine
 from bpk.recording.activations import nothing
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import MANAGED
+from bpk.recording.data import Data
 from bpk.recording.fsdp import pass_on_sharding
 from bpk.recording.graph.identity import alias
 from bpk.recording.graph.nodes import Edge
@@ -168,7 +169,7 @@ def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if CTX.called is None and not (CTX.quiet and engine.checkpointing() is None):  # `bpk` calls it again: no model runs
         given = [x for x in tensors_in((*args, *kwargs.values())) if not x.is_nested]
         CTX.called, CTX.given = module, tuple([x.shape for x in given])
-        CTX.data = given[0] if given else None
+        CTX.data = Data(given[0]) if given else None
         if engine.GLOBAL_FORWARD_HOOKS and CTX.watch is None:
             CTX.watch = Watch()
         if MANAGED in sys.modules:

@@ -22,7 +22,6 @@ from bpk.recording import engine
 from bpk.recording.activations import forget, leave_on
 from bpk.recording.changed import Noted, as_seen, changed, note
 from bpk.recording.context.state import CTX
-from bpk.recording.data import is_piece, is_turned
 from bpk.recording.graph.connections import Connected
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ports import Rows
@@ -129,8 +128,8 @@ class Record(Connected):
         self.settings = Settings(module, binding.options)
         self.reads_piece, self.turned = False, None
         if CTX.data is not None:
-            self.reads_piece = is_piece(inputs, edges, CTX.data)
-            self.turned = is_turned(inputs, CTX.data, CTX.given)
+            self.reads_piece = CTX.data.has_piece(inputs, edges)
+            self.turned = CTX.data.is_turned(inputs, CTX.given)
         self.given, self.contexts = CTX.given, CTX.entered
         if self.contexts:
             self.contexts[-1].recorded = True

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
 from bpk.recording.context.opened import ExtensionHook, Opened
 from bpk.recording.context.surroundings import require_visible
+from bpk.recording.data import Data
 from bpk.recording.hooks_for_all import Watch
 
 
@@ -40,7 +41,7 @@ class Context(threading.local):
         self.quiet = False
         self.passing: object | None = None
         self.given: tuple[torch.Size, ...] = ()
-        self.data: Tensor | None = None
+        self.data: Data | None = None
         self.called: nn.Module | None = None
         self.multithreaded = True
         self.transformed: list[str] = []
