@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
 
 from tools.site import command_line, drawing, examples, matrix, measured, notebooks, quantities, reference, rules
 
@@ -46,24 +45,10 @@ def generated() -> dict[str, str]:
 COSTS = "<!-- costs -->"
 """Where the start page shows a few rows of the benchmark."""
 
-SECTION = re.compile(r"<!-- README: (.*) -->")
-"""Where a page shows a section of the README, whose heading it names."""
-README = Path(__file__).resolve().parents[2] / "README.md"
-
 
 def filled(markdown: str) -> str:
     """A page with generated parts in the places that ask for them."""
-    markdown = SECTION.sub(lambda match: section(match[1]), markdown)
     return markdown.replace(COSTS, measured.summary()) if COSTS in markdown else markdown
-
-
-def section(heading: str) -> str:
-    """A section of the README with its heading, as far as the licence that closes the README."""
-    _, found, after = README.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
-    if not found:
-        raise ValueError(f"the README has no section '{heading}'")
-    text = re.split(r"\n(?=## |MIT licence)", after)[0].strip()
-    return f"## {heading}\n\n" + text.replace("](docs/", "](")
 
 
 def navigation(pages: dict[str, str]) -> dict[str, list[str]]:
