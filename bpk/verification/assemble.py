@@ -22,7 +22,7 @@ from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference, Problem
 from bpk.verification.progress import Progress
-from bpk.verification.quantities import Check
+from bpk.verification.quantities import Check, Mismatch
 from bpk.verification.reference import Reference, derivatives
 from bpk.verification.result import Row, Verdict
 from bpk.verification.structure import in_words, tensors_of
@@ -145,6 +145,8 @@ def rows_of(
                 pairs.append(Pair(place, found, expected, check.scales(reference, place, expected)))
             except NoReference as error:
                 ended[name] = Verdict.UNCHECKED, str(error)
+            except Mismatch as error:
+                ended[name] = Verdict.WRONG, str(error)
     done = {name: Row(name, quantity, verdict, note=why) for name, (verdict, why) in ended.items()}
     if check is not None:
         rows = judge(quantity, check, pairs, tolerance, sampled if check.sampled else check.note)

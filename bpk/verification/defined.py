@@ -140,7 +140,7 @@ class BoundedProduct(Defined):
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
         [below] = super().expected(ref, place, found)
-        least = (below * place.vector).flatten(1).sum(1).max()
+        least = (below * place.vector).reshape(len(below), -1).sum(1).max()
         return [found[1], found[1], torch.maximum(found[2], least)]
 
 

@@ -17,6 +17,7 @@ from bpk.verification.place import Place, unravel
 from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
 from bpk.verification.reference import Reference, derivatives
+from bpk.verification.rounding import noise_of
 from bpk.verification.split import grads
 
 RESOLVED = 1e-4
@@ -62,7 +63,8 @@ class InEigenbasis(Check):
             return [torch.stack([unit(vectors[0].T, int(k)) for k in place.entries])]
         if len(vectors) == 1:
             tried = torch.cat([vectors[0], probe(vectors[0])])
-            return [eigen(vectors[0], [product(ref, place.name, v.reshape(place.shape), place) for v in tried])]
+            along = [product(ref, place.name, v.reshape(place.shape), place) for v in tried]
+            return [eigen(vectors[0], along, noise_of(ref))]
         sides = ref.layers.sides.get(place.name, [])
         side = sides[0] if len(sides) == 1 and place.name not in ref.layers.used_elsewhere else None
         if side is None or side.bias is None or side.sizes[1] > MATRIX * ref.passes:
@@ -75,8 +77,9 @@ class InEigenbasis(Check):
             padded = torch.zeros_like(bias)
             padded[side.offset : side.offset + len(vector)] = vector
             columns.append(product(ref, bias_of(place.name), padded, place)[side.offset :][: len(vector)])
-        moment = ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.n, place.chosen)
-        expected = [eigen(outputs, columns), eigen(inputs, list(torch.cat([inputs, probe(inputs)]) @ moment))]
+        moment = ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.split, ref.n, place.chosen)
+        rows = list(torch.cat([inputs, probe(inputs)]) @ moment)
+        expected = [eigen(outputs, columns, noise_of(ref)), eigen(inputs, rows)]
         return expected[::-1] if turned else expected
 
     def is_drawn(self, factor: int) -> bool:
@@ -100,11 +103,15 @@ def probe(vectors: Tensor) -> Tensor:
     return (drawn / drawn.norm()).to(vectors)
 
 
-def eigen(vectors: Tensor, products: list[Tensor]) -> Tensor:
-    """Products at the length of the vectors, where the eigenvalue is not too small to tell beside that of a `probe`."""
+def eigen(vectors: Tensor, products: list[Tensor], noise: float = 0.0) -> Tensor:
+    """Products at the length of the vectors, where the eigenvalue is not too small to tell beside that of a `probe`.
+
+    Nor beside rounding errors.
+    """
     flat = torch.stack([p.flatten() for p in products])
     values = (torch.cat([vectors, probe(vectors)]) * flat).sum(1, keepdim=True)
-    return torch.where(values[:-1] > RESOLVED * values.max(), flat[:-1] / values[:-1], vectors)
+    least = (RESOLVED * values.max()).clamp(min=noise)
+    return torch.where(values[:-1] > least, flat[:-1] / values[:-1], vectors)
 
 
 def as_parameter(ref: Reference, place: Place, vectors: list[Tensor]) -> Tensor:

@@ -22,6 +22,7 @@ from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
 from bpk.verification.reference import Reference
+from bpk.verification.rounding import noise_of
 
 PROPERTIES = "no more than symmetry and positive curvature is checked"
 
@@ -67,17 +68,26 @@ class Factors(Check):
             part = factor[entries][:, entries]
         else:
             part = diagonal(factor)[entries].diag()
-        if bool(torch.isfinite(part).all()):
-            scale, wide = float(part.abs().max()), part.double()
-            rounding = 1e3 * torch.finfo(part.dtype).eps * max(scale, torch.finfo(part.dtype).tiny)
-            if float((part - part.T).abs().max()) > rounding:
-                raise Mismatch("a factor is not symmetric")
-            if self.definite and float(torch.linalg.eigvalsh(wide)[0]) < -rounding:
-                raise Mismatch("a factor has negative curvature")
         return part
 
+    def require_properties(self, ref: Reference, found: Read) -> None:
+        """Refuse factors that are none, unless they are zero but for rounding."""
+        for part in found:
+            if not part.numel() or not bool(torch.isfinite(part).all()):
+                continue
+            rounding = max(torch.finfo(part.dtype).eps ** 0.5 * float(part.abs().max()), noise_of(ref))
+            if float((part - part.T).abs().max()) > rounding:
+                raise Mismatch("a factor is not symmetric")
+            if self.definite and float(torch.linalg.eigvalsh(part.double())[0]) < -rounding:
+                raise Mismatch("a factor has negative curvature")
+
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        if len(found) == 1:
+        self.require_properties(ref, found)
+        return self.factors(ref, place, len(found))
+
+    def factors(self, ref: Reference, place: Place, count: int) -> Read:
+        """So many factors."""
+        if count == 1:
             block = ref.ggn(place.name, place.chosen).sum(0)
             return [block.diagonal().diag() if self.has_diagonal(place) else block]
         if place.name in ref.layers.used_elsewhere:
@@ -95,7 +105,7 @@ class Factors(Check):
 
     def inputs(self, ref: Reference, place: Place, side: Side, entries: Tensor) -> Tensor:
         """`A` at some entries: divided by the number of samples in the batch."""
-        return ref.layers.input_entries(side, entries, ref.n, place.chosen)
+        return ref.layers.input_entries(side, entries, ref.split, ref.n, place.chosen)
 
     def has_diagonal(self, place: Place) -> bool:
         """Whether a parameter without an input factor has the diagonal of its block only."""
@@ -113,6 +123,8 @@ class Factors(Check):
             entries = torch.arange(side.offset, side.offset + side.sizes[0])
             outputs.append(ref.blocks(ref.columns_at(bias_of(place.name, k), entries))[list(place.chosen)].sum(0))
             inputs.append(self.inputs(ref, place, side, torch.arange(side.sizes[1])))
+        if outputs[0].numel() == 1 or inputs[0].numel() == 1:
+            raise NoReference(f"of single numbers, how both factors share the scale is left open; {PROPERTIES}")
         left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])
         rows, columns = place.side(len(left)), place.side(len(right))
         expected = [left[rows][:, rows], right[columns][:, columns]]
@@ -168,10 +180,10 @@ class OfGroups(Factors):
         return [part for k in ends for part in super(OfGroups, self).read([stack[k] for stack in value], place)]
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+        self.require_properties(ref, found)
         _, some = self.groups(place)
-        each = len(found) // len(some)
         at = [replace(place, chosen=tuple(place.chosen[k] for k in group)) for group in some]
-        return [x for here in at for x in super(OfGroups, self).expected(ref, here, found[:each])]
+        return [x for here in at for x in self.factors(ref, here, len(found) // len(some))]
 
     def inputs(self, ref: Reference, place: Place, side: Side, entries: Tensor) -> Tensor:
         return super().inputs(ref, place, side, entries) * (ref.n / len(place.chosen))
@@ -214,5 +226,5 @@ class Unknown(Factors):
     def on_the_way(self, extent: Extent) -> int:
         return extent.widest**2 if self.averaged else 0
 
-    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+    def factors(self, ref: Reference, place: Place, count: int) -> Read:
         raise NoReference(self.reason)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bpk.jacobians.registry import is_inherited
 from bpk.verification.elsewhere import Elsewhere
 from bpk.verification.objective import gradients_of
 from bpk.verification.operands import (
@@ -33,6 +34,7 @@ from bpk.verification.operands import (
     width,
 )
 from bpk.verification.problem import NoReference
+from bpk.verification.split import Split
 from bpk.verification.structure import tensors_of, with_tensors
 
 Rows = Callable[[Tensor], list[Tensor]]
@@ -53,7 +55,9 @@ class Side:
     table: bool = False
     input_first: bool = False
     uses: list[tuple[Rows, list[Tensor]]] = field(default_factory=list)
-    """What the weight multiplies in a use, and (while the model runs) what comes out."""
+    """What the weight multiplies in a use, and what comes out."""
+    in_front: bool = True
+    """Whether samples are along the first axis of what comes out; otherwise the layer says where they are."""
 
 
 class Layers:
@@ -76,9 +80,9 @@ class Layers:
                 self.watch_attention(module)
             elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
                 self.watch_recurrent(module)
-            elif isinstance(module, LINEAR) and id(module) not in inside:
+            elif is_linear(module) and id(module) not in inside:
                 largest = isinstance(module, nn.EmbeddingBag) and module.mode == "max"
-                if not largest and all(isinstance(m, LINEAR) for m in self.holders.get(id(module.weight), [None])):
+                if not largest and all(map(is_linear, self.holders.get(id(module.weight), [None]))):
                     self.watch(self.names[id(module.weight)], module)
 
     # ---- linear layers -----------------------------------------------------------------------------
@@ -137,7 +141,8 @@ class Layers:
         """A weight beside a bias, which is looked at even if it is frozen; both have one name in one module only."""
         if weight is None or bias is None or any(len(self.holders[id(param)]) > 1 for param in (weight, bias)):
             return
-        name, side = self.names[id(weight)], Side((weight.shape[0], weight.shape[1]), bias.requires_grad_(), offset)
+        name, sizes = self.names[id(weight)], (weight.shape[0], weight.shape[1])
+        side = Side(sizes, bias.requires_grad_(), offset, in_front=False)
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given: Given = with_tensors((args, kwargs), kept)
@@ -156,25 +161,43 @@ class Layers:
         live = [x for side in sides for _, outputs in side.uses for x in outputs if x.requires_grad] + made
         matter = {id(x) for x, g in zip(live, gradients_of(value, live), strict=True) if g is not None}
         for side in sides:
-            side.uses = [(rows, []) for rows, outputs in side.uses if any(id(x) in matter for x in outputs)]
+            side.uses = [(rows, outputs) for rows, outputs in side.uses if any(id(x) in matter for x in outputs)]
         self.used_elsewhere = {
             name for name, found in self.elsewhere.made.items() if any(id(x) in matter for x in found)
         }
         self.elsewhere.made.clear()
         self.sides = {name: [side for side in found if side.uses] for name, found in self.sides.items()}
 
-    def input_entries(self, side: Side, entries: Tensor, n: int, chosen: Sequence[int]) -> Tensor:
+    def input_entries(self, side: Side, entries: Tensor, split: Split, n: int, chosen: Sequence[int]) -> Tensor:
         """`[E, E]`: the factor `A` at some entries, from some samples (the divisor stays `n`)."""
         parts = []
-        for rows, _ in side.uses:
+        for rows, outputs in side.uses:
             found = rows(entries)
             for seen in found:
                 if list(chosen) != list(range(n)):
-                    if seen.shape[1] != n:
+                    if seen.shape[1] != n or (side.in_front and not feed_only(outputs, split, chosen)):
                         raise NoReference("the rows of this layer are not the samples")
                     seen = seen[:, list(chosen)]
                 parts.append(seen.flatten(1) @ seen.flatten(1).T / (n * len(found)))
         return torch.stack(parts).sum(0)
+
+
+def feed_only(outputs: Sequence[Tensor], split: Split, chosen: Sequence[int]) -> bool:
+    """Whether predictions of some samples are seen to depend on the rows with their numbers, and on no others."""
+    others, told = [k for k in range(split.n) if k not in chosen], False
+    for some, rest in ((chosen, others), (others, chosen)):
+        one_each = split.of_samples(some, torch.rand_like(split.pred))
+        for g in gradients_of(split.pred, outputs, one_each):
+            if g is not None and (len(g) != split.n or g[list(rest)].any()):
+                return False
+            told = told or (g is not None and bool(g.any()))
+    return told
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether a layer multiplies with its weight and returns the product: one that users derive may do more with it."""
+    kinds = [kind for kind in LINEAR if isinstance(module, kind)]
+    return module is not None and "forward" not in vars(module) and any(is_inherited(type(module), k) for k in kinds)
 
 
 def kept(x: Tensor) -> Tensor:

@@ -53,6 +53,18 @@ def tied_tables() -> Any:
     return model, CROSS_ENTROPY, tokens(3, 5), Y
 
 
+class DoubledLinear(nn.Linear):
+    """What users derive: the factors are those of the product inside."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).tanh() * 2
+
+
+def derived_linear() -> Any:
+    model = Model(lambda m, x: m.c(m.a(x)), a=DoubledLinear(4, 4), c=nn.Linear(4, 3))
+    return model, CROSS_ENTROPY, torch.randn(X), Y
+
+
 def reused_convolution() -> Any:
     model = Model(lambda m, x: m.b(m.a(m.a(x).tanh()).flatten(1)), a=nn.Conv1d(2, 2, 3, padding=1), b=nn.Linear(8, 3))
     return model, CROSS_ENTROPY, torch.randn(3, 2, 4), Y
@@ -95,6 +107,7 @@ FACTORS: dict[str, Callable[[], Any]] = {
     "tied table": tied_table,
     "tied linear": tied_linear,
     "tied tables": tied_tables,
+    "derived linear": derived_linear,
     "reused convolution": reused_convolution,
     "attention": attention,
     "transformer": transformer,
@@ -252,3 +265,53 @@ def test_factors_of_a_weight_under_two_names_of_one_layer() -> None:
     expected = [2 * torch.einsum("nci,ncj->ij", jacobian, jacobian), moment]
     for factor, value in zip(model.a.weight_ih_l0.kflr, expected, strict=True):
         torch.testing.assert_close(factor, value)
+
+
+class Attending(nn.Module):
+    """Attention of one head: a bias of all keys changes no weight, so that its curvature is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(((self.query(x) @ self.key(x).mT).softmax(-1) @ x).mean(1))
+        return out
+
+
+def test_curvature_that_is_rounding() -> None:
+    result = bpk.verify(Attending(), CROSS_ENTROPY, torch.randn(3, 4, 3), Y % 2, E.EKFLR(), E.KFRA(), E.BatchKFLR())
+    assert result.of(Verdict.OK) and not result.wrong, result.summary()
+
+
+def test_rows_in_another_order() -> None:
+    """Of some samples, the input factor is that of their rows: where these are not in order, it is not compared."""
+    model = Model(lambda m, x: m.b(m.a(x.flip(0)).flip(0).tanh()), a=nn.Linear(4, 4), b=nn.Linear(4, 3))
+    result = bpk.verify(model, CROSS_ENTROPY, torch.randn(X), Y, E.KFLR(subsampling=[0]), E.BatchKFLR())
+    assert {row.parameter for row in result.of(Verdict.UNCHECKED)} == {"a.weight"} and not result.wrong, (
+        result.summary()
+    )
+
+
+class Numbers(nn.Module):
+    """Single numbers: a scalar, a matrix that functions multiply with, and a table tied to a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar, self.matrix = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor([[1.3]]))
+        self.table, self.linear, self.head = nn.Embedding(1, 1), nn.Linear(1, 1), nn.Linear(1, 3)
+        self.linear.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear((x[:, :1] @ self.matrix).tanh() * self.scalar) + self.table(
+            torch.zeros(len(x), dtype=torch.long)
+        )
+        out: Tensor = self.head(x.tanh())
+        return out
+
+
+def test_single_numbers() -> None:
+    exts = E.KFLR(), E.BatchKFLR(), E.EKFLR(), E.PCHMP()
+    result = bpk.verify(Numbers(), CROSS_ENTROPY, torch.randn(X), Y, *exts)
+    ok = {(row.parameter, row.quantity) for row in result.of(Verdict.OK)}
+    assert {("matrix", "KFLR"), ("scalar", "PCHMP")} <= ok and not result.wrong, result.summary()

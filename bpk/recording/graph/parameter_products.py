@@ -85,7 +85,7 @@ def layer_of(arrangement: Arrangement) -> tuple[nn.Module, Rule | None]:
     """What stands for the layer with this weight, and its rule."""
     shape, matrix = arrangement.shape, arrangement.inverse.shape
     in_first, out_first = arrangement.firsts
-    transposed = out_first and shape == matrix[::-1]
+    transposed = out_first and shape == matrix[::-1] and arrangement.is_transpose is not False  # `[1, 1]` is both
     if arrangement.in_order and (transposed or (in_first and shape == matrix)):
         module = FUNCTIONS[transposed]
         return module, REGISTRY.find(module)
