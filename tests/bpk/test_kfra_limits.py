@@ -176,3 +176,14 @@ def test_a_merged_batch_axis_is_refused() -> None:
         run(model, rand(4, 2, 3), nn.CrossEntropyLoss(), torch.randint(3, (4,)), E.KFRA())
     assert "Why:" in str(refused.value) and "KFLR" in str(refused.value)
     assert all(not hasattr(p, "kfra") for p in model.parameters())
+
+
+def test_a_merged_batch_axis_behind_a_parameter_of_two_functions_is_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x.flatten(0, 1)).unflatten(0, (-1, 2)).mean(1) + m.p
+        return m.c(m.b(h).tanh() + h)
+
+    model = Assembled(forward, a=lin(), b=lin(), c=lin())
+    model.p = nn.Parameter(torch.rand(3))
+    with pytest.raises(UnsupportedLayer, match="KFRA cannot pass 'a'"):
+        run(model, rand(4, 2, 3), nn.CrossEntropyLoss(), torch.randint(3, (4,)), E.KFRA())

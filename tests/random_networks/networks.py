@@ -13,6 +13,7 @@ and at the end what the networks were made of, what was refused, and why.
 | `expressions.py`, `modules.py` | what they write: functions, and modules beside those of `torch.nn` |
 | `losses.py`, `problem.py` | losses, and how a network is run |
 | `check.py`, `precision.py` | the comparison, and what single precision is compared with |
+| `verified.py` | the same networks through `bpk.verify`, for other quantities |
 """
 
 from __future__ import annotations

@@ -121,12 +121,12 @@ class Averaged(Player):
             self.pass_by_hand(step, matrix, row)
             return
         require_samples(step, step.samples_of_rows is None)
+        for link in step.links.values() if step.rule is STRETCH else ():
+            require_samples(link.producer, link.producer.samples_of_rows is None)
         require_one_name(step)
         view = as_precise(step, step.view(self.samples), matrix)
         self.collect(step, Averages(matrix, self.meet(step, row)))
         self.keep(step, matrix, row)
-        for link in step.links.values() if step.rule is STRETCH else ():
-            require_samples(link.producer, link.producer.samples_of_rows is None)
         for (i, j), block in blocks_between(step, view, matrix).items():
             self.add_between(step.links[i], step.links[j], block)
         if row:
