@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -73,21 +73,36 @@ def changed(found: Tensor, pred: Tensor) -> Tensor:
 
 
 def completed(owner: Tensor, n: int) -> Tensor:
-    """Entries that nothing changed (equal inputs, NaN) belong to the sample of their row along the batch axis."""
+    """Entries that nothing changed (equal inputs, NaN, all dropped) belong to the sample of their row.
+
+    The batch axis is one along which rows belong to one sample each, all samples having some; else the first one, where
+    that can be.
+    """
     unknown = owner == UNKNOWN
     if not unknown.any():
         return owner
+    by_axis = list(owners_by_axis(owner))
+    if owner.dim() and len(owner) % n == 0:
+        row = torch.arange(len(owner), device=owner.device) // (len(owner) // n)
+        by_axis = [found for found in by_axis if len(found.unique()) == n] + [in_shape(row, owner, 0)]
+    if not by_axis:
+        raise SamplesMix("it cannot be found out which sample the entries of the prediction belong to")
+    return torch.where(unknown, by_axis[0], owner)
+
+
+def owners_by_axis(owner: Tensor) -> Iterator[Tensor]:
+    """For each axis along which every row is known to belong to one sample: these, in a shape to be broadcast."""
     for axis in range(owner.dim()):
         rows = owner.movedim(axis, 0).reshape(owner.shape[axis], -1)
         highest = rows.max(1).values
         known = rows != UNKNOWN
         if known.any(1).all() and (~known | (rows == highest[:, None])).all():
-            shape = [-1 if a == axis else 1 for a in range(owner.dim())]
-            return torch.where(unknown, highest.reshape(shape), owner)
-    if owner.dim() and len(owner) % n == 0:
-        row = torch.arange(len(owner), device=owner.device) // (len(owner) // n)
-        return torch.where(unknown, row.reshape(-1, *[1] * (owner.dim() - 1)), owner)
-    raise SamplesMix("it cannot be found out which sample the entries of the prediction belong to")
+            yield in_shape(highest, owner, axis)
+
+
+def in_shape(rows: Tensor, like: Tensor, axis: int) -> Tensor:
+    """Numbers along one axis of a tensor."""
+    return rows.reshape([-1 if a == axis else 1 for a in range(like.dim())])
 
 
 def in_order(owner: Tensor, n: int) -> Tensor:
