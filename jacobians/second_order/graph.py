@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.func import jvp, vjp, vmap
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.engine import pull_back
+from bpk.jacobians.core.engine import formats, pull_back
 from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
 from bpk.jacobians.second_order.weight_norm import corrected
@@ -36,6 +36,11 @@ def between(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
             if above is not None and above not in seen:
                 seen.add(above)
                 waiting.append(above)
+
+
+def rounds_to_single(node: Node, is_end: Callable[[Node], bool]) -> bool:
+    """Whether a part of the graph between a node and these ends is computed in float32 (`x.float()`)."""
+    return any(torch.float32 in formats(here) for here in between(node, is_end))
 
 
 @contextmanager
