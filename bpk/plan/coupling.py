@@ -18,6 +18,8 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.second_order.graph import rounds_to_single
+from bpk.jacobians.second_order.probing import tolerance
 from bpk.jacobians.second_order.structure import Couplings
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import FAIL_SILENT, Quantity
@@ -74,7 +76,10 @@ def couples(loss: Record, node: Node, rows: Tensor, n: int) -> bool:
             return [torch.zeros_like(mat) if h is None else h[None] for h, mat in zip(found, mats, strict=True)]
 
         samples = [rows.reshape(-1, *[1] * (x.dim() - 1)) for x in points]
-        hessian = Couplings(product, [x.shape for x in points], points[0].detach())
+        like, starts = points[0].detach(), {edge[0] for edge in live}
+        partly_single = like.dtype is torch.float64 and rounds_to_single(node, starts.__contains__)
+        coarsest = like.float() if partly_single else like
+        hessian = Couplings(product, [x.shape for x in points], like, tolerance(coarsest), coarsest.dtype)
         return hessian.most >= 0 and not hessian.none_between(samples, n)
     except (RuntimeError, NotImplementedError):  # a function that cannot be differentiated twice
         return False

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
+from bpk.jacobians.second_order.group_norm import inputs_of_group_norms
 from bpk.jacobians.second_order.weight_norm import corrected
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
@@ -119,9 +120,15 @@ class Source:
     def pull_to_parameters(self, mat: Tensor) -> list[Tensor]:
         """Multiply columns `[V, *input]` with the transposed Jacobian in each parameter: `[V, *p]`."""
         assert self.stretch is not None
-        found = pull_columns([gradient_edge(self.stretch)], self.trained, (self.entrance.to_graph(mat),))
+        at_end = (self.entrance.to_graph(mat),)
+        found = pull_columns([gradient_edge(self.stretch)], self.trained, at_end, also=self.also)
         pairs = zip(self.trained, found, strict=True)
         return [mat.new_zeros(len(mat), *p.shape) if g is None else g for p, g in pairs]
+
+    @cached_property
+    def also(self) -> Ends:
+        """What autograd is asked for beside parameters alone."""
+        return inputs_of_group_norms(self.nodes)
 
     def target_edges(self) -> list[GradientEdge]:
         """The outputs of the calls that feed the stretch."""
@@ -178,7 +185,7 @@ def quieten_layer(record: Record, node: Node) -> None:
 
 
 def pull_columns(
-    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool | None = None
+    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool | None = None, also: Ends = ()
 ) -> list[Tensor | None]:
     """The same as `vector_jacobian_products`, while recorded calls inside stay quiet.
 
@@ -186,4 +193,4 @@ def pull_columns(
     """
     graph = torch.is_grad_enabled() if create_graph is None else create_graph
     with CTX.quietly():
-        return vector_jacobian_products(ends, beginnings, columns, graph)
+        return vector_jacobian_products(ends, beginnings, columns, graph, also)

@@ -26,6 +26,7 @@ T = TypeVar("T")
 ENTRIES = (
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._are_functorch_transforms_active",
+    "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.variable.Variable._execution_engine.run_backward",
     "torch._vmap_internals._vmap",
     "torch._foreach_add_",
@@ -72,6 +73,11 @@ SAVED = "_saved_"
 def saved(node: Node, name: str) -> Any:
     """What a node keeps under a name; an error where it has none of that name, which is not the same as `None`."""
     return getattr(node, SAVED + name)
+
+
+def formats(node: Node) -> tuple[torch.dtype, ...]:
+    """The precision of each result of a node's function. If it goes: nothing but that of what is given and returned."""
+    return tuple([one.dtype for one in node._input_metadata])
 
 
 def is_checkpointed(node: Node, name: str) -> bool:

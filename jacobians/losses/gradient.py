@@ -11,7 +11,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.rule import Rule
-from bpk.jacobians.second_order.graph import products
+from bpk.jacobians.second_order.graph import products, rounds_to_single
 from bpk.jacobians.second_order.probing import draw, precision
 
 
@@ -62,7 +62,14 @@ class Linearised:
         with torch.no_grad():
             found = self.product(draw((1, *self.point.shape), self.point, 0))
         found = found[found.isfinite() & (found != 0)]
-        return torch.finfo(precision(found) if len(found) else self.point.dtype).eps
+        eps = torch.finfo(precision(found) if len(found) else self.point.dtype).eps
+        return max(eps, torch.finfo(torch.float32).eps) if self.is_partly_single else eps
+
+    @property
+    def is_partly_single(self) -> bool:
+        """Whether a term is computed in float32, which the sum does not show if others are not."""
+        node, start = self.value.grad_fn, self.point.grad_fn
+        return node is not None and rounds_to_single(node, lambda here: here is start)
 
     @property
     def floor(self) -> float:

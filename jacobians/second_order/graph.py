@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.func import jvp, vjp, vmap
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.engine import pull_back
+from bpk.jacobians.core.engine import formats, pull_back
 from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
+from bpk.jacobians.second_order.group_norm import inputs_of_group_norms
 from bpk.jacobians.second_order.weight_norm import corrected
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
@@ -36,6 +37,11 @@ def between(node: Node, is_end: Callable[[Node], bool]) -> Iterator[Node]:
             if above is not None and above not in seen:
                 seen.add(above)
                 waiting.append(above)
+
+
+def rounds_to_single(node: Node, is_end: Callable[[Node], bool]) -> bool:
+    """Whether a part of the graph between a node and these ends is computed in float32 (`x.float()`)."""
+    return any(torch.float32 in formats(here) for here in between(node, is_end))
 
 
 @contextmanager
@@ -66,7 +72,7 @@ def at(inputs: Sequence[Tensor], n: int) -> tuple[Tensor, ...]:
 
 
 def vector_jacobian_products(
-    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool = False
+    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool = False, also: Ends = ()
 ) -> list[Tensor | None]:
     """Columns `[V, *end]` times the Jacobian of the graph between `ends` and `beginnings`: `[V, *beginning]` each.
 
@@ -78,16 +84,17 @@ def vector_jacobian_products(
         beginnings: Tensors or graph edges to arrive at.
         columns: One block for each end.
         create_graph: Whether products may be differentiated.
+        also: What autograd is asked for beside them (see `group_norm.py`).
     """
 
-    ask = partial(pull_back, ends, beginnings, create_graph=create_graph)
+    ask = partial(pull_back, ends, (*beginnings, *also), create_graph=create_graph)
     count = len(columns[0])
     if not count:  # what depends on what is asked nevertheless
         found = ask([mat.new_zeros(mat.shape[1:]) for mat in columns])
-        return [None if x is None else x.new_zeros(0, *x.shape) for x in found]
+        return [None if x is None else x.new_zeros(0, *x.shape) for x in found[: len(beginnings)]]
     if count > FEW:
         with suppress(RuntimeError):  # what else was wrong is raised again
-            return list(ask(columns, batched=True))
+            return list(ask(columns, batched=True)[: len(beginnings)])
     each = [ask([mat[v] for mat in columns]) for v in range(count)]
     return [stacked([found[k] for found in each]) for k in range(len(beginnings))]
 
@@ -101,16 +108,20 @@ def stacked(products: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def products(
-    outputs: Sequence[Tensor], leaves: Sequence[Tensor], columns: Sequence[Tensor], further: bool = False
+    outputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    columns: Sequence[Tensor],
+    further: bool = False,
+    also: Ends = (),
 ) -> list[Tensor | None]:
     """Transposed-Jacobian products of recorded tensors with columns `[V, ...]`; `None` where nothing depends on a leaf.
 
-    `further`: they are to be differentiated once more.
+    `further`: they are to be differentiated once more. `also`: see `vector_jacobian_products`.
     """
     known = [(out, c.to(out.dtype)) for out, c in zip(outputs, columns, strict=True) if out.requires_grad]
     if not known:
         return [None] * len(leaves)
-    return vector_jacobian_products([out for out, _ in known], leaves, [c for _, c in known], further)
+    return vector_jacobian_products([out for out, _ in known], leaves, [c for _, c in known], further, also)
 
 
 class Graph:
@@ -134,10 +145,16 @@ class Graph:
                 self.leaves[index] = x.detach().requires_grad_(x.is_floating_point())
             self.output = rule.evaluate(call, [self.leaves[k] for k in range(len(call.inputs))], params)
 
+    @cached_property
+    def also(self) -> Ends:
+        """What autograd is asked for beside the leaves."""
+        node = self.output.grad_fn
+        return () if node is None else inputs_of_group_norms(between(node, lambda _: False))
+
     def pull(self, mat: Tensor, wrt: Wrt) -> Tensor:
         """`J^T M`: columns `[V, N, *out]` back to an input, or a parameter."""
         leaf = self.leaves[wrt]
-        found = products([self.output], [leaf], [mat])[0] if len(mat) else None
+        found = products([self.output], [leaf], [mat], also=self.also)[0] if len(mat) else None
         return mat.new_zeros(len(mat), *leaf.shape) if found is None else found
 
     def push(self, mat: Tensor, wrt: Wrt) -> Tensor:
@@ -162,7 +179,7 @@ class Graph:
         known = [(g, mat[:, None]) for g, mat in zip(gradient, mats.values(), strict=True) if g is not None]
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if known and len(known[0][1]):
-            found = products([g for g, _ in known], leaves, [mat for _, mat in known])
+            found = products([g for g, _ in known], leaves, [mat for _, mat in known], also=self.also)
         pairs = zip(mats.items(), found, strict=True)
         return {wrt: torch.zeros_like(mat) if part is None else part for (wrt, mat), part in pairs}
 

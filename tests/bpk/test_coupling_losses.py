@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bpk
-from bpk.extensions import BatchGrad, DiagGGNExact
+from bpk.extensions import BatchGrad, DiagGGNExact, DiagHessian
 from bpk.jacobians import UnsupportedLayer
 
 
@@ -54,6 +54,24 @@ class Focal(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         each = F.cross_entropy(x, y.argmax(1), reduction="none")
         return ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+class PartlySingle(nn.Module):
+    """A mean over samples, of which one term is computed in float32, whatever it is given."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        p, t = x.sigmoid(), (y > 0).to(x.dtype)
+        overlap = 1 - 2 * (p * t).sum(1) / (p.sum(1) + t.sum(1) + 1)
+        x, t = x.float(), t.float()
+        each = F.binary_cross_entropy_with_logits(x, t, reduction="none")
+        return overlap.mean() + ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+class CentredPartlySingle(PartlySingle):
+    """The same, around the batch's mean."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + (x.float() - x.float().mean(0)).square().mean()
 
 
 class AtOnce(torch.autograd.Function):
@@ -105,7 +123,7 @@ def warned(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("kind", [Centred, Dice])
+@pytest.mark.parametrize("kind", [Centred, Dice, CentredPartlySingle])
 def test_a_loss_that_couples_samples_is_named_once(kind: type[nn.Module], dtype: torch.dtype) -> None:
     message, *more = warned(bpk.extend(kind()), passes=2, dtype=dtype)
     assert f"({kind.__name__}) couples the samples of a batch" in message
@@ -119,9 +137,14 @@ def test_the_loss_is_not_called_again_for_that() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("kind", [LogCosh, Focal, OnceOnly])
+@pytest.mark.parametrize("kind", [LogCosh, Focal, PartlySingle, OnceOnly])
 def test_other_losses_are_not(kind: type[nn.Module], dtype: torch.dtype) -> None:
     assert warned(bpk.extend(kind()), dtype=dtype) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_second_order_takes_losses_that_are_partly_single(dtype: torch.dtype) -> None:
+    assert warned(bpk.extend(PartlySingle()), dtype=dtype, extension=DiagHessian) == []
 
 
 def test_second_order_refuses_them_and_does_not_warn() -> None:

@@ -85,6 +85,24 @@ def test_autodiff_loss_that_is_not_convex() -> None:
         rule.sqrt_hessian(call)
 
 
+class PartlySingle(nn.Module):
+    """A convex loss with directions in which it is flat; one of its terms is computed in float32."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        along = (x - t).sum(1)
+        return (along.square() + x.float().logsumexp(1)).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rounding_to_single_precision_inside_of_a_loss_is_no_coupling_and_no_curvature(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(5, 6, dtype=dtype), torch.randn(5, 6, dtype=dtype)
+    rule, call = AutodiffLoss(PartlySingle), call_of(PartlySingle(), x, target)
+    assert rule.obstacle(call) is None and rule.no_root(call) is None
+    expected = reference(PartlySingle(), x, target)
+    torch.testing.assert_close(assemble(rule.sqrt_hessian(call)), expected, atol=1e-6, rtol=1e-5)
+
+
 def test_autodiff_loss_that_couples_samples() -> None:
     x = torch.randn(4, 3, dtype=torch.float64)
     rule = AutodiffLoss(Coupled)
