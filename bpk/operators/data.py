@@ -101,13 +101,13 @@ class Problem:
         """Sums over all batches, of squared outputs and of losses; or a refusal of a model that is random."""
         total = torch.zeros(2, dtype=torch.float64)
         for x, y in self.batches():
-            z = self.model(x)
+            z = self.predict(x)
             if not isinstance(z, Tensor):
                 why = "operators are defined for one output"
                 raise self.refused(
                     f"a model that returns {type(z).__name__}", why, "wrap it, so that it gives a tensor"
                 )
-            if twice and not close(z, self.model(x), z.dtype, float(z.abs().max()) if z.numel() else 0.0):
+            if twice and not close(z, self.predict(x), z.dtype, float(z.abs().max()) if z.numel() else 0.0):
                 why = "it draws random numbers (dropout), so that no two products belong to the same matrix"
                 raise self.refused("a model that gives two results for one input", why, "call model.eval()")
             twice = False
@@ -116,6 +116,12 @@ class Problem:
                 loss = LossAt(self.loss_fn, z, y)
                 total[1] += loss.value.double().cpu() * (1 if self.single else loss.size.weight(1))
         return total
+
+    def predict(self, x: Any) -> Any:
+        """What the model returns, without its graph, which is there meanwhile: it may ask for gradients itself."""
+        with torch.enable_grad():
+            z = self.model(x)
+        return z.detach() if isinstance(z, Tensor) else z
 
 
 def is_batch(loader: Any) -> bool:

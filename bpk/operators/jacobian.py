@@ -48,8 +48,8 @@ class Jacobian(LinearOperator):
         self.in_shapes = {name: p.shape for name, p in self.problem.params.items()}
         self.dtype, self.device = self.problem.dtype, self.problem.device
         self.chunk_size = chunk_size
-        with torch.no_grad(), disable():
-            shapes = [model(x).shape for x, _ in self.problem.batches()]
+        with disable():
+            shapes = [self.problem.predict(x).shape for x, _ in self.problem.batches()]
         self.out_shapes = {"output": torch.Size((sum(s[0] for s in shapes), *shapes[0][1:]))}
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:

@@ -110,12 +110,17 @@ class Source:
         return {k: port.to_rule(g) for k, (port, g) in enumerate(zip(self.exits, found, strict=True)) if g is not None}
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """The gradient at the beginnings as a differentiable function of them, and of `grad` (stretches only)."""
+        """The gradient at the beginnings as a differentiable function of them, and of `grad` (stretches only).
+
+        It is zero where the graph leads to a beginning, and nothing comes from there: the gradient of a normalisation
+        does not depend on its bias.
+        """
         assert self.stretch is not None
-        ends = [gradient_edge(self.stretch)]
+        ends, beginnings = [gradient_edge(self.stretch)], self.beginnings()
         with torch.enable_grad(), CTX.quietly(), corrected(self.nodes):
             at_end = self.entrance.one_to_graph(grad)
-            return torch.autograd.grad(ends, self.beginnings(), (at_end,), retain_graph=True, create_graph=True)
+            found = pull_back(ends, beginnings, (at_end,), create_graph=True)
+        return tuple([zeros_at(b, grad) if g is None else g for b, g in zip(beginnings, found, strict=True)])
 
     def pull_to_parameters(self, mat: Tensor) -> list[Tensor]:
         """Multiply columns `[V, *input]` with the transposed Jacobian in each parameter: `[V, *p]`."""
@@ -154,6 +159,12 @@ def gradient_edge(edge: Edge) -> GradientEdge:
     node, nr = edge
     assert node is not None
     return GradientEdge(node, nr)
+
+
+def zeros_at(edge: GradientEdge, like: Tensor) -> Tensor:
+    """A gradient of zeros at an edge."""
+    shape, dtype = engine.kind_of_output(edge.node, edge.output_nr)
+    return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
 
 from bpk.plan.graph import Source
+from bpk.plan.passes_inside import require_no_pass_inside
 from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.context.surroundings import reentrant
@@ -75,7 +76,8 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     `held` are the parameters that get fields.
 
     Raises:
-        RuntimeError: If autograd cannot be asked for products with what lies between: a reentrant checkpoint.
+        RuntimeError: If autograd cannot be asked for products with what lies between: a reentrant checkpoint, or a
+            function like it.
     """
     edge = beyond(consumer.edges[index])
     node = edge[0]
@@ -119,7 +121,9 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     trained = tuple(leaf for leaf in leaves if leaf in held)
     if (targets or trained) and any(each.name() == REENTRANT for each in seen):
         raise reentrant(f"'{consumer.path}' is given what comes out of")
-    return Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
+    source = Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
+    require_no_pass_inside(source, held)
+    return source
 
 
 def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
+from torch.nn import Parameter
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.hooks import RemovableHandle
@@ -42,6 +43,7 @@ ENTRIES = (
     "torch.Tensor._use_count",
     "torch.UntypedStorage._cdata",
     "torch.autograd.Function._backward_cls",
+    "torch.autograd.Function._backward_cls._forward_cls",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.graph._engine_run_backward.__code__.co_varnames.index('t_outputs')",
@@ -94,6 +96,13 @@ def roots() -> list[tuple[Node, int]] | None:
 def accumulates() -> bool:
     """Whether the running backward pass adds to `.grad`, other than `torch.autograd.grad` (not known: it does)."""
     return bool(question().get("kwargs", {}).get("accumulate_grad", True))
+
+
+def leads_elsewhere() -> bool:
+    """Whether the running backward pass is a `torch.autograd.grad` that can be differentiated, and asks for nothing at
+    a parameter (not known: it is not)."""
+    given: tuple[Any, ...] = question().get("args", ())  # gradients, whether to keep the graph, to create one, where
+    return len(given) > 3 and given[2] and not any(isinstance(goal, Parameter) for goal in given[3])
 
 
 will_run = torch._C._will_engine_execute_node
@@ -213,6 +222,16 @@ def attributes(node: Node) -> dict[str, Any]:
 
 node_class = attrgetter("_backward_cls")
 """The class of the nodes that a function puts into the graph. If it goes: the type of the `grad_fn` of an example."""
+
+
+def users_function(node: Node) -> type[Function] | None:
+    """The function that a user or a package wrote in Python, and that put a node into the graph (`None`: torch's own).
+
+    If it goes: none, so that one whose backward pass adds to `.grad` is not refused."""
+    function: type[Function] | None = getattr(type(node), "_forward_cls", None)
+    package = "" if function is None else function.__module__.partition(".")[0]
+    return None if package in ("", "torch", "bpk") else function
+
 
 PASSING_ON: dict[type, int] = {node_class(BackwardHookFunction): 0, node_class(_DDPSink): 1}
 """Nodes that hand on what they get: those that call hooks of `nn.Module.register_full_backward_hook`, and the one of

@@ -92,11 +92,16 @@ class Held:
     """Which parameters extended modules hold, as of when it is asked first: these get fields, and no others."""
 
     @cached_property
-    def _ids(self) -> set[int]:
-        return {id(p) for module in extended_modules() for p in module._parameters.values()}
+    def _by_id(self) -> dict[int, nn.Parameter | None]:
+        return {id(p): p for module in extended_modules() for p in module._parameters.values()}
 
     def __contains__(self, param: object) -> bool:
-        return isinstance(param, nn.Parameter) and id(param) in self._ids
+        return isinstance(param, nn.Parameter) and id(param) in self._by_id
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """These parameters."""
+        return [p for p in self._by_id.values() if p is not None]
 
 
 def holders() -> dict[int, list[nn.Module]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -22,6 +23,7 @@ class Elsewhere(TorchFunctionMode):
 
     `names` says by `id` which parameters; `made` has the results by the parameter's name. Products `x W` and `x W^T`
     are not among them: `multiply(name, whether x W, x, result)` may put something else in the place of the result.
+    `gradients` are those that the forward pass has asked for: they may depend on any parameter in other ways.
     """
 
     def __init__(self, names: Mapping[int, str], multiply: Callable[[str, bool, Tensor, Tensor], Tensor]) -> None:
@@ -30,6 +32,7 @@ class Elsewhere(TorchFunctionMode):
         self.multiply = multiply
         self.transposed: list[tuple[Tensor, Tensor]] = []
         self.made: dict[str, list[Tensor]] = {}
+        self.gradients: list[Tensor] = []
         self.depth = 0
 
     def known(self, module: nn.Module) -> list[RemovableHandle]:
@@ -53,6 +56,8 @@ class Elsewhere(TorchFunctionMode):
         inputs = list(tensors_of([*args, *(kwargs or {}).values()])) if self.depth == 0 else []
         before = {x.grad_fn for x in inputs}
         result = func(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            self.gradients += [x for x in tensors_of(result) if x.requires_grad]
         if self.depth == 0 and not kwargs:
             name = getattr(func, "__name__", "")
             if name in TRANSPOSITIONS and is_transpose(result, args[0]) and id(args[0]) in self.names:

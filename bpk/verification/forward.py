@@ -55,8 +55,7 @@ class InputDerivatives:
 
     def chosen(self, each: int) -> tuple[Tensor, Tensor]:
         """Samples and entries of their outputs, as many as so many passes for each allow."""
-        with torch.no_grad():
-            output = self.at(self.model, self.x.clone())
+        output = self.at(self.model, self.x.clone())  # with a graph: models may ask for gradients themselves
         if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(self.x) or not output.numel():
             raise NoReference("the model does not return one tensor with a row for each sample")
         count = min(self.entries, max(1, self.passes // each), output.numel())

@@ -91,7 +91,8 @@ class Factors(Check):
             block = ref.ggn(place.name, place.chosen).sum(0)
             return [block.diagonal().diag() if self.has_diagonal(place) else block]
         if place.name in ref.layers.used_elsewhere:
-            raise NoReference(f"it is used outside of its module (as F.linear(x, module.weight) does); {PROPERTIES}")
+            how = "as F.linear(x, module.weight) does, or a gradient in the forward pass"
+            raise NoReference(f"it is used outside of its module ({how}); {PROPERTIES}")
         sides = ref.layers.sides.get(place.name, [])
         if not sides or any(side.bias is None for side in sides):
             raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")

@@ -158,14 +158,18 @@ class Layers:
             handle.remove()
         sides = [side for found in self.sides.values() for side in found]
         made = [x for found in self.elsewhere.made.values() for x in found]
-        live = [x for side in sides for _, outputs in side.uses for x in outputs if x.requires_grad] + made
+        live = [x for side in sides for _, outputs in side.uses for x in outputs if x.requires_grad]
+        live += made + self.elsewhere.gradients
         matter = {id(x) for x, g in zip(live, gradients_of(value, live), strict=True) if g is not None}
         for side in sides:
             side.uses = [(rows, outputs) for rows, outputs in side.uses if any(id(x) in matter for x in outputs)]
         self.used_elsewhere = {
             name for name, found in self.elsewhere.made.items() if any(id(x) in matter for x in found)
         }
+        if any(id(x) in matter for x in self.elsewhere.gradients):
+            self.used_elsewhere.update(self.sides)
         self.elsewhere.made.clear()
+        self.elsewhere.gradients.clear()
         self.sides = {name: [side for side in found if side.uses] for name, found in self.sides.items()}
 
     def input_entries(self, side: Side, entries: Tensor, split: Split, n: int, chosen: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which sample does each entry of a prediction belong to? Found by exchanging inputs, without any gradient."""
+"""Which sample does each entry of a prediction belong to? Found by exchanging inputs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def with_neighbours(
     unknown = [torch.zeros(pred.shape, dtype=torch.bool, device=pred.device) for pred in preds]
     for k in range((n - 1).bit_length()):
         has = (number >> k) & 1 == 1
-        with torch.no_grad():
-            with_digit, without = [predict(inputs.exchanged(some, masks)) for some in (has, ~has)]
+        with_digit, without = [values(predict, inputs.exchanged(some, masks)) for some in (has, ~has)]
         if not len(with_digit) == len(without) == len(preds):
             raise SamplesMix("samples mix: the number of predictions depends on their values")
         for j, pred in enumerate(preds):
@@ -60,6 +59,11 @@ def with_neighbours(
             unknown[j] |= ~(one | other)
     every = [completed(torch.where(where, UNKNOWN, owner), n) for where, owner in zip(unknown, found, strict=True)]
     return [in_order(owner, n) for owner in every]
+
+
+def values(predict: Callable[[Arguments], list[Tensor]], inputs: Arguments) -> list[Tensor]:
+    """Predictions without their graph, which is there meanwhile: models may ask for gradients themselves."""
+    return [pred.detach() for pred in predict(inputs)]
 
 
 def changed(found: Tensor, pred: Tensor) -> Tensor:

@@ -310,22 +310,25 @@ def test_unknown_layer_that_mixes_samples_is_refused() -> None:
         backward(model, loss_fn, *data(), E.BatchDiagGGNExact())
 
 
-def test_gradients_in_the_forward_pass_belong_before_the_context() -> None:
-    """Inside, that pass has no loss behind it: the message says where to take it, and there it is right."""
+def test_gradients_in_the_forward_pass() -> None:
+    """One that is not to be differentiated has no loss behind it: the message says where to take it."""
     torch.manual_seed(0)
     x, y = torch.randn(4, 3).double().requires_grad_(), torch.randn(4, 1).double()
     model = bpk.extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double())
     loss_fn = bpk.extend(nn.MSELoss())
 
-    def slope() -> Tensor:
-        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].sum(1, keepdim=True)
+    def slope(create_graph: bool = True) -> Tensor:
+        return torch.autograd.grad(model(x).sum(), x, create_graph=create_graph)[0].sum(1, keepdim=True)
 
     with refuses(model, RuntimeError, "Nothing was", "torch.autograd.grad", "before backpack"), bpk.backpack(E.HMP()):
-        slope()
-    out = slope()
+        slope(create_graph=False)
+    out, weight = slope(), model[0].weight
     with bpk.backpack(E.DiagHessian()):
         loss_fn(out, y).backward()
-    weight = model[0].weight
+    before = weight.diag_h
+    with bpk.backpack(E.DiagHessian()):
+        loss_fn(slope(), y).backward()
+    torch.testing.assert_close(weight.diag_h, before)
     g = torch.autograd.grad(nn.functional.mse_loss(slope(), y), weight, create_graph=True)[0].flatten()
     second = [torch.autograd.grad(g[k], weight, retain_graph=True)[0].flatten()[k] for k in range(6)]
     torch.testing.assert_close(weight.diag_h.flatten(), torch.stack(second))

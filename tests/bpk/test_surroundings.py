@@ -69,6 +69,75 @@ def test_a_reentrant_checkpoint_between_layers(extension: Callable[[], Any]) -> 
     assert saved(model) == set()
 
 
+class Anew(torch.autograd.Function):
+    """A layer that runs anew in a backward pass of its own, as reversible ones do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            out: Tensor = layer(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x).tanh(), grads[0])
+        return x.grad, None
+
+
+@pytest.mark.parametrize("behind_a_layer", [False, True])
+@pytest.mark.parametrize("kinds", [(), (E.BatchGrad,), (E.DiagGGNExact,)], ids=lambda kinds: str(len(kinds)))
+def test_functions_with_a_backward_pass_of_their_own(kinds: tuple[Any, ...], behind_a_layer: bool) -> None:
+    """Products with them, of which nobody knew, had been added to `.grad`."""
+
+    def call(first: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = Anew.apply(first(x) if behind_a_layer else x, first)
+        return out
+
+    model, loss_fn = extended(Around(call).double())
+    x, y = data()
+    x.requires_grad_()
+    loss_fn(model(x), y).backward()
+    grads = [p.grad for p in model.parameters()]
+    values = [g.clone() for g in grads if g is not None]
+    with told(RuntimeError, "'second'", "'Anew'", "backward pass of its own"), bpk.backpack(*[e() for e in kinds]):
+        loss_fn(model(x), y).backward()
+    assert saved(model) == set()
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    torch.testing.assert_close([p.grad for p in model.parameters()], values, rtol=0, atol=0)
+    model.zero_grad()
+    with told(RuntimeError, "'Anew'"), bpk.backpack(*[e() for e in kinds]):
+        loss_fn(model(x), y).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_functions_that_ask_for_gradients_are_served() -> None:
+    """They give their parameters the gradients that they return, and nothing else."""
+
+    class Asking(Anew):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, layer: nn.Module, *params: Tensor) -> Tensor:
+            return Anew.forward(ctx, x, layer).tanh()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.layer(x).tanh()
+            found = torch.autograd.grad(out, (x, *ctx.layer.parameters()), grads[0])
+            return found[0], None, *found[1:]
+
+    model, loss_fn = extended(Around(lambda m, x: Asking.apply(m(x), m, *m.parameters())).double())
+    x, y = data()
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
 def test_fused_attention_in_a_checkpoint() -> None:
     """A checkpoint gives out what its nodes have saved once in a pass: autograd itself needs it."""
 

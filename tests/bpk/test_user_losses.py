@@ -28,6 +28,43 @@ class Penalised(nn.Module):
         return out
 
 
+class Learned(nn.Module):
+    """Cross-entropy with a temperature that is learned, of the whole batch or of each sample."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.temperature, self.reduction = nn.Parameter(torch.tensor(1.5)), reduction
+        self.positive = nn.Softplus()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        logits = logits / self.positive(self.temperature)
+        return functional.cross_entropy(logits, target, reduction=self.reduction)
+
+
+def test_parameters_of_a_loss_belong_to_the_model() -> None:
+    """The refusal says so, and there they are right."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss = nn.Linear(4, 3), Learned("none")
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            out: Tensor = self.loss(self.net(x), y)
+            return out
+
+    class Mean(nn.Module):
+        def forward(self, losses: Tensor) -> Tensor:
+            return losses.mean()
+
+    net, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(Learned())
+    x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    with bpk.backpack(E.DiagHessian()), pytest.raises(RuntimeError, match=r"(?s)without parameters.*let the model"):
+        loss_fn(net(x), y).backward()
+    result = bpk.verify(Whole(), Mean(), (x, y), None, E.BatchGrad(), E.DiagHessian())
+    assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
+
+
 class Weighted(nn.Module):
     """A weighted sum of losses, of different predictions."""
 

@@ -79,10 +79,13 @@ class Opened:
         """Whether the running backward pass is one that the context is for; `called` is the model that runs now.
 
         The forward pass of a model, or a function's gradient, may ask for gradients of its own (a force, an adjoint
-        equation): what becomes of these is differentiated as functions of the model.
+        equation): what becomes of these is differentiated as functions of the model. So is what a training step asks
+        for between model and loss, of the model's inputs.
         """
+        if engine.current_task() in self.backwards or engine.accumulates():
+            return True
         inside = (called is not None and called is not self.called) or bool(self.backwards)
-        return not inside or engine.current_task() in self.backwards or engine.accumulates()
+        return not inside and not engine.leads_elsewhere()
 
     def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """A backward pass has reached a recorded call."""

@@ -14,7 +14,7 @@ from bpk.jacobians.core.numeric import placeholder
 from bpk.plan.graph import Source, pull_columns
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.ports import Port
-from bpk.sweeps.stretches.no_second_derivative import differentiable_twice, require_products
+from bpk.sweeps.stretches.no_second_derivative import differentiable_twice, require_curvature, require_products
 from bpk.sweeps.stretches.residual import Group, StretchResidual
 
 Modify = Literal["clip", "abs"]
@@ -78,6 +78,7 @@ class LinearisedStretch:
 
     def bend(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """The residual `R w` as a function of probes `w`, one per target (empty where the stretch is linear)."""
+        require_curvature(source)
         gradients = source.gradients(share.detach())
         if not any(g.requires_grad for g in gradients):
             return [], []

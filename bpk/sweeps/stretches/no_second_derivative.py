@@ -19,6 +19,12 @@ UNDEFINED = {
 }
 """Functions whose products with vectors autograd cannot differentiate, as those that outlive a pass have to be."""
 
+ONCE_IN_GRADIENTS = frozenset(
+    f"{kind}BackwardBackward0" for kind in ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+)
+"""What torch calls the gradient of a gradient (where the forward pass asks for one: forces), if its own derivative is
+right, and the next one is not: statistics of normalisations count as constants there."""
+
 ONCE = (
     "is not implemented",
     "once_differentiable",
@@ -91,6 +97,21 @@ def require_products(source: Source) -> None:
                 UNDEFINED[name],
                 "use a quantity without products (DiagGGNExact, DiagHessian, ...), or write the function with others: "
                 "m + (x - m).exp().cumsum(dim).log(), with m = x.amax(dim, keepdim=True).",
+            )
+        )
+
+
+def require_curvature(source: Source) -> None:
+    """Refuse functions of which torch has a second derivative that is wrong."""
+    if source.functions & ONCE_IN_GRADIENTS:
+        raise UnsupportedLayer(
+            explain(
+                f"A function before '{source.consumer.path}' ({type(source.consumer.module).__name__}) cannot be "
+                "differentiated twice.",
+                "it is the gradient of a normalisation, which the forward pass asks for, and torch takes its "
+                "statistics for constants in third derivatives.",
+                "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the normalisation with "
+                "other functions: (x - x.mean(-1, keepdim=True)) * (x.var(-1, False, keepdim=True) + eps).rsqrt().",
             )
         )
 

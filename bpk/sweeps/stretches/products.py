@@ -12,6 +12,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source, pull_columns
 from bpk.recording.graph.ports import OneSample, Port
+from bpk.sweeps.stretches.no_second_derivative import require_curvature
 
 
 class StretchProducts:
@@ -27,6 +28,7 @@ class StretchProducts:
     def __init__(
         self, source: Source, grad: Tensor, rows: Sequence[Sequence[Tensor]] | None = None, merged: bool = False
     ) -> None:
+        require_curvature(source)
         self.source = source
         self.merged = merged
         self.exits: list[Port | OneSample] = [OneSample(port) if merged else port for port in source.exits]
