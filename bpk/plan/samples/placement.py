@@ -141,9 +141,14 @@ def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Re
     one = root.batch_size == 1  # to one sample, all belongs
     left = list[Record]()
     for r in above:
-        fed = feeding(r, sources)
-        given = (one or (not fed and is_given_parameters(r))) and has_no_axis(r)
-        if r.rule is None or given or (not fed and computes_parameter(r)):
+        if r.rule is None:
+            left.append(r)
+            continue
+        fed = any(source.targets for source in sources[r].values())
+        if fed and not one:
+            continue
+        given = (one or is_given_parameters(r)) and has_no_axis(r)
+        if given or (not fed and computes_parameter(r)):
             left.append(r)
     return left
 
