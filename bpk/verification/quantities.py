@@ -52,6 +52,7 @@ class Check(ABC):
 
         Raises:
             NoReference: If plain autograd cannot tell.
+            Mismatch: If the field is wrong whatever they are.
         """
 
     def is_drawn(self, factor: int) -> bool:
