@@ -18,7 +18,6 @@ and at the end what the networks were made of, what was refused, and why.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from functools import partial
 
 import torch
 
+from tests.hunts import parser_of_seeds
 from tests.random_networks.check import Outcome, examine
 from tests.random_networks.problem import Network, Problem, build, draw
 from tests.random_networks.program import Unfit
@@ -79,9 +79,7 @@ def fails(key: str, outcome: Outcome) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examine many networks, print those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of_seeds(__doc__)
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--show", action="store_true", help="print every network")
     parser.add_argument("--without", action="append", default=[], help="leave out networks with this feature")

@@ -7,7 +7,6 @@ prints every row that is wrong: a quantity is, or its verification.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 import sys
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.verification import Verification
+from tests.hunts import parser_of_seeds
 from tests.random_networks.problem import build, draw
 from tests.random_networks.program import Unfit
 
@@ -86,10 +86,7 @@ def verified(seed: int) -> Verification:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Verify many networks, print what is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+    given = parser_of_seeds(__doc__).parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     counts: Counter[str] = Counter()

@@ -13,7 +13,6 @@ prints, for every sequence that fails, its seed and the shortest part of it that
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 import traceback
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.hunts import parser_of_seeds
 from tests.stateful.others import CHANGING, ERRORS, OTHERS
 from tests.stateful.passes import PASSES, Action
 from tests.stateful.scene import Scene
@@ -90,10 +90,7 @@ def described(seed: int, steps: list[Step]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run many sequences, print those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+    given = parser_of_seeds(__doc__).parse_args(arguments)
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     start, failed = time.time(), []
