@@ -126,13 +126,13 @@ class Source:
         """Multiply columns `[V, *input]` with the transposed Jacobian in each parameter: `[V, *p]`."""
         assert self.stretch is not None
         at_end = (self.entrance.to_graph(mat),)
-        found = pull_columns([gradient_edge(self.stretch)], self.trained, at_end, also=self.also)
-        pairs = zip(self.trained, found, strict=True)
+        found = pull_columns([gradient_edge(self.stretch)], [*self.trained, *self.beside], at_end)
+        pairs = zip(self.trained, found, strict=False)
         return [mat.new_zeros(len(mat), *p.shape) if g is None else g for p, g in pairs]
 
     @cached_property
-    def also(self) -> Ends:
-        """What autograd is asked for beside parameters alone."""
+    def beside(self) -> Ends:
+        """What autograd is asked for beside parameters (see `group_norm.py`)."""
         return inputs_of_group_norms(self.nodes)
 
     def target_edges(self) -> list[GradientEdge]:
@@ -196,7 +196,7 @@ def quieten_layer(record: Record, node: Node) -> None:
 
 
 def pull_columns(
-    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool | None = None, also: Ends = ()
+    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool | None = None
 ) -> list[Tensor | None]:
     """The same as `vector_jacobian_products`, while recorded calls inside stay quiet.
 
@@ -204,4 +204,4 @@ def pull_columns(
     """
     graph = torch.is_grad_enabled() if create_graph is None else create_graph
     with CTX.quietly():
-        return vector_jacobian_products(ends, beginnings, columns, graph, also)
+        return vector_jacobian_products(ends, beginnings, columns, graph)

@@ -72,7 +72,7 @@ def at(inputs: Sequence[Tensor], n: int) -> tuple[Tensor, ...]:
 
 
 def vector_jacobian_products(
-    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool = False, also: Ends = ()
+    ends: Ends, beginnings: Ends, columns: Sequence[Tensor], create_graph: bool = False
 ) -> list[Tensor | None]:
     """Columns `[V, *end]` times the Jacobian of the graph between `ends` and `beginnings`: `[V, *beginning]` each.
 
@@ -84,17 +84,16 @@ def vector_jacobian_products(
         beginnings: Tensors or graph edges to arrive at.
         columns: One block for each end.
         create_graph: Whether products may be differentiated.
-        also: What autograd is asked for beside them (see `group_norm.py`).
     """
 
-    ask = partial(pull_back, ends, (*beginnings, *also), create_graph=create_graph)
+    ask = partial(pull_back, ends, beginnings, create_graph=create_graph)
     count = len(columns[0])
     if not count:  # what depends on what is asked nevertheless
         found = ask([mat.new_zeros(mat.shape[1:]) for mat in columns])
-        return [None if x is None else x.new_zeros(0, *x.shape) for x in found[: len(beginnings)]]
+        return [None if x is None else x.new_zeros(0, *x.shape) for x in found]
     if count > FEW:
         with suppress(RuntimeError):  # what else was wrong is raised again
-            return list(ask(columns, batched=True)[: len(beginnings)])
+            return list(ask(columns, batched=True))
     each = [ask([mat[v] for mat in columns]) for v in range(count)]
     return [stacked([found[k] for found in each]) for k in range(len(beginnings))]
 
@@ -108,20 +107,16 @@ def stacked(products: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def products(
-    outputs: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    columns: Sequence[Tensor],
-    further: bool = False,
-    also: Ends = (),
+    outputs: Sequence[Tensor], leaves: Ends, columns: Sequence[Tensor], further: bool = False
 ) -> list[Tensor | None]:
     """Transposed-Jacobian products of recorded tensors with columns `[V, ...]`; `None` where nothing depends on a leaf.
 
-    `further`: they are to be differentiated once more. `also`: see `vector_jacobian_products`.
+    `further`: they are to be differentiated once more.
     """
     known = [(out, c.to(out.dtype)) for out, c in zip(outputs, columns, strict=True) if out.requires_grad]
     if not known:
         return [None] * len(leaves)
-    return vector_jacobian_products([out for out, _ in known], leaves, [c for _, c in known], further, also)
+    return vector_jacobian_products([out for out, _ in known], leaves, [c for _, c in known], further)
 
 
 class Graph:
@@ -146,15 +141,15 @@ class Graph:
             self.output = rule.evaluate(call, [self.leaves[k] for k in range(len(call.inputs))], params)
 
     @cached_property
-    def also(self) -> Ends:
-        """What autograd is asked for beside the leaves."""
+    def beside(self) -> Ends:
+        """What autograd is asked for beside leaves (see `group_norm.py`)."""
         node = self.output.grad_fn
         return () if node is None else inputs_of_group_norms(between(node, lambda _: False))
 
     def pull(self, mat: Tensor, wrt: Wrt) -> Tensor:
         """`J^T M`: columns `[V, N, *out]` back to an input, or a parameter."""
         leaf = self.leaves[wrt]
-        found = products([self.output], [leaf], [mat], also=self.also)[0] if len(mat) else None
+        found = products([self.output], [leaf, *self.beside], [mat])[0] if len(mat) else None
         return mat.new_zeros(len(mat), *leaf.shape) if found is None else found
 
     def push(self, mat: Tensor, wrt: Wrt) -> Tensor:
@@ -179,8 +174,8 @@ class Graph:
         known = [(g, mat[:, None]) for g, mat in zip(gradient, mats.values(), strict=True) if g is not None]
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if known and len(known[0][1]):
-            found = products([g for g, _ in known], leaves, [mat for _, mat in known], also=self.also)
-        pairs = zip(mats.items(), found, strict=True)
+            found = products([g for g, _ in known], [*leaves, *self.beside], [mat for _, mat in known])
+        pairs = zip(mats.items(), found, strict=False)
         return {wrt: torch.zeros_like(mat) if part is None else part for (wrt, mat), part in pairs}
 
 

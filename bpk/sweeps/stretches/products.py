@@ -59,9 +59,9 @@ class StretchProducts:
 
     def pull(self, ends: Sequence[Tensor], columns: Sequence[Tensor], first: int = 0) -> list[Tensor]:
         """Columns from `ends` back to the beginnings from number `first` on, zero where nothing depends on them."""
-        beginnings = self.source.beginnings()[first:]
-        found = pull_columns(ends, beginnings, columns, create_graph=False, also=self.source.also)
-        known = zip(found, self.gradients[first:], strict=True)
+        beginnings = [*self.source.beginnings()[first:], *self.source.beside]
+        found = pull_columns(ends, beginnings, columns, create_graph=False)
+        known = zip(found, self.gradients[first:], strict=False)
         return [g.new_zeros(len(columns[0]), *g.shape) if mat is None else mat for mat, g in known]
 
     @property
