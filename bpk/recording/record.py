@@ -87,9 +87,10 @@ def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
 class Record(Connected):
     """One recorded call of a layer: module, rule, inputs, results, and how these are connected to the graph.
 
-    `given` are the shapes of the tensors with which the whole model was called; `reads_piece` says that the call reads
-    a part of the first one, such as a step of time, `turned` that it has the second axis of that in front (`None`: not
-    known, or shapes tell). `contexts` are those that the thread of the forward pass is in.
+    `given` are the shapes of the tensors with which the whole model was called; `reads_data` says that the call reads
+    the first one, or a part of it, `reads_piece` that it reads a part, such as a step of time. `data_axis` is the axis
+    of its first input along which that of data runs which is in front there (`None`: not known, or shapes tell).
+    `contexts` are those that the thread of the forward pass is in.
     `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
     state of the generators before the call. `left` is what was left of the output on the module. `open`: a backward
     pass is awaited. `released`: the tensors are gone.
@@ -126,10 +127,11 @@ class Record(Connected):
             self.noted = [note(p) for p in self.params.values()]
             self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
         self.settings = Settings(module, binding.options)
-        self.reads_piece, self.turned = False, None
-        if CTX.data is not None:
-            self.reads_piece = CTX.data.has_piece(inputs, edges)
-            self.turned = CTX.data.is_turned(inputs, CTX.given)
+        data, self.reads_data, self.data_axis = CTX.data, False, None
+        if data is not None:
+            self.reads_data = data.is_read(inputs, edges)
+            self.data_axis = data.axis_in(inputs, CTX.given)
+        self.reads_piece = self.reads_data and data is not None and inputs[0].numel() < data.size
         self.given, self.contexts = CTX.given, CTX.entered
         if self.contexts:
             self.contexts[-1].recorded = True

@@ -8,6 +8,10 @@ either the first one or zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,6 +19,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.decoding import all_different, digits
 from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared, put_back
 from bpk.plan.samples.given import (
+    axis_of_data,
     follows_data,
     is_given_data,
     is_told,
@@ -35,6 +40,9 @@ from bpk.plan.samples.probing import SourcesOf, fuller, sweep, tolerance_of, use
 from bpk.plan.samples.silent import follow_neighbours
 from bpk.recording.record import Record
 
+Test = Callable[[Tensor, int, bool], dict[int, Tensor]]
+"""Tests a hypothesis: the sample of each row of the root, the number of samples, whether batch axes are movable."""
+
 
 def attribute(
     root: Record, above: list[Record], sources: SourcesOf, at_most: int | None = None
@@ -48,7 +56,21 @@ def attribute(
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
-    if at_most is None and (found := as_given(root, above, sources) or as_picked(root, above, sources, sure=True)):
+    if any(axis_of_data(record) is not None for record in above):
+        with suppress(UnsupportedLayer):
+            return search(root, above, sources, True, at_most)
+    return search(root, above, sources, False, at_most)
+
+
+def search(
+    root: Record, above: list[Record], sources: SourcesOf, as_laid_out: bool, at_most: int | None
+) -> tuple[int, dict[int, Tensor]]:
+    """Test one hypothesis after the other: those alone, maybe, in which samples are `as_laid_out` in the data.
+
+    Data with as many steps as samples may tell which is which, where the graph does not.
+    """
+    test = partial(follow, root, above, sources, as_laid_out)
+    if at_most is None and (found := as_given(root, above, test) or as_picked(root, above, sources, test, sure=True)):
         return found
     refusal: UnsupportedLayer | NotInFront | None = None
     without: dict[bool, NotInFront] = {}
@@ -66,7 +88,7 @@ def attribute(
         for numbers in numberings(root.batch_size, n, in_front):
             before = [(record, record.shifted) for record in above]
             try:
-                return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+                return n, test(numbers, n, movable)
             except UnsupportedLayer as error:
                 refusal = refusal or error
             except LastResort as error:
@@ -82,65 +104,79 @@ def attribute(
             put_back(before)
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
-    if at_most is None and (found := as_picked(root, above, sources, sure=False)):
+    if at_most is None and (found := as_picked(root, above, sources, test, sure=False)):
         return found
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
-def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]] | None:
+def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[int, Tensor]] | None:
     """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.
 
     Raises:
-        NotInFront: If it does but for layers that read tables, whose rows feed all samples: those of positions, where
-            the loss has its rows in another order than what the model was given.
+        NotInFront: If it does but for layers that read tables, whose rows feed all samples (those of positions), or
+            that have samples inside of their rows.
     """
     before = [(record, record.shifted) for record in above]
-    tells = any(record.turned is not None for record in above)
-    for strict in (True, False) if tells else (False,):  # data with as many steps as samples may tell which is which
-        for n, movable, in_front in of_what_was_given(root, above):
-            for numbers in numberings(root.batch_size, n, in_front):
-                left = False
-                try:
-                    rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
-                    told = not strict or all(follows_data(record, rows, n, sources) for record in above)
-                    if told and rows_in_order(above, rows, n):
-                        return n, rows
-                except UnsupportedLayer:
-                    pass
-                except NotInFront as error:  # they have to be left first
-                    tables = not in_front and all(reads_tables(record, sources) for record in error.records)
-                    if tables or isinstance(error, AllInside):
-                        put_back(before)
-                        raise
-                    left = True
+    tables: list[NotInFront] = []
+    for n, movable, in_front in of_what_was_given(root, above):
+        for numbers in numberings(root.batch_size, n, in_front):
+            try:
+                rows = test(numbers, n, movable)
+                if rows_in_order(above, rows, n):
+                    return n, rows
+            except UnsupportedLayer:
+                pass
+            except NotInFront as error:
                 put_back(before)
-                if left:
+                if isinstance(error, AllInside) or (
+                    error.missing and any(r.reads_data for r in above if r not in error.records)
+                ):
+                    raise
+                if not error.missing:
                     return None
+                tables.append(error)
+            put_back(before)
+    if tables:
+        raise min(tables, key=lambda error: error.missing)
     return None
 
 
 def as_picked(
-    root: Record, above: list[Record], sources: SourcesOf, sure: bool
+    root: Record, above: list[Record], sources: SourcesOf, test: Test, sure: bool
 ) -> tuple[int, dict[int, Tensor]] | None:
     """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
-    found = picked(root, above, sources, tolerance_of(root, above), sure)
     before = [(record, record.shifted) for record in above]
-    if found is None:
-        return None
-    for movable in (False, True):
-        try:
-            return found[0], follow(root, above, sources, found[1], found[0], movable)
-        except (UnsupportedLayer, NotInFront) as error:
-            put_back(before)
-            if isinstance(error, AllInside) or (isinstance(error, NotInFront) and not movable):
-                raise
+    tables: list[NotInFront] = []
+    for n, numbers in picked(root, above, sources, tolerance_of(root, above), sure):
+        for movable in (False, True):
+            try:
+                return n, test(numbers, n, movable)
+            except UnsupportedLayer:
+                put_back(before)
+            except NotInFront as error:
+                put_back(before)
+                if isinstance(error, AllInside) or not movable:
+                    raise
+                tables.append(error)
+    if tables and not sure:
+        raise min(tables, key=lambda error: error.missing)
     return None
 
 
 def follow(
-    root: Record, above: list[Record], sources: SourcesOf, numbers: Tensor, n: int, movable: bool
+    root: Record,
+    above: list[Record],
+    sources: SourcesOf,
+    as_laid_out: bool,
+    numbers: Tensor,
+    n: int,
+    movable: bool,
 ) -> dict[int, Tensor]:
-    """Test one hypothesis about the rows of the root throughout the graph."""
+    """Test one hypothesis about the rows of the root throughout the graph: those of `n` samples have these numbers.
+
+    The batch axis may be `movable`. With `as_laid_out`, samples must be where the data of the model has them.
+    """
+    numbers = numbers.to(root.inputs[0].device)
     found: dict[int, Tensor] = {id(root): numbers}
     reached: set[int] = set()
     shared: dict[int, tuple[Record, Shared]] = {}
@@ -156,6 +192,8 @@ def follow(
                 silent[record] = mat
         try:
             found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
+            if as_laid_out and not follows_data(record, rows, mat, n):
+                raise mixed(f"'{root.path}' has them in another order than the data of the model")
             is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
             if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
                 # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
@@ -163,7 +201,7 @@ def follow(
         except Inside:
             inside.append(record)
         except Shared as error:
-            if record.reads_piece:  # of what the model was given: no table
+            if record.reads_data or record.data_axis is not None:  # what the model was given is no table
                 raise mixed(f"one {error}") from None
             shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
     joining: list[Record] = []

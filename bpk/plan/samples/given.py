@@ -9,7 +9,6 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from bpk.plan.graph import Source
 from bpk.recording.record import Record
 
 
@@ -46,7 +45,7 @@ def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bo
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
             orders = [] if count != n and count in behind else orders
-            orders += [found.max().expand(count)] if count != n or record.turned else []
+            orders += [found.max().expand(count)] if count != n or record.data_axis else []
             if not any(bool(((found < 0) | (found == order)).all()) for order in orders):
                 return False
     return True
@@ -75,18 +74,35 @@ def is_as_large_as_given(record: Record) -> bool:
     return len(first) == 2 and min(first) > 1 and record.batch_size == first[0] * first[1]
 
 
-def follows_data(record: Record, rows: Mapping[int, Tensor], n: int, sources: Mapping[int, dict[int, Source]]) -> bool:
-    """Whether a call has samples along the first axis of what the model was given, as far as that can be seen."""
-    if record.turned is None or any(source.targets for source in sources[id(record)].values()):
+def axis_of_data(record: Record) -> int | None:
+    """Along which axis a call has the samples of data, as far as that can be seen where shapes do not tell.
+
+    What functions of data have made is taken to be laid out as data is, where nothing says otherwise.
+    """
+    if record.knows_batch or not record.given or not is_given_data(record):
+        return None
+    shape = record.given[0][:2]
+    square = len(shape) == 2 and shape[0] == shape[1] and record.inputs[0].shape[:2] == shape
+    return 0 if record.data_axis is None and square else record.data_axis
+
+
+def follows_data(record: Record, rows: Tensor, mat: Tensor, n: int) -> bool:
+    """Whether a call has samples along the first axis of what the model was given, as far as that can be seen.
+
+    Its rows are said to be these samples, by gradients `mat`: rows without one say nothing.
+    """
+    axis = axis_of_data(record)
+    if axis is None or n != record.given[0][0]:
         return True
-    (first, steps), count = record.given[0][:2], record.batch_size
-    if count != first * steps:
-        if record.reads_piece and record.turned:  # steps of one sample
-            return id(record) in rows and len(rows[id(record)].unique()) == 1
-        return count != n or bool(record.shifted) == record.turned
-    number = torch.arange(count)
-    found = rows[id(record)].cpu() if id(record) in rows else number
-    return bool(((found < 0) | (found == (number % n if record.turned else number // steps))).all())
+    steps, count = record.given[0][1], record.batch_size
+    tells = (rows >= 0) & mat[0].movedim(record.shifted, 0)[..., None].flatten(1).any(1)
+    found, number = rows[tells], torch.arange(len(rows), device=rows.device)[tells]
+    if record.reads_piece and axis:  # steps of one sample
+        return len(found.unique()) <= 1
+    if count == n * steps:
+        return torch.equal(found, number % n if axis else number // steps)
+    in_order = len(rows) != n or torch.equal(found, number)
+    return in_order and (record.reads_piece or record.shifted == axis)
 
 
 def is_given_data(record: Record) -> bool:

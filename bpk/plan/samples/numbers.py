@@ -34,6 +34,8 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     if rows is not None:
         return rows
     axis, rows = batch_axis(mat, n, tolerance)
+    if record.params and not may_be_in(record, axis):
+        axis = 0
     what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
     if (
         record.binding.axes
@@ -51,10 +53,13 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
             raise Shared(what)
         raise mixed(f"one {what}")
-    looks_at = record.rule.acts_on(record.call())
-    if looks_at is not None and axis < record.inputs[0].dim() - looks_at:
-        record.shift(axis)
-        return rows
-    if record.params:
-        raise mixed(f"its batch axis is axis {axis}, and one {what}")
-    raise NotInFront([record])
+    if not may_be_in(record, axis):
+        raise NotInFront([record])
+    record.shift(axis)
+    return rows
+
+
+def may_be_in(record: Record, axis: int) -> bool:
+    """Whether samples can be along an axis of a layer's input: none that the layer looks at."""
+    looks_at = None if record.rule is None else record.rule.acts_on(record.call())
+    return looks_at is not None and axis < record.inputs[0].dim() - looks_at

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from bpk.plan.samples.decoding import decode, digits
+from bpk.plan.samples.hypotheses import reads_tables
 from bpk.plan.samples.probing import SourcesOf, sweep
 from bpk.recording.record import Record
 
@@ -15,36 +18,46 @@ DIGITS = 3
 
 def picked(
     root: Record, above: list[Record], sources: SourcesOf, tolerance: float, sure: bool
-) -> tuple[int, Tensor] | None:
-    """A hypothesis: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
+) -> Iterator[tuple[int, Tensor]]:
+    """Hypotheses: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
 
-    The rows of the root are numbered, and their numbers are looked for in the entries of what the last call with a row
-    for each sample has returned. An entry must be in one row of the root at most. It is `sure` only where some sample
-    has several rows, and no axis could be that of the root's rows.
+    The rows of the root are numbered, and their numbers are looked for in the entries of what the last call with an
+    axis for samples has returned (in front, or behind others). An entry must be in one row of the root at most. It is
+    `sure` only where some sample has several rows, and no axis could be that of the root's rows.
     """
     given = {shapes[0][:1] for shapes in {record.given for record in above} if shapes}
     n, count = next(iter(given), (0,))[0] if len(given) == 1 else 0, root.batch_size
     if n < 2:
-        return None
+        return
 
-    def has_samples(record: Record, mat: Tensor) -> bool:
-        """Whether a call has a row for each sample (if these are as many as the root's: and has none of the root's)."""
-        in_front = mat.shape[1] == n and not record.shifted
-        return in_front and (n != count or decode(mat, 1 << DIGITS, tolerance) is None)
+    def axes_of(record: Record, mat: Tensor) -> list[int]:
+        """Axes that may be that of samples (if these are as many as the root's rows: and are not those)."""
+        found = [axis for axis in range(max(1, mat.dim() - 2)) if mat.shape[1 + axis] == n and not record.shifted]
+        if found and reads_tables(record, sources):
+            return []
+        return [a for a in found if n != count or decode(mat.movedim(1 + a, 1), 1 << DIGITS, tolerance) is None]
 
     every, total = torch.arange(count, device=root.inputs[0].device), None
+    axes, shape = list[int](), torch.Size()
     for place in range(0, (count - 1).bit_length(), DIGITS):
         weights = digits((every >> place) & ((1 << DIGITS) - 1), 1 << DIGITS)
-        mat = next((mat for record, mat in sweep(root, above, sources, weights) if has_samples(record, mat)), None)
-        if mat is None or mat[0].numel() == count or (sure and count in mat.shape[1:]):
-            return None
+        for record, mat in sweep(root, above, sources, weights):
+            if axes := axes_of(record, mat):
+                break
+        else:
+            return
+        if mat[0].numel() == count or (sure and count in mat.shape[1:]):
+            return
         part = decode(mat.flatten(1)[..., None], 1 << DIGITS, tolerance, in_order=False)
         if part is None:
-            return None
-        shifted = torch.where(part < 0, part, part << place)
+            return
+        shape, shifted = mat.shape[1:], torch.where(part < 0, part, part << place)
         total = shifted if total is None else torch.where(part < 0, part, total + shifted)
-    owners = None if total is None else owners_of(total.view(n, -1), count)
-    return None if owners is None or (sure and len(owners.unique()) == count) else (n, owners)
+    for axis in axes if total is not None else ():
+        assert total is not None
+        owners = owners_of(total.view(shape).movedim(axis, 0).flatten(1), count)
+        if owners is not None and not (sure and len(owners.unique()) == count):
+            yield n, owners
 
 
 def owners_of(numbers: Tensor, count: int) -> Tensor | None:
