@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from bpk.recording.graph.nodes import Edge
+
+MOST_AXES = 5
+"""Of data whose axes are looked for in another order."""
 
 
 class Data:
@@ -27,35 +31,65 @@ class Data:
         plain = bool(inputs) and inputs[0].layout is self.whole.layout is torch.strided
         return plain and inputs[0].untyped_storage() is self.whole.untyped_storage()
 
-    def axis_in(self, inputs: Sequence[Tensor], given: Sequence[torch.Size]) -> int | None:
-        """Along which axis of a call's first input the first axis of data runs, where shapes do not tell.
+    def axis_in_view(self, x: Tensor) -> int | None:
+        """Along which axis of a view of data its first axis runs, by strides.
 
-        They do not if another axis is as long, or if both axes of data are one axis: 1 stands for the order in which
-        the second axis comes first, then. The strides of a view tell, or values of a copy; else the order of strides,
-        which functions of entries hand on. `None`: none of these does.
+        Of a view that has both as one axis, and of a part with the second axis in front, it is called 1.
         """
-        shape = inputs[0].shape if inputs and self.axes is not None else ()
-        if self.axes is None or not shape:
+        if self.axes is None:
             return None
         n, m = self.axes
+        first, second = self.whole.stride()[:2]
+        steps = list(zip(x.shape, x.stride(), strict=True))
+        if x.numel() == self.size:
+            if x.is_contiguous() and self.whole.is_contiguous():
+                return 0
+            return steps.index((n, first)) if steps.count((n, first)) == 1 else self.axis_in_copy(x, ())
+        if not steps or x.dim() >= self.whole.dim() or first == second:
+            return None
+        return 0 if steps[0] == (n, first) else 1 if steps[0] == (m, second) else None
+
+    def axis_in_copy(self, x: Tensor, given: Sequence[torch.Size]) -> int | None:
+        """The same of what was computed from data, where shapes do not tell: a copy, or a function of its entries.
+
+        They do not if another axis is as long, or if both axes of data are one axis. The values of a copy tell, else
+        the order of strides, which functions of entries hand on. `None`: neither does.
+        """
+        if self.axes is None or not x.dim():
+            return None
+        (n, m), shape, data = self.axes, x.shape, self.whole.detach()
         if n != m and shape[0] != n * m and shape.count(n) < 2:
             return None
-        x, data = inputs[0].detach(), self.whole.detach()
         if x.layout is not torch.strided or data.layout is not torch.strided or x.is_meta:
             return None
-        all_of_it = x.numel() == data.numel()
-        if x.untyped_storage() is data.untyped_storage():
-            if all_of_it and x.is_contiguous() and data.is_contiguous():
-                return 0
-            steps = [(x.shape[axis], x.stride(axis)) for axis in range(x.dim())]
-            if all_of_it and steps.count((n, data.stride(0))) == 1:
-                return steps.index((n, data.stride(0)))
-            if n == m == len(x) and x.dim() < data.dim() and data.stride(0) != data.stride(1):
-                return data.stride()[:2].index(x.stride(0)) if x.stride(0) in data.stride()[:2] else None
+        all_of_it = x.numel() == self.size
         if all_of_it and x.dtype == data.dtype and x.device == data.device:
-            orders = [torch.equal(x.reshape(d.shape), d) for d in (data, data.transpose(0, 1))]
-            if any(orders):
-                return None if all(orders) else orders.index(True)
-        if n != m or x.shape[:2] != data.shape[:2] or [s[:2] for s in given].count(data.shape[:2]) > 1:
+            axes = {axis for axis, order in orders_of(data, shape) if torch.equal(x.reshape(order.shape), order)}
+            if axes:
+                return axes.pop() if len(axes) == 1 else None
+        if [other[:2] for other in given].count(data.shape[:2]) > 1:
+            return None
+        if x.dim() == data.dim() and all_of_it:
+            return moved(x, data)
+        if n != m or shape[:2] != data.shape[:2]:
             return None
         return 1 if (x.stride(0) < x.stride(1)) != (data.stride(0) < data.stride(1)) else None
+
+
+def orders_of(data: Tensor, shape: torch.Size) -> Iterator[tuple[int, Tensor]]:
+    """Data with its axes in all orders that may have this shape, and where the first one is; both as one, last."""
+    if len(shape) == data.dim() <= MOST_AXES:
+        for order in permutations(range(data.dim())):
+            if [data.shape[axis] for axis in order] == list(shape):
+                yield order.index(0), data.permute(order)
+    if shape[0] == data.shape[0] * data.shape[1]:
+        yield 0, data
+        yield 1, data.transpose(0, 1)
+
+
+def moved(x: Tensor, data: Tensor) -> int | None:
+    """Where the first axis of data is among the axes of what functions of its entries have made, if it was moved."""
+    ours, theirs = (sorted(range(t.dim()), key=t.stride, reverse=True) for t in (x, data))
+    if ours == theirs or [x.shape[axis] for axis in ours] != [data.shape[axis] for axis in theirs]:
+        return None
+    return ours[theirs.index(0)]

@@ -127,11 +127,13 @@ class Record(Connected):
             self.noted = [note(p) for p in self.params.values()]
             self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
         self.settings = Settings(module, binding.options)
-        data, self.reads_data, self.data_axis = CTX.data, False, None
-        if data is not None:
+        self.reads_data, self.reads_piece, self.data_axis = False, False, None
+        data = CTX.data
+        if data is not None and inputs and edges[0][0] is None:
             self.reads_data = data.is_read(inputs, edges)
-            self.data_axis = data.axis_in(inputs, CTX.given)
-        self.reads_piece = self.reads_data and data is not None and inputs[0].numel() < data.size
+            self.reads_piece = self.reads_data and inputs[0].numel() < data.size
+            x = inputs[0].detach()
+            self.data_axis = data.axis_in_view(x) if self.reads_data else data.axis_in_copy(x, CTX.given)
         self.given, self.contexts = CTX.given, CTX.entered
         if self.contexts:
             self.contexts[-1].recorded = True

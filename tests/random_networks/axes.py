@@ -11,21 +11,15 @@ from __future__ import annotations
 
 import random
 import sys
-import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bpk
-from bpk.extensions import BatchDiagGGNExact, BatchGrad
-from bpk.jacobians.core.errors import UnsupportedLayer
-from tests.hunts import parser_of_seeds
+from tests.random_networks.by_owner import CLASSES, ENTRIES, WIDTH, WORDS, compare_seeds, missing_or_wrong
 
-WIDTH, CLASSES, WORDS, ENTRIES = 4, 3, 7, 3
 READS = (
     *("tokens", "tokens", "features", "features", "flat", "flat, steps first", "step by step", "sample by sample"),
     *("steps unbound", "scaled", "scaled, steps first", "copied, steps first", "differences", "entries first"),
@@ -198,81 +192,17 @@ def data_of(drawn: Drawn) -> Tensor:
 
 
 def wrong(seed: int) -> list[str]:
-    """What is wrong in two passes of the model of a seed, the second one with other data.
-
-    Raises:
-        UnsupportedLayer: If it is refused.
-    """
+    """What is wrong in two passes of the model of a seed, the second one with other data."""
     torch.manual_seed(seed)
     model = bpk.extend(Model(draw(seed)).double())
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
-    found: list[str] = []
-    for _ in range(2):
-        found += wrong_in_a_pass(model, loss_fn)
-    return found
-
-
-def wrong_in_a_pass(model: Model, loss_fn: nn.Module) -> list[str]:
-    """What is wrong in one pass."""
-    x, owners, n = data_of(model.drawn), model.owners(), model.drawn.samples
-    with bpk.disable():
-        out = model(x)
-    y = torch.randint(CLASSES, (out.shape[0], *out.shape[2:]))
-    with bpk.backpack(BatchGrad(), BatchDiagGGNExact()):
-        loss_fn(model(x), y).backward()
-    params = dict(model.named_parameters())
-    gradients, diagonals = expected(out, y, owners, n, list(params.values()))
-    found = []
-    for (name, p), gradient, diagonal in zip(params.items(), gradients, diagonals, strict=True):
-        for field, value in (("grad_batch", gradient), ("diag_ggn_exact_batch", diagonal)):
-            ours = p.__dict__.get(field)
-            if ours is None or ours.shape != value.shape or not torch.allclose(ours, value, atol=1e-10):
-                found.append(f"{name}.{field}")
-    return found
-
-
-def expected(
-    out: Tensor, y: Tensor, owners: Tensor, n: int, params: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Individual gradients, and diagonals of individual GGNs, of each parameter."""
-    rows = F.cross_entropy(out, y, reduction="none").reshape(len(owners), -1).sum(1) / y.numel()
-
-    def pulled(vector: Tensor, at: Tensor) -> list[Tensor]:
-        each = torch.autograd.grad(at, params, vector, retain_graph=True, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for g, p in zip(each, params, strict=True)]
-
-    gradients = [pulled((owners == k).to(rows), rows) for k in range(n)]
-    probabilities = out.softmax(1).detach().movedim(1, -1).reshape(-1, CLASSES)  # rows, or rows and steps
-    squares = [[torch.zeros_like(p) for p in params] for _ in range(n)]
-    flat = out.movedim(1, -1).reshape(-1, CLASSES)
-    of_entries = owners.repeat_interleave(len(flat) // len(owners))
-    for row, p in enumerate(probabilities):  # H = diag(p) - p p^T has the root diag(sqrt p) - p sqrt(p)^T
-        root = p.sqrt().diag() - p[:, None] * p.sqrt()
-        for column in root.T / y.numel() ** 0.5:
-            for total, g in zip(squares[of_entries[row]], pulled(column, flat[row]), strict=True):
-                total += g.square()
-    return [torch.stack(each) for each in zip(*gradients, strict=True)], [
-        torch.stack(each) for each in zip(*squares, strict=True)
-    ]
+    passes = [missing_or_wrong(model, loss_fn, data_of(model.drawn), model.drawn.samples) for _ in range(2)]
+    return [what for found in passes for what in found]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look at many seeds; the number of those with something wrong."""
-    options = parser_of_seeds(__doc__).parse_args(argv)
-    counts: Counter[str] = Counter()
-    warnings.simplefilter("ignore")
-    for seed in range(options.seed, options.seed + options.count):
-        try:
-            found = wrong(seed)
-        except UnsupportedLayer as error:
-            found = []
-            counts["refused"] += 1
-            print(seed, draw(seed), str(error).splitlines()[0], flush=True)
-        if found:
-            print(seed, draw(seed), found, flush=True)
-        counts["wrong" if found else "compared"] += 1
-    print(dict(counts))
-    return counts["wrong"]
+    return compare_seeds(__doc__, wrong, draw, argv)
 
 
 if __name__ == "__main__":

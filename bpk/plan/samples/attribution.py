@@ -9,14 +9,13 @@ either the first one or zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.plan.samples.decoding import all_different, digits
+from bpk.plan.samples.decoding import digits
 from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared, put_back
 from bpk.plan.samples.given import (
     axis_of_data,
@@ -56,21 +55,28 @@ def attribute(
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
-    if any(axis_of_data(record) is not None for record in above):
-        with suppress(UnsupportedLayer):
-            return search(root, above, sources, True, at_most)
-    return search(root, above, sources, False, at_most)
+    known = any(axis_of_data(record) is not None for record in above)
+    tests = [partial(follow, root, above, sources, laid_out) for laid_out in ((True, False) if known else (False,))]
+    refusal: UnsupportedLayer | LastResort | None = None
+    for test in tests:
+        try:
+            return search(root, above, sources, test, at_most)
+        except (UnsupportedLayer, LastResort) as error:
+            refusal = error
+    for test in tests if at_most is None else ():
+        if found := as_picked(root, above, sources, test, sure=False, complete=False):
+            return found
+    assert refusal is not None
+    raise refusal
 
 
 def search(
-    root: Record, above: list[Record], sources: SourcesOf, as_laid_out: bool, at_most: int | None
+    root: Record, above: list[Record], sources: SourcesOf, test: Test, at_most: int | None
 ) -> tuple[int, dict[int, Tensor]]:
-    """Test one hypothesis after the other: those alone, maybe, in which samples are `as_laid_out` in the data.
-
-    Data with as many steps as samples may tell which is which, where the graph does not.
-    """
-    test = partial(follow, root, above, sources, as_laid_out)
-    if at_most is None and (found := as_given(root, above, test) or as_picked(root, above, sources, test, sure=True)):
+    """Test one hypothesis after the other, the simplest first."""
+    if at_most is None and (
+        found := as_given(root, above, test) or as_picked(root, above, sources, test, sure=True, complete=False)
+    ):
         return found
     refusal: UnsupportedLayer | NotInFront | None = None
     without: dict[bool, NotInFront] = {}
@@ -104,7 +110,7 @@ def search(
             put_back(before)
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
-    if at_most is None and (found := as_picked(root, above, sources, test, sure=False)):
+    if at_most is None and (found := as_picked(root, above, sources, test, sure=False, complete=True)):
         return found
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
@@ -142,12 +148,15 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[i
 
 
 def as_picked(
-    root: Record, above: list[Record], sources: SourcesOf, test: Test, sure: bool
+    root: Record, above: list[Record], sources: SourcesOf, test: Test, sure: bool, complete: bool
 ) -> tuple[int, dict[int, Tensor]] | None:
-    """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
+    """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses.
+
+    That some sample has none of them, where it is not sure, comes last.
+    """
     before = [(record, record.shifted) for record in above]
     tables: list[NotInFront] = []
-    for n, numbers in picked(root, above, sources, tolerance_of(root, above), sure):
+    for n, numbers in picked(root, above, sources, tolerance_of(root, above), sure, complete):
         for movable in (False, True):
             try:
                 return n, test(numbers, n, movable)
@@ -167,14 +176,15 @@ def follow(
     root: Record,
     above: list[Record],
     sources: SourcesOf,
-    as_laid_out: bool,
+    laid_out: bool,
     numbers: Tensor,
     n: int,
     movable: bool,
 ) -> dict[int, Tensor]:
     """Test one hypothesis about the rows of the root throughout the graph: those of `n` samples have these numbers.
 
-    The batch axis may be `movable`. With `as_laid_out`, samples must be where the data of the model has them.
+    The batch axis may be `movable`. With `laid_out`, samples must be where the data of the model has them: data with as
+    many steps as samples may tell which is which, where the graph does not.
     """
     numbers = numbers.to(root.inputs[0].device)
     found: dict[int, Tensor] = {id(root): numbers}
@@ -192,7 +202,7 @@ def follow(
                 silent[record] = mat
         try:
             found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
-            if as_laid_out and not follows_data(record, rows, mat, n):
+            if laid_out and not follows_data(record, rows, mat, n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
             is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
             if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
@@ -235,26 +245,3 @@ def follow(
     if are_pieces(above, rows_of, n):
         raise mixed(f"'{root.path}' has {n}, and what was called has one")
     return rows_of
-
-
-def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
-    """Whether rows still are those of the samples as which they were known.
-
-    One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every
-    entry they differ by the weight of the row's sample.
-    """
-    device = root.inputs[0].device
-    in_order = torch.arange(n, device=device)
-    weights = all_different(n, device)
-    tolerance = tolerance_of(root, above) / 4
-    start = weights[rows.get(id(root), in_order).clamp(min=0)]
-    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
-        of_rows = rows.get(id(record), in_order)
-        if mat.shape[1] != len(of_rows):
-            return False
-        real = torch.view_as_real(mat) if mat.is_complex() else mat
-        plain, weighted = real[..., None].flatten(2).double().nan_to_num(0.0)
-        expected = plain * weights[of_rows.clamp(min=0)][:, None] * (of_rows >= 0)[:, None]
-        if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
-            return False
-    return True

@@ -22,6 +22,8 @@ from torch.autograd.graph import Node
 
 from bpk.plan.dependence import matters, spread
 from bpk.plan.graph import Source
+from bpk.plan.samples.decoding import all_different
+from bpk.plan.samples.probing import SourcesOf, sweep, tolerance_of
 from bpk.plan.sources import Sources, consumers_first
 from bpk.plan.survey import mixes
 from bpk.recording import engine
@@ -193,3 +195,26 @@ def labels(columns: Tensor, weights: Tensor) -> Tensor | None:
     if bool((off > ROUNDING * plain).any()):
         return None
     return torch.where(total > 0, number, -1)
+
+
+def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
+    """Whether rows still are those of the samples as which they were known.
+
+    One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every
+    entry they differ by the weight of the row's sample.
+    """
+    device = root.inputs[0].device
+    in_order = torch.arange(n, device=device)
+    weights = all_different(n, device)
+    tolerance = tolerance_of(root, above) / 4
+    start = weights[rows.get(id(root), in_order).clamp(min=0)]
+    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
+        of_rows = rows.get(id(record), in_order)
+        if mat.shape[1] != len(of_rows):
+            return False
+        real = torch.view_as_real(mat) if mat.is_complex() else mat
+        plain, weighted = real[..., None].flatten(2).double().nan_to_num(0.0)
+        expected = plain * weights[of_rows.clamp(min=0)][:, None] * (of_rows >= 0)[:, None]
+        if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
+            return False
+    return True

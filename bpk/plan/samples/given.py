@@ -81,9 +81,8 @@ def axis_of_data(record: Record) -> int | None:
     """
     if record.knows_batch or not record.given or not is_given_data(record):
         return None
-    shape = record.given[0][:2]
-    square = len(shape) == 2 and shape[0] == shape[1] and record.inputs[0].shape[:2] == shape
-    return 0 if record.data_axis is None and square else record.data_axis
+    alike = len(record.given[0]) > 1 and record.inputs[0].shape[:2] == record.given[0][:2]
+    return 0 if record.data_axis is None and alike else record.data_axis
 
 
 def follows_data(record: Record, rows: Tensor, mat: Tensor, n: int) -> bool:

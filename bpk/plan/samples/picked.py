@@ -17,13 +17,14 @@ DIGITS = 3
 
 
 def picked(
-    root: Record, above: list[Record], sources: SourcesOf, tolerance: float, sure: bool
+    root: Record, above: list[Record], sources: SourcesOf, tolerance: float, sure: bool, complete: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """Hypotheses: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
 
     The rows of the root are numbered, and their numbers are looked for in the entries of what the last call with an
     axis for samples has returned (in front, or behind others). An entry must be in one row of the root at most. It is
-    `sure` only where some sample has several rows, and no axis could be that of the root's rows.
+    `sure` only where some sample has several rows, and no axis could be that of the root's rows, and `complete` only
+    where each has one.
     """
     given = {shapes[0][:1] for shapes in {record.given for record in above} if shapes}
     n, count = next(iter(given), (0,))[0] if len(given) == 1 else 0, root.batch_size
@@ -56,7 +57,10 @@ def picked(
     for axis in axes if total is not None else ():
         assert total is not None
         owners = owners_of(total.view(shape).movedim(axis, 0).flatten(1), count)
-        if owners is not None and not (sure and len(owners.unique()) == count):
+        if owners is None:
+            continue
+        found = len(owners.unique())
+        if not (sure and found == count) and not (complete and found < n):
             yield n, owners
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.plan.graph import Source
-from bpk.plan.samples.attribution import attribute, confirms
+from bpk.plan.samples.attribution import attribute
 from bpk.plan.samples.findings import AllInside, NotInFront
-from bpk.plan.samples.forms import Form, form_of, prove, recall, remember
+from bpk.plan.samples.forms import Form, confirms, form_of, prove, recall, remember
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.sources import Sources
 from bpk.plan.survey import upstream
