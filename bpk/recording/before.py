@@ -27,6 +27,8 @@ from bpk.rules import REGISTRY
 
 GIVEN = "bpk.given"
 """Under which name the nodes of a model's results keep the shapes of what it was given."""
+ONE_NUMBER = (1,)
+"""The shape of a number, such as the time in a differential equation, which has no samples (nor has one without axes)."""
 
 BEFORE = "_bpk_before"
 """Under which name a layer keeps what is noted before its forward pass, until that is over."""
@@ -167,7 +169,8 @@ def is_quiet() -> bool:
 def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
     if CTX.called is None and not (CTX.quiet and engine.checkpointing() is None):  # `bpk` calls it again: no model runs
-        given = [x for x in tensors_in((*args, *kwargs.values())) if not x.is_nested]
+        tensors = [x for x in tensors_in((*args, *kwargs.values())) if x.dim() and not x.is_nested]
+        given = [x for x in tensors if x.shape != ONE_NUMBER] or tensors
         CTX.called, CTX.given = module, tuple([x.shape for x in given])
         CTX.data = Data(given[0]) if given else None
         if engine.GLOBAL_FORWARD_HOOKS and CTX.watch is None:

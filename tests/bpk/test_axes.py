@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import bpk
+from bpk.extensions import BatchGrad
 from tests.random_networks import axes, named_axes
 
 SEQUENCES = (6, 9, 10, 11, 27, 37, 61, 64, 75, 78, 84, 92, *range(100, 116))
@@ -25,3 +29,32 @@ def test_sequences_as_long_as_the_batch(seed: int) -> None:
 @pytest.mark.parametrize("seed", PROGRAMS)
 def test_programs_over_named_axes(seed: int) -> None:
     assert not named_axes.wrong(seed), named_axes.draw(seed)
+
+
+class Flow(nn.Module):
+    """Is given the time before its data `[N, T, D]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.time, self.last = nn.Linear(3, 4), nn.Linear(1, 4), nn.Linear(4, 2)
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        h = torch.tanh(self.features(x.transpose(0, 1)) + self.time(t.reshape(1, 1)))
+        y: Tensor = self.last(h)
+        return y.reshape(-1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["without axes", "one axis"])
+def test_a_number_before_the_data_has_no_samples(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    n, steps = 3, 6
+    model, loss_fn = bpk.extend(Flow().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y, t = torch.randn(n, steps, 3).double(), torch.randint(2, (n * steps,)), torch.rand(shape).double()
+    losses = nn.functional.cross_entropy(model(t, x), y, reduction="none").reshape(steps, n).sum(0) / len(y)
+    params = list(model.parameters())
+    expected = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    with bpk.backpack(BatchGrad()):
+        loss_fn(model(t, x), y).backward()
+    for k, p in enumerate(params):
+        torch.testing.assert_close(p.grad_batch, torch.stack([each[k] for each in expected]))
