@@ -28,7 +28,7 @@ from bpk.rules import REGISTRY
 GIVEN = "bpk.given"
 """Under which name the nodes of a model's results keep the shapes of what it was given."""
 ONE_NUMBER = (1,)
-"""The shape of a number, such as the time in a differential equation, which has no samples (nor has one without axes)."""
+"""The shape of a number, such as the time in a differential equation: it has no samples, as without axes."""
 
 BEFORE = "_bpk_before"
 """Under which name a layer keeps what is noted before its forward pass, until that is over."""
