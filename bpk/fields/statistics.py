@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, ClosedForm
+from bpk.fields.arrived import PIECE, Averages, ClosedForm
 from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
 from bpk.fields.rows import Use as Use
@@ -131,19 +131,34 @@ class Uses(Products):
     def _factors(self, approximation: str) -> list[Tensor]:
         parts = self.orientations
         inputs = self.input_factor(approximation) if len(parts) == 1 else None
-        if inputs is None and is_too_large_for_a_block(self.param):
+        by_columns = not isinstance(self.uses[0].arrived, Averages)
+        if inputs is None and by_columns and is_too_large_for_a_block(self.param):
             return [sparse_diagonal(self.squared_sum().flatten())]
         self.require_room_beside(inputs)
-        if isinstance(known := self.uses[0].arrived, ClosedForm):
-            assert known.factor is not None
-            return [known.factor()] if inputs is None else [known.factor(), inputs]
-        if inputs is None and not self.simple:
-            rows = as_rows(self.all_rows(), 2).flatten(0, 1)
-            return [rows.T @ rows]
-        self.uses[0].call.spares = self.spares
-        outputs = add_up([self._output_factor(key, approximation) for key in self.keys])
-        self.uses[0].call.spares = []
+        outputs = self._output_factor(inputs is not None, approximation)
         return [outputs] if inputs is None else [outputs, inputs]
+
+    def _output_factor(self, beside_inputs: bool, approximation: str) -> Tensor:
+        """`G`: the GGN block of what the input factor leaves (of the parameter itself, if there is no input factor)."""
+        arrived = self.uses[0].arrived
+        if isinstance(arrived, Averages):
+            return self._averaged_output_factor()
+        if isinstance(arrived, ClosedForm):
+            assert arrived.factor is not None
+            return arrived.factor()
+        if not beside_inputs and not self.simple:
+            rows = as_rows(self.all_rows(), 2).flatten(0, 1)
+            return rows.T @ rows
+        self.uses[0].call.spares = self.spares
+        outputs = add_up([self._output_factor_of(key, approximation) for key in self.keys])
+        self.uses[0].call.spares = []
+        return outputs
+
+    def _averaged_output_factor(self) -> Tensor:
+        """`G` from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
+        by_calls = [use for use in self.uses if use.arrived.matrix is not None]
+        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_calls]
+        return add_up([*parts, *(use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared)])
 
     def require_room_beside(self, inputs: Tensor | None) -> None:
         """Refuse an output factor, beside that of the inputs if there is one, for which there is no memory."""
@@ -165,7 +180,7 @@ class Uses(Products):
         part.uses = uses
         return part
 
-    def _output_factor(self, key: Hashable, approximation: str) -> Tensor:
+    def _output_factor_of(self, key: Hashable, approximation: str) -> Tensor:
         if self.simple:
             use = self.uses[0]
             return use.rule.kron_output(use.call, use.arrived.blocks[key], use.name, approximation)
@@ -210,26 +225,6 @@ class Uses(Products):
         if part is None or rows == self.batch_size or (use.samples is not None and rows and approximation == "expand"):
             return part
         return part * (rows / self.batch_size) if rows else torch.zeros_like(part)
-
-    def averaged_factors(self) -> list[Tensor]:
-        """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
-        return product_of(self.averaged_terms(), self.input_first)
-
-    def averaged_terms(self) -> list[list[Tensor]]:
-        """The same factors as `terms`."""
-        split = self.orientations
-        if len(split) > 1:
-            return [split[0]._averaged_factors(), split[1]._averaged_factors()[::-1]]
-        return [self._averaged_factors()]
-
-    def _averaged_factors(self) -> list[Tensor]:
-        inputs = self.input_factor()
-        self.require_room_beside(inputs)
-        by_calls = [use for use in self.uses if use.arrived.matrix is not None]
-        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_calls]
-        parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
-        outputs = add_up(parts)
-        return [outputs] if inputs is None else [outputs, inputs]
 
 
 def averaged(use: Use, n: int) -> Call:
