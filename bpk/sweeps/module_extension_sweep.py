@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
-from bpk.sweeps.module_extensions import Hand
-from bpk.sweeps.sweep import Player, Settle, not_by_hand
+from bpk.sweeps.sweep import Player, not_by_hand
 
 
 class ByHand(Player):
@@ -25,8 +23,7 @@ class ByHand(Player):
     def key(self) -> Hashable:
         return ("by hand", self.samples)
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
         self.waiting: dict[Step, Any] = {}
 
     def visit(self, step: Step) -> None:

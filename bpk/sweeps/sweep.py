@@ -86,8 +86,8 @@ class Settle(Protocol):
 class Player(Sweep):
     """A sweep that is played at the loss.
 
-    `begin` is told what it may use: the plan, who takes what it brings to parameters (`settle`), how many columns may
-    exist at a time (`None`: all of them), and what a user wrote by hand for some layers.
+    Before it is played, `begin` says what it may use: the plan, who takes what it brings to parameters (`settle`), how
+    many columns may exist at a time (`at_most`; `None`: all of them), and what a user wrote by hand for some layers.
     """
 
     fields_are_rows = False
@@ -96,11 +96,16 @@ class Player(Sweep):
     """Of what those who listen make their values."""
 
     def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        """Get ready."""
+        """Get ready to be played on a plan."""
         self.plan = plan
         self.settle = settle
         self.at_most = at_most
         self.hand = hand
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Begin with nothing under way; called once the plan is known."""
 
     def end(self) -> None:
         """Let go of everything that refers to this sweep."""

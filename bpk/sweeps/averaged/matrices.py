@@ -26,7 +26,6 @@ from torch import Tensor
 from bpk.fields.arrived import Averages
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.averaged.products import (
@@ -41,8 +40,7 @@ from bpk.sweeps.averaged.products import (
     uses_of_two_kinds,
 )
 from bpk.sweeps.columns.lazy import known, split_rows
-from bpk.sweeps.module_extensions import Hand
-from bpk.sweeps.sweep import Player, Settle, not_by_hand, positive_factor, times_root_of_factor
+from bpk.sweeps.sweep import Player, not_by_hand, positive_factor, times_root_of_factor
 
 Tensors = Step | tuple[int, bool]
 """What blocks belong to: the output of a call, or a parameter (by `id`, and whether its uses see it transposed)."""
@@ -64,8 +62,7 @@ class Averaged(Player):
     def key(self) -> Hashable:
         return ("averaged", self.mc_samples, self.samples)
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
         self.waiting: dict[Tensors, dict[Tensors, Tensor]] = {}
         self.uses_of: dict[int, list[Use]] = {}
         self.whole: dict[Tensors, bool] = {}

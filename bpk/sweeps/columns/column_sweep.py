@@ -11,13 +11,11 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE, Columns
 from bpk.fields.statistics import Use
-from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting, known
 from bpk.sweeps.columns.merging import Merging
-from bpk.sweeps.module_extensions import Hand
-from bpk.sweeps.sweep import Player, Settle
+from bpk.sweeps.sweep import Player
 
 
 class ColumnSweep(Player):
@@ -37,11 +35,10 @@ class ColumnSweep(Player):
     def starting(self, step: Step) -> list[Starting]:
         """The columns that begin at a call: at its inputs, and at parameters that it uses."""
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
         self.run = Run(self)
-        plain = hand is None and not torch.is_grad_enabled()
-        self.merging = Merging(plan, at_most) if self.merges and plain else None
+        plain = self.hand is None and not torch.is_grad_enabled()
+        self.merging = Merging(self.plan, self.at_most) if self.merges and plain else None
 
     def end(self) -> None:
         self.__dict__.pop("run", None)

@@ -16,15 +16,13 @@ from torch import Tensor
 from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
-from bpk.plan.plan import Plan
 from bpk.plan.samples.rows import slots
 from bpk.plan.step import Step
 from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting
 from bpk.sweeps.columns.position_axes import axes_of_positions, behind, positions_of
-from bpk.sweeps.module_extensions import Hand
 from bpk.sweeps.starts.square_root import SquareRoot
-from bpk.sweeps.sweep import Settle, times_root_of_factor
+from bpk.sweeps.sweep import times_root_of_factor
 
 
 class ByPosition(SquareRoot):
@@ -34,8 +32,8 @@ class ByPosition(SquareRoot):
     the batch axis that tell positions apart.
     """
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
+        super().prepare()
         self.waiting: dict[Step, dict[Hashable, tuple[int, Tensor]]] = {}
 
     def starting(self, step: Step) -> list[Starting]:

@@ -11,7 +11,6 @@ from bpk.fields.arrived import ClosedForm
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
-from bpk.plan.plan import Plan
 from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
@@ -20,9 +19,7 @@ from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.diagonals import behind, takes, tied_inside
 from bpk.sweeps.columns.enumerated import Enumerated
 from bpk.sweeps.columns.lazy import LazyColumns, Starting, diagonal, known, split_rows
-from bpk.sweeps.module_extensions import Hand
 from bpk.sweeps.stretches.curved import CurvedStretch
-from bpk.sweeps.sweep import Settle
 
 
 class SignedHessian(ColumnSweep):
@@ -38,8 +35,8 @@ class SignedHessian(ColumnSweep):
     def key(self) -> Hashable:
         return ("hessian", self.samples)
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
+        super().prepare()
         self.diagonals: dict[Step, Tensor] = {}
 
     def starting(self, step: Step) -> list[Starting]:

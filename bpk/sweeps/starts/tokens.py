@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from bpk.fields.tokens import Tokens
-from bpk.plan.plan import Plan
 from bpk.plan.samples.rows import slots
 from bpk.plan.step import Step
 from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting
-from bpk.sweeps.module_extensions import Hand
 from bpk.sweeps.starts.square_root import SquareRoot
-from bpk.sweeps.sweep import Settle
 
 AT_ONCE = 1 << 19
 """How many numbers columns of tokens have at the largest layer, on a processor: there are many, each is for itself, and
@@ -53,10 +50,11 @@ class TokenColumns(ColumnSweep):
 
     before = 0
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        if at_most is not None and not self.fields_are_rows and plan.steps[0].call.output.device.type == "cpu":
-            at_most = min(at_most, max(1, AT_ONCE // plan.largest))
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
+        on_processor = self.plan.steps[0].call.output.device.type == "cpu"
+        if self.at_most is not None and not self.fields_are_rows and on_processor:
+            self.at_most = min(self.at_most, max(1, AT_ONCE // self.plan.largest))
+        super().prepare()
 
     @abstractmethod
     def columns(self, step: Step) -> Tensor:
