@@ -148,7 +148,7 @@ class Backward:
         """Autograd is at a call."""
         if record.released:
             raise RuntimeError(already_released(record))
-        is_new = id(record) not in self.inspection.placed
+        is_new = record not in self.inspection.placed
         if is_new:
             require_scaled(self.loss_scale, grad)
             self.inspect(record, engine.current_node())
@@ -180,7 +180,7 @@ class Backward:
     def inspect(self, root: Record, node: Node) -> None:
         """Look at everything behind all losses, and behind the last call."""
         losses, placed = self.inspection.losses, self.inspection.placed
-        roots = {root: node} | {loss: at for loss, at in losses.items() if id(loss) not in placed}
+        roots = {root: node} | {loss: at for loss, at in losses.items() if loss not in placed}
         for record in roots:
             if record.released:
                 raise RuntimeError(already_released(record))

@@ -55,8 +55,8 @@ class Inspection:
         self.left: list[nn.Module] = []
         self.by_functions: set[int] = set()
         self.found_products = False
-        self.placed: set[int] = set()
-        self.required: set[int] = set()
+        self.placed: set[Record] = set()
+        self.required: set[Record] = set()
         self._outside: Outside | None = None
 
     def inspect(self, roots: Mapping[Record, Node]) -> None:
@@ -87,7 +87,7 @@ class Inspection:
         """Note what was found behind a loss, and refuse what is not right there."""
         above = placement.above
         self.left += placement.left
-        self.placed.update(map(id, (*above, root)))
+        self.placed.update((*above, root))
         self.above[root] = above
         for record in above:
             if not record.open:
@@ -99,7 +99,7 @@ class Inspection:
         records = (*above, root)
         self.attribution.add(records, placement.rows, placement.n)
         if self.merged is not None:
-            self.merged.add(records, {id(record): one_sample(record) for record in records}, 1)
+            self.merged.add(records, {record: one_sample(record) for record in records}, 1)
         for record in records:
             for source in self.sources[record].values():
                 if source.trained:
@@ -108,7 +108,7 @@ class Inspection:
         self.tell(root, above, placement.left)
         if root.is_loss:
             require_layers(root, above, bool(placement.left), self.sources, self.extensions)
-            caution_coupling(root, node, self.extensions, placement.rows.get(id(root)), placement.n)
+            caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
         for record in above:
             self.check(record)
 
@@ -166,9 +166,9 @@ class Inspection:
 
     def require(self, record: Record) -> None:
         """Refuse what some active extension cannot do at a call."""
-        if id(record) in self.required:
+        if record in self.required:
             return
-        self.required.add(id(record))
+        self.required.add(record)
         rule = record.rule
         for extension in self.only_by_hand if self.is_served(record) else self.extensions:
             if rule is PASSAGE or not self.hands or extension.module_extension(record.module) is None:
@@ -192,3 +192,4 @@ class Inspection:
     def clear(self) -> None:
         """Let go of the graph."""
         self.sources, self.above, self.left, self._outside = Sources(), {}, [], None
+        self.attribution, self.merged, self.placed, self.required = Attribution(), None, set(), set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -126,21 +124,21 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     return source
 
 
-def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:
+def consumers_first(root: Record, above: list[Record], sources: Sources) -> list[Record]:
     """The records behind a root, each after all that it feeds."""
-    feeds = {id(r): 0 for r in above}
+    feeds = dict.fromkeys(above, 0)
     for record in (*above, root):
-        for source in sources[id(record)].values():
+        for source in sources[record].values():
             for producer, _ in source.targets:
-                feeds[id(producer)] += 1
+                feeds[producer] += 1
     order: list[Record] = []
     waiting = [root]
     while waiting:
         record = waiting.pop()
         order.append(record)
-        for source in sources[id(record)].values():
+        for source in sources[record].values():
             for producer, _ in source.targets:
-                feeds[id(producer)] -= 1
-                if feeds[id(producer)] == 0:
+                feeds[producer] -= 1
+                if feeds[producer] == 0:
                     waiting.append(producer)
     return order[1:]

@@ -31,17 +31,18 @@ from bpk.plan.samples.hypotheses import (
 )
 from bpk.plan.samples.numbers import numbers_of
 from bpk.plan.samples.picked import picked
-from bpk.plan.samples.probing import SourcesOf, fuller, sweep, tolerance_of, uses_of
+from bpk.plan.samples.probing import fuller, sweep, tolerance_of, uses_of
 from bpk.plan.samples.silent import follow_neighbours
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
 def attribute(
-    root: Record, above: list[Record], sources: SourcesOf, at_most: int | None = None
-) -> tuple[int, dict[int, Tensor]]:
+    root: Record, above: list[Record], sources: Sources, at_most: int | None = None
+) -> tuple[int, dict[Record, Tensor]]:
     """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
 
-    Returns the number of samples (`at_most` so many) and, by `id` of a record, the sample `[R]` of every row, where
+    Returns the number of samples (`at_most` so many) and, by record, the sample `[R]` of every row, where
     rows are not simply the samples in order.
 
     Raises:
@@ -87,7 +88,7 @@ def attribute(
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
-def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int, dict[int, Tensor]] | None:
+def as_given(root: Record, above: list[Record], sources: Sources) -> tuple[int, dict[Record, Tensor]] | None:
     """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.
 
     Raises:
@@ -120,8 +121,8 @@ def as_given(root: Record, above: list[Record], sources: SourcesOf) -> tuple[int
 
 
 def as_picked(
-    root: Record, above: list[Record], sources: SourcesOf, sure: bool
-) -> tuple[int, dict[int, Tensor]] | None:
+    root: Record, above: list[Record], sources: Sources, sure: bool
+) -> tuple[int, dict[Record, Tensor]] | None:
     """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
     found = picked(root, above, sources, tolerance_of(root, above), sure)
     before = [(record, record.shifted) for record in above]
@@ -138,24 +139,24 @@ def as_picked(
 
 
 def follow(
-    root: Record, above: list[Record], sources: SourcesOf, numbers: Tensor, n: int, movable: bool
-) -> dict[int, Tensor]:
+    root: Record, above: list[Record], sources: Sources, numbers: Tensor, n: int, movable: bool
+) -> dict[Record, Tensor]:
     """Test one hypothesis about the rows of the root throughout the graph."""
-    found: dict[int, Tensor] = {id(root): numbers}
-    reached: set[int] = set()
-    shared: dict[int, tuple[Record, Shared]] = {}
+    found: dict[Record, Tensor] = {root: numbers}
+    reached: set[Record] = set()
+    shared: dict[Record, Shared] = {}
     inside: list[Record] = []
     silent: dict[Record, Tensor] = {}
     tolerance = tolerance_of(root, above)
     uses = uses_of((*above, root), sources)
     for record, mat in sweep(root, above, sources, digits(numbers, n)):
-        reached.add(id(record))
+        reached.add(record)
         if n > 1 and not mat[0].all():
-            mat = fuller(record, mat, uses[id(record)], found, n, tolerance)
+            mat = fuller(record, mat, uses[record], found, n, tolerance)
             if record.as_called and not mat[0][..., None].flatten(1).any(1).all():
                 silent[record] = mat
         try:
-            found[id(record)] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
+            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
             is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
             if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
                 # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
@@ -165,13 +166,13 @@ def follow(
         except Shared as error:
             if record.reads_piece:  # of what the model was given: no table
                 raise mixed(f"one {error}") from None
-            shared[id(record)] = (record, error)  # an embedding of positions, or a network of a table of constants
+            shared[record] = error  # an embedding of positions, or a network of a table of constants
     joining: list[Record] = []
-    for other, reason in shared.values():
+    for other, reason in shared.items():
         alike = [r for r in above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
-        if any(id(r) not in shared for r in alike):  # one step after the other: no table
+        if any(r not in shared for r in alike):  # one step after the other: no table
             raise mixed(f"one {reason}")
-        feeders = {id(r) for source in sources[id(other)].values() for r, _ in source.targets}
+        feeders = {r for source in sources[other].values() for r, _ in source.targets}
         if feeders - shared.keys() and other.params:
             raise mixed(f"one {reason}")
         if feeders - shared.keys():
@@ -179,15 +180,14 @@ def follow(
     if joining:
         raise LastResort(joining)
     if shared:  # all others agree with this hypothesis
-        others = [r for r in above if id(r) not in shared]
+        others = [r for r in above if r not in shared]
         certain = any(is_given_data(r) and r.batch_size >= n for r in others)
-        doubtful = [r for r, _ in shared.values() if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
-        first = next(iter(shared.values()))[0]
+        doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
         if (doubtful and not movable and not certain) or not any(r.params for r in others):
-            raise mixed(f"one row of '{(doubtful or [first])[0].path}' feeds several of the {n} samples")
-        raise NotInFront([record for record, _ in shared.values()], len(shared), certain)
+            raise mixed(f"one row of '{(doubtful or [*shared])[0].path}' feeds several of the {n} samples")
+        raise NotInFront([*shared], len(shared), certain)
     for record in above:
-        if id(record) not in reached and record.batch_size != n and record.params:
+        if record not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
     if inside:
         require_apart(inside, sources, found, n)
@@ -199,7 +199,7 @@ def follow(
     return rows_of
 
 
-def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
+def confirms(root: Record, above: list[Record], sources: Sources, n: int, rows: dict[Record, Tensor]) -> bool:
     """Whether rows still are those of the samples as which they were known.
 
     One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every
@@ -209,9 +209,9 @@ def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows
     in_order = torch.arange(n, device=device)
     weights = all_different(n, device)
     tolerance = tolerance_of(root, above) / 4
-    start = weights[rows.get(id(root), in_order).clamp(min=0)]
+    start = weights[rows.get(root, in_order).clamp(min=0)]
     for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
-        of_rows = rows.get(id(record), in_order)
+        of_rows = rows.get(record, in_order)
         if mat.shape[1] != len(of_rows):
             return False
         real = torch.view_as_real(mat) if mat.is_complex() else mat

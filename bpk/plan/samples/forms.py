@@ -126,18 +126,17 @@ def form_of_stretch(end: Edge, source: Source) -> Hashable:
 
 # ---- proofs ------------------------------------------------------------------------------------------
 def prove(
-    root: Record, above: list[Record], sources: Sources, n: int, found: dict[int, Tensor]
+    root: Record, above: list[Record], sources: Sources, n: int, found: dict[Record, Tensor]
 ) -> list[Tensor | None] | None:
     """The sample of each row of every call, the root's last, as it follows from the form alone.
 
     Returns:
         `None` where it does not follow from the form, or something else follows than what was `found`.
     """
-    of = {id(record): sources[record] for record in (*above, root)}
     weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
-    known: dict[Record, Tensor] = {root: found.get(id(root), torch.arange(n)).cpu()}
+    known: dict[Record, Tensor] = {root: found.get(root, torch.arange(n)).cpu()}
     arrived: dict[Record, Tensor] = {}
-    for record in [root, *consumers_first(root, above, of)]:
+    for record in [root, *consumers_first(root, above, sources)]:
         if record is not root:
             rows = None if record not in arrived else labels(arrived.pop(record), weights)
             if rows is None:
@@ -145,7 +144,7 @@ def prove(
             known[record] = rows
         if record.problem or mixes(record):  # not row by row, whatever its values say here
             return None
-        for source in of[id(record)].values():
+        for source in sources[record].values():
             for target, part in sent(source, known[record], weights):
                 if part is None:
                     return None
@@ -153,7 +152,7 @@ def prove(
     in_order = torch.arange(n)
     result: list[Tensor | None] = []
     for record in (*above, root):
-        before = found.get(id(record), in_order).cpu()
+        before = found.get(record, in_order).cpu()
         after = known.get(record, before)
         if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
             return None

@@ -9,7 +9,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from bpk.plan.graph import Source
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
@@ -33,16 +33,16 @@ def is_told(root: Record, above: Iterable[Record]) -> bool:
     return {shapes[0][:1] for shapes in {record.given for record in above} if shapes} == {(root.batch_size,)}
 
 
-def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> bool:
     """Whether calls that are given data have the samples in order, in rows or groups of rows, or only one of them.
 
     As many rows as are behind the first axis of what the model was given are those of one index along that axis.
     """
     for record in above:
-        if id(record) in rows and not is_laid_out_as_given(record, rows[id(record)].cpu(), n):
+        if record in rows and not is_laid_out_as_given(record, rows[record].cpu(), n):
             return False
-        if id(record) in rows and is_given_data(record):
-            found, count = rows[id(record)].cpu(), record.batch_size
+        if record in rows and is_given_data(record):
+            found, count = rows[record].cpu(), record.batch_size
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
             orders = [] if count != n and count in behind else orders
@@ -75,17 +75,17 @@ def is_as_large_as_given(record: Record) -> bool:
     return len(first) == 2 and min(first) > 1 and record.batch_size == first[0] * first[1]
 
 
-def follows_data(record: Record, rows: Mapping[int, Tensor], n: int, sources: Mapping[int, dict[int, Source]]) -> bool:
+def follows_data(record: Record, rows: Mapping[Record, Tensor], n: int, sources: Sources) -> bool:
     """Whether a call has samples along the first axis of what the model was given, as far as that can be seen."""
-    if record.turned is None or any(source.targets for source in sources[id(record)].values()):
+    if record.turned is None or any(source.targets for source in sources[record].values()):
         return True
     (first, steps), count = record.given[0][:2], record.batch_size
     if count != first * steps:
         if record.reads_piece and record.turned:  # steps of one sample
-            return id(record) in rows and len(rows[id(record)].unique()) == 1
+            return record in rows and len(rows[record].unique()) == 1
         return count != n or bool(record.shifted) == record.turned
     number = torch.arange(count)
-    found = rows[id(record)].cpu() if id(record) in rows else number
+    found = rows[record].cpu() if record in rows else number
     return bool(((found < 0) | (found == (number % n if record.turned else number // steps))).all())
 
 

@@ -16,11 +16,11 @@ from bpk.plan.samples.hypotheses import (
     mixed,
     reads_tables,
 )
-from bpk.plan.samples.probing import SourcesOf
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
-def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: SourcesOf) -> Tensor:
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources) -> Tensor:
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
 
     Raises:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from bpk.plan.samples.decoding import decode, digits
-from bpk.plan.samples.probing import SourcesOf, sweep
+from bpk.plan.samples.probing import sweep
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 DIGITS = 3
@@ -14,7 +15,7 @@ DIGITS = 3
 
 
 def picked(
-    root: Record, above: list[Record], sources: SourcesOf, tolerance: float, sure: bool
+    root: Record, above: list[Record], sources: Sources, tolerance: float, sure: bool
 ) -> tuple[int, Tensor] | None:
     """A hypothesis: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
 

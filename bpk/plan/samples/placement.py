@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
-from bpk.plan.graph import Source
 from bpk.plan.samples.attribution import attribute, confirms
 from bpk.plan.samples.findings import AllInside, NotInFront
 from bpk.plan.samples.forms import Form, form_of, prove, recall, remember
@@ -25,13 +24,13 @@ from bpk.recording.record import Record
 class Placement:
     """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
 
-    `rows` says, by `id` of a record, which sample each of its rows belongs to. `left` are modules whose calls were left
+    `rows` says, by record, which sample each of its rows belongs to. `left` are modules whose calls were left
     to autograd.
     """
 
     above: list[Record]
     n: int
-    rows: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[Record, Tensor] = field(default_factory=dict)
     left: list[nn.Module] = field(default_factory=list)
 
 
@@ -73,7 +72,7 @@ def place(
             return Placement(above, known.n, found, modules)
     while True:
         try:
-            n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)})
+            n, rows = attribute(root, above, sources)
             break
         except NotInFront as found:
             if twice and isinstance(found, AllInside):
@@ -86,46 +85,41 @@ def place(
                 raise
             warn(f"{error} First-order quantities are those of the chain rule.")
             n, rows = root.batch_size, {}
-            remember(root, form, Form(numbers_of(above, every), (), n, (), proven=False, mixed=True))
+            remember(root, form, Form(numbers_left(above, every), (), n, (), proven=False, mixed=True))
             return Placement(above, n, rows, modules)
     proof = prove(root, above, sources, n, rows)
     if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
-        rows = {id(r): each for r, each in zip((*above, root), proof, strict=True) if each is not None}
+        rows = {r: each for r, each in zip((*above, root), proof, strict=True) if each is not None}
     if are_pieces(above, rows, n):  # what dropout has silenced in the only sample looked like another one
         for record in above:
             record.shift(0)
-        n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)}, at_most=1)
+        n, rows = attribute(root, above, sources, at_most=1)
         proof = prove(root, above, sources, n, rows)
-    of_calls = tuple(rows.get(id(r)) for r in (*above, root))
+    of_calls = tuple(rows.get(r) for r in (*above, root))
     axes = tuple(record.shifted for record in (*above, root))
-    remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))
+    remember(root, form, Form(numbers_left(above, every), axes, n, of_calls, proof is not None))
     return Placement(above, n, rows, modules)
 
 
-def numbers_of(above: list[Record], every: list[Record]) -> tuple[int, ...]:
+def numbers_left(above: list[Record], every: list[Record]) -> tuple[int, ...]:
     """Which of the calls were left to autograd."""
     remaining = set(above)
     return tuple(k for k, record in enumerate(every) if record not in remaining)
 
 
-def remembered(root: Record, above: list[Record], sources: Sources, known: Form) -> dict[int, Tensor] | None:
+def remembered(root: Record, above: list[Record], sources: Sources, known: Form) -> dict[Record, Tensor] | None:
     """Rows as an earlier pass found them, if that holds here (`None`: it does not)."""
     records = (*above, root)
     if known.mixed:
         return {}
     for record, axis in zip(records, known.axes, strict=True):
         record.shift(axis)
-    rows = {id(record): each for record, each in zip(records, known.rows, strict=True) if each is not None}
-    if known.proven or confirms(root, above, {id(r): feeding(r, sources) for r in records}, known.n, rows):
+    rows = {record: each for record, each in zip(records, known.rows, strict=True) if each is not None}
+    if known.proven or confirms(root, above, sources, known.n, rows):
         return rows
     for record in records:
         record.shift(0)
     return None
-
-
-def feeding(record: Record, sources: Sources) -> dict[int, Source]:
-    """By input index: the recorded calls that feed the call's inputs."""
-    return {index: source for index, source in sources[record].items() if source.targets}
 
 
 def is_stuck(record: Record) -> bool:

@@ -14,10 +14,10 @@ from bpk.recording.record import Record
 
 @dataclass
 class Attribution:
-    """By `id` of a record: the sample of each row, where rows are not the samples in order, and how many there are."""
+    """By record: the sample of each row, where rows are not the samples in order, and how many there are."""
 
-    samples: dict[int, Tensor] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
+    samples: dict[Record, Tensor] = field(default_factory=dict)
+    sizes: dict[Record, int] = field(default_factory=dict)
     mixed: bool = False
     """Whether samples mix, so that they count as one."""
 
@@ -26,40 +26,40 @@ class Attribution:
 
         Rows that feed no loss have a sample, too (`completed`).
         """
-        samples, n = self.samples.get(id(record)), self.sizes.get(id(record))
+        samples, n = self.samples.get(record), self.sizes.get(record)
         n = record.batch_size if n is None else n
         return None if samples is None else completed(samples, n), n
 
-    def add(self, records: Iterable[Record], rows: Mapping[int, Tensor], n: int) -> None:
-        """What one loss says about the rows of calls, by `id`: whose they are of `n` samples (not named: in order).
+    def add(self, records: Iterable[Record], rows: Mapping[Record, Tensor], n: int) -> None:
+        """What one loss says about the rows of calls, whose they are of `n` samples (not named: in order).
 
         Raises:
             UnsupportedLayer: If another loss says something else.
         """
         for record in records:
-            samples = rows.get(id(record))
+            samples = rows.get(record)
             if samples is not None or self.samples:
                 self.add_one(record, samples, n)
-            elif self.sizes.setdefault(id(record), n) != n:
+            elif self.sizes.setdefault(record, n) != n:
                 raise disagree(record)
 
     def add_one(self, record: Record, samples: Tensor | None, n: int) -> None:
         """The same about one call, where rows are not the samples in order everywhere."""
-        known = self.samples.get(id(record))
+        known = self.samples.get(record)
         if samples is not None and known is not None and len(samples) == len(known):
             if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):
                 raise disagree(record)
             samples = torch.where(samples < 0, known, samples)
-        elif id(record) in self.sizes and (samples is None) != (known is None):
+        elif record in self.sizes and (samples is None) != (known is None):
             raise disagree(record)
-        if self.sizes.setdefault(id(record), n) != n:
+        if self.sizes.setdefault(record, n) != n:
             raise disagree(record)
         if samples is not None:
-            self.samples[id(record)] = samples
+            self.samples[record] = samples
 
     def batch_size(self, record: Record) -> int:
         """`N`."""
-        return self.sizes.get(id(record), record.batch_size)
+        return self.sizes.get(record, record.batch_size)
 
 
 def completed(samples: Tensor, n: int) -> Tensor:
