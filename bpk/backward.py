@@ -156,7 +156,7 @@ class Backward:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         if record.recomputed is not None:
             require_result(record, grad, engine.current_node())
-            record.leave()
+            record.store()
         self.reached[record.module] = None
         planned = self.at_losses.reach(record, grad) if self.sweeps.second_order else None
         known = self.observing.reach(record, grad, planned)
@@ -199,8 +199,8 @@ class Backward:
         """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""
         if not (self.context.retain_graph or engine.keeps_graph()):
             waits = self.hooks.hook is not None and self.hooks.waits_for(record.module)
-            if waits and record.left is not None:
-                self.hooks.store(record.module, record.left)
+            if waits and record.stored is not None:
+                self.hooks.store(record.module, record.stored)
             record.release(keeps_fields=waits)
         else:
             record.close()

@@ -192,4 +192,5 @@ class Inspection:
     def clear(self) -> None:
         """Let go of the graph."""
         self.sources, self.above, self.left, self._outside = Sources(), {}, [], None
-        self.attribution, self.merged, self.placed, self.required = Attribution(), None, set(), set()
+        self.attribution.samples, self.attribution.sizes, self.merged = {}, {}, None
+        self.placed, self.required = set(), set()

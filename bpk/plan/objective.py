@@ -141,9 +141,9 @@ def require_no_penalty(records: Iterable[Record], sources: Sources, outside: Out
     """Refuse penalties on parameters: their gradient belongs to no sample, and would be missing in every quantity."""
     leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad}
     for record in records if leaves else ():
-        held = {f"'{record.path}.{name}'": p for name, p in record.params.items()}
-        held.update({f"of shape {list(p.shape)}": p for source in sources[record].values() for p in source.trained})
-        for name, p in held.items():
+        named = {f"'{record.path}.{name}'": p for name, p in record.params.items()}
+        named.update({f"of shape {list(p.shape)}": p for source in sources[record].values() for p in source.trained})
+        for name, p in named.items():
             if id(p) in leaves:
                 raise UnsupportedLayer(
                     explain(

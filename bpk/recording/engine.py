@@ -77,7 +77,7 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 If it goes: `keep_graph` of the frame that `roots` finds."""
 
 
-def question() -> dict[str, Any]:
+def engine_arguments() -> dict[str, Any]:
     """With what the engine was called for the running backward pass (empty: not from Python).
 
     It runs below the stack frame of the function that called it. If that is renamed: refuse second order."""
@@ -89,19 +89,19 @@ def question() -> dict[str, Any]:
 
 def roots() -> list[tuple[Node, int]] | None:
     """Where in the graph the running backward pass has started (`None`: not known)."""
-    ends = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in question().get("t_outputs", ())]
+    ends = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in engine_arguments().get("t_outputs", ())]
     return [(end.node, end.output_nr) for end in ends] or None
 
 
 def accumulates() -> bool:
     """Whether the running backward pass adds to `.grad`, other than `torch.autograd.grad` (not known: it does)."""
-    return bool(question().get("kwargs", {}).get("accumulate_grad", True))
+    return bool(engine_arguments().get("kwargs", {}).get("accumulate_grad", True))
 
 
 def leads_elsewhere() -> bool:
     """Whether the running backward pass is a `torch.autograd.grad` that can be differentiated, and asks for nothing at
     a parameter (not known: it is not)."""
-    given: tuple[Any, ...] = question().get("args", ())  # gradients, whether to keep the graph, to create one, where
+    given: tuple[Any, ...] = engine_arguments().get("args", ())  # gradients, keep the graph, create one, goals
     return len(given) > 3 and given[2] and not any(isinstance(goal, Parameter) for goal in given[3])
 
 

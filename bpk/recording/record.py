@@ -19,14 +19,14 @@ from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
-from bpk.recording.activations import forget, leave_on
-from bpk.recording.changed import Noted, as_seen, changed, note
+from bpk.recording.activations import forget, store_on
+from bpk.recording.changed import Stamp, as_seen, changed, stamp
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.connections import Connected
 from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ports import Rows
+from bpk.recording.graph.ports import MatrixLayout
+from bpk.recording.hyperparameters import Hyperparameters
 from bpk.recording.membership import path_of
-from bpk.recording.settings import Settings
 
 LIVE: set[weakref.ref[Record]] = set()
 """The records that exist. They say themselves whether they still await a backward pass."""
@@ -91,16 +91,16 @@ class Record(Connected):
     a part of the first one, such as a step of time, `turned` that it has the second axis of that in front (`None`: not
     known, or shapes tell). `contexts` are those that the thread of the forward pass is in.
     `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
-    state of the generators before the call. `left` is what was left of the output on the module. `open`: a backward
+    state of the generators before the call. `stored` is the output as it was stored on the module. `open`: a backward
     pass is awaited. `released`: the tensors are gone.
     """
 
-    noted: Sequence[Noted] = ()
+    stamps: Sequence[Stamp] = ()
     frozen: Sequence[str] = ()
     handed: Sequence[weakref.ref[Tensor]] = ()
     drawn: RandomState | None = None
     seen: tuple[tuple[object, ...], list[Tensor], Call] | None = None
-    left: Tensor | None = None
+    stored: Tensor | None = None
     open = True
     released = False
 
@@ -115,17 +115,17 @@ class Record(Connected):
         places: dict[int, int],
         hooks: engine.SavedTensorHooks | None = None,
         params: dict[str, Tensor] | None = None,
-        rows: Rows | None = None,
+        layout: MatrixLayout | None = None,
     ) -> None:
-        super().__init__(binding, inputs, edges, results, places, hooks, rows)
+        super().__init__(binding, inputs, edges, results, places, hooks, layout)
         self.module = module
         self.rule = rule
         self.is_loss = rule is not None and rule.is_loss
         self.params = parameters_of(module, rule) if params is None else params
         if self.params:
-            self.noted = [note(p) for p in self.params.values()]
+            self.stamps = [stamp(p) for p in self.params.values()]
             self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
-        self.settings = Settings(module, binding.options)
+        self.hyperparameters = Hyperparameters(module, binding.options)
         self.reads_piece, self.turned = False, None
         if CTX.data is not None:
             self.reads_piece = CTX.data.has_piece(inputs, edges)
@@ -136,9 +136,9 @@ class Record(Connected):
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
 
-    def leave(self) -> None:
-        """Leave what user-written module extensions read on the layer."""
-        self.left = leave_on(self.module, self.inputs, self.output)
+    def store(self) -> None:
+        """Store what user-written module extensions read on the layer."""
+        self.stored = store_on(self.module, self.inputs, self.output)
 
     @property
     def output(self) -> Tensor:
@@ -163,7 +163,7 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        gone, inputs = changed(self.params, self.noted) if self.params else [], list(self.inputs)
+        gone, inputs = changed(self.params, self.stamps) if self.params else [], list(self.inputs)
         form = (self.shifted, *self.used, *gone)
         known = self.seen is not None and self.seen[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
@@ -181,12 +181,14 @@ class Record(Connected):
         params = as_seen(self.module, self.params, gone)
         if self.plain:
             out = self.results[self.used[0]]
-            return Call(self.settings.as_called(self.module), inputs, params, out, used={self.used[0]: out.shape[1:]})
+            return Call(
+                self.hyperparameters.as_called(self.module), inputs, params, out, used={self.used[0]: out.shape[1:]}
+            )
         assert self.rule is not None
         binding, axes = self.binding, (self.shifted,)
         if self.shifted:
             binding = Binding(self.module, (), axes * len(inputs), axes * (1 + max(self.results)))
-        options = self.settings.as_called(binding.options)
+        options = self.hyperparameters.as_called(binding.options)
         with torch.enable_grad():  # whoever asks first: what is moved has a graph
             output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])
             return Call(options, binding.seen(inputs), params, output, used=shapes)
@@ -225,10 +227,10 @@ class Record(Connected):
         """Let go of the tensors of the forward pass, also of those left on the module unless it `keeps_fields`."""
         self.open, self.released = False, True
         LIVE.discard(weakref.ref(self))
-        if not keeps_fields and self.left is not None:
-            forget(self.module, self.left)
-        self.left = self.recomputed = None  # the graph owns the record until the loss is let go
-        self._inputs, self._results, self.seen, self.noted = (), {}, None, ()
+        if not keeps_fields and self.stored is not None:
+            forget(self.module, self.stored)
+        self.stored = self.recomputed = None  # the graph owns the record until the loss is let go
+        self._inputs, self._results, self.seen, self.stamps = (), {}, None, ()
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
 

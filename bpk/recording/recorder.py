@@ -18,7 +18,7 @@ from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss, is_loss
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
-from bpk.recording.activations import leave_on
+from bpk.recording.activations import store_on
 from bpk.recording.before import BEFORE, Before, keep
 from bpk.recording.computed import read_parameters
 from bpk.recording.context.state import CTX
@@ -128,7 +128,7 @@ def write_down(
         require_names(written, node)
     give(node, written)
     if again is None:
-        written.left = leave_on(module, inputs, next(iter(detached.values())))
+        written.stored = store_on(module, inputs, next(iter(detached.values())))
     return changed
 
 

@@ -56,8 +56,8 @@ class Hand:
         """The same for a recorded call, whose output is at `node` and has this gradient."""
         module, written = record.module, self.extension.module_extension(record.module)
         assert written is not None and node is not None
-        if record.recomputed is not None or vars(module).get("output") is not record.left:  # those of another call
-            record.leave()
+        if record.recomputed is not None or vars(module).get("output") is not record.stored:  # those of another call
+            record.store()
         g_inp, g_out = gradients_at_inputs(record, node, grad), (grad,)
         for name in written.params:
             param = getattr(module, name)

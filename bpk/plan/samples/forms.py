@@ -98,7 +98,7 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
     return (
         weakref.ref(record.module),
         record.rule,
-        record.settings.plain.get("training"),
+        record.hyperparameters.plain.get("training"),
         record.given,
         record.turned,
         mixes(record),

@@ -55,7 +55,7 @@ TRANSPOSED: tuple[type[nn.Module], ...] = (ConvTranspose1dFunction, ConvTranspos
 
 
 @lru_cache(maxsize=256)
-def layer_of(axes: int, *options: bool | int | tuple[int, ...]) -> nn.Module:
+def convolution_layer(axes: int, *options: bool | int | tuple[int, ...]) -> nn.Module:
     """What stands for the layer: one for all calls with the same options, so that forms of graphs are found again."""
     known = dict(zip(OPTIONS, options, strict=True))
     kind = (TRANSPOSED if known["transposed"] else STRAIGHT)[axes - 1]
@@ -66,12 +66,12 @@ def layer_of(axes: int, *options: bool | int | tuple[int, ...]) -> nn.Module:
     return module
 
 
-def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
+def recover_convolution(edge: Edge, extended: Container[Tensor]) -> Record | None:
     """The record of a convolution with a parameter, from its node; `None` for all others.
 
     Args:
         edge: Leads to the node.
-        held: The parameters that get fields.
+        extended: The parameters that get fields.
     """
     node = edge[0]
     if node is None or function_name(node) != CONVOLUTION or not can_be_written_down(node, "input"):
@@ -84,7 +84,7 @@ def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
         if above is None and name == "bias":
             continue  # there is none, or it is frozen
         found, walk = parameter_behind(above)
-        if found is None or found not in held or tuple(found.shape) != shape:
+        if found is None or found not in extended or tuple(found.shape) != shape:
             return None
         if any(one.name() in TRANSPOSES for one in walk):
             return None
@@ -95,7 +95,7 @@ def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
     if is_of_parameters(given[0]):
         return None
     options = (engine.saved(node, name) for name in OPTIONS)
-    module = layer_of(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))
+    module = convolution_layer(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))
     out = x.detach().new_zeros(()).expand(engine.output_shapes(node)[0])  # no rule reads it
     record = Record(
         module, REGISTRY.find(module), Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params

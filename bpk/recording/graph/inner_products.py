@@ -76,7 +76,7 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
     last, moved = follow((here, 0), tuple(call.output.shape[:2])[:: -1 if record.out_axis(0) else 1])
     for node in products:
         (left, place), (_, right) = OPERANDS[function_name(node)]
-        names = names_of(record, rule.inside, node, sums.get(node), right, read)
+        names = names_in_layer(record, rule.inside, node, sums.get(node), right, read)
         if "weight" not in names:
             continue
         if node is last[0]:
@@ -94,7 +94,7 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
     return found
 
 
-def names_of(
+def names_in_layer(
     record: Record, inside: dict[str, str], node: Node, added: Node | None, right: int, read: dict[Node, int]
 ) -> dict[str, str]:
     """What the layer calls the weight and the bias of a product, where these are used there and nowhere else."""

@@ -50,8 +50,8 @@ def leave_to_autograd(record: Record, node: Node) -> None:
             engine.belongings(inner)[LEFT] = True
     del engine.belongings(node)[OWNER]
     engine.belongings(node)[LEFT] = record.rule is not None
-    if record.left is not None:
-        node.register_prehook(partial(take_away, record.module, record.left))
+    if record.stored is not None:
+        node.register_prehook(partial(take_away, record.module, record.stored))
     record.module = DISSOLVED
 
 

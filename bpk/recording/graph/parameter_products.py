@@ -29,7 +29,7 @@ from bpk.recording.graph.computed_bias import Places, put_together
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_of_leaves
 from bpk.recording.graph.ownership import can_be_written_down, give
-from bpk.recording.graph.ports import Rows
+from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -81,7 +81,7 @@ FUNCTIONS = {True: LinearFunction(), False: ProductFunction()}
 
 
 @lru_cache(maxsize=256)
-def layer_of(arrangement: Arrangement) -> tuple[nn.Module, Rule | None]:
+def linear_layer(arrangement: Arrangement) -> tuple[nn.Module, Rule | None]:
     """What stands for the layer with this weight, and its rule."""
     shape, matrix = arrangement.shape, arrangement.inverse.shape
     in_first, out_first = arrangement.firsts
@@ -99,12 +99,12 @@ def with_parts(arrangement: Arrangement, parts: tuple[tuple[str, Places], ...]) 
     return PartsOfBias(arrangement, {name: torch.tensor(at).reshape(shape) for name, (shape, at) in parts})
 
 
-def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = None) -> Record | None:
+def recover_product(edge: Edge, extended: Container[Tensor], behind: Node | None = None) -> Record | None:
     """The record of a product with a parameter, from its node; `None` for all others.
 
     Args:
         edge: Leads to the node.
-        held: The parameters that get fields.
+        extended: The parameters that get fields.
         behind: The node from which the edge comes, if it is no recorded call.
     """
     node = edge[0]
@@ -136,7 +136,7 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
         if not (constant or parts or fits):
             return None
         params |= {} if bias is None else {"bias": bias}
-    if any(p not in held for p in params.values()):
+    if any(p not in extended for p in params.values()):
         return None
     x, given = engine.saved_tensor(node, name), node.next_functions[place]
     if x is None or x.is_complex() != weight.is_complex() or x.device != weight.device:
@@ -145,12 +145,12 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
         return None
     features = x.dim() - (1 if right else 2)
     width, out_width = arrangement.inverse.shape
-    rows = rows_of(x, features, (width, out_width), given[0], behind)
-    x = x if rows is None else rows.to_rule(x[None])[0]
+    layout = layout_of(x, features, (width, out_width), given[0], behind)
+    x = x if layout is None else layout.to_rule(x[None])[0]
     out = x.detach().new_zeros(()).expand(*x.shape[:-1], out_width)  # no rule reads it
-    module, rule = layer_of(arrangement)
+    module, rule = linear_layer(arrangement)
     rule = with_parts(arrangement, parts) if parts else rule
-    record = Record(module, rule, Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params, rows=rows)
+    record = Record(module, rule, Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params, layout=layout)
     give(node, record)
     return record
 
@@ -220,7 +220,9 @@ def parameter_at(node: Node | None) -> nn.Parameter | None:
     return leaf if isinstance(leaf, nn.Parameter) else None
 
 
-def rows_of(x: Tensor, features: int, widths: tuple[int, int], before: Node | None, behind: Node | None) -> Rows | None:
+def layout_of(
+    x: Tensor, features: int, widths: tuple[int, int], before: Node | None, behind: Node | None
+) -> MatrixLayout | None:
     """Where the rows of an operand are, with the axes that they had before it was reshaped (`None`: all as it is).
 
     `widths` are those of the operand's features, and of the result's.
@@ -236,7 +238,7 @@ def rows_of(x: Tensor, features: int, widths: tuple[int, int], before: Node | No
             known, width = tuple(engine.output_shapes(behind)[0]), widths[1]
         around = (1, width) if features == x.dim() - 1 else (width, 1)
         axes = next(split(known, max(others), around), (max(others),)) if known else (max(others),)
-    return None if features == len(others) and axes == others else Rows(features, others, axes)
+    return None if features == len(others) and axes == others else MatrixLayout(features, others, axes)
 
 
 def split(sizes: tuple[int, ...], size: int, around: tuple[int, int]) -> Iterator[tuple[int, ...]]:

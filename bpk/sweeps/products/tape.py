@@ -19,8 +19,8 @@ from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Alignment, Link, Step, promoted
 from bpk.plan.stretch import StretchCall
-from bpk.recording.changed import Noted, is_changed, note
-from bpk.recording.settings import Settings
+from bpk.recording.changed import Stamp, is_changed, stamp
+from bpk.recording.hyperparameters import Hyperparameters
 from bpk.sweeps.products.linearised import LinearisedStretch, Modify, positive, through_columns
 from bpk.sweeps.sweep import Observer
 
@@ -36,8 +36,8 @@ class Feed(Alignment):
 class Frame:
     """What the tape keeps of one call: products with its Jacobians and its residual, both ways.
 
-    `params` are, by name, the `id`s of the parameters that it uses. `settings` has the hyperparameters as they were, of
-    the module or the arguments in `options`.
+    `params` are, by name, the `id`s of the parameters that it uses. `hyperparameters` are those of the call, in the
+    module or among the arguments in `options`.
     """
 
     number: int
@@ -50,15 +50,15 @@ class Frame:
     params: dict[str, int]
     stretch: LinearisedStretch | None = None
     terms: Tensor | None = None
-    settings: Settings | None = None
+    hyperparameters: Hyperparameters | None = None
     options: Any = None
-    noted: list[tuple[Tensor, Noted]] = field(default_factory=list)
-    live: list[tuple[weakref.ref[Tensor], Noted]] = field(default_factory=list)
+    stamps: list[tuple[Tensor, Stamp]] = field(default_factory=list)
+    live: list[tuple[weakref.ref[Tensor], Stamp]] = field(default_factory=list)
 
-    def note(self, leaves: Iterable[Tensor], live: Iterable[Tensor]) -> None:
+    def stamp(self, leaves: Iterable[Tensor], live: Iterable[Tensor]) -> None:
         """Note which tensors must not change; of those that are `live`, the call has its own views."""
-        self.noted = [(x, note(x)) for x in (*leaves, *self.call.inputs, *self.call.params.values())]
-        self.live = [(weakref.ref(x), note(x)) for x in live]
+        self.stamps = [(x, stamp(x)) for x in (*leaves, *self.call.inputs, *self.call.params.values())]
+        self.live = [(weakref.ref(x), stamp(x)) for x in live]
 
     def verify(self) -> None:
         """Refuse if a tensor of the forward pass, or a parameter, was changed since; see hyperparameters as they were.
@@ -66,12 +66,12 @@ class Frame:
         What was computed from parameters that have other memory by now, or from other hyperparameters, is dropped:
         it may read them. Buffers that were changed are refused where a rule reads them.
         """
-        options = self.options if self.settings is None else self.settings.as_called(self.options)
+        options = self.options if self.hyperparameters is None else self.hyperparameters.as_called(self.options)
         parameters = [(ref(), known) for ref, known in self.live]
         moved = any(x is not None and is_changed(x, known) for x, known in parameters)
-        if self.settings is not None and (moved or options is not self.options):
+        if self.hyperparameters is not None and (moved or options is not self.options):
             self.call = self.call.seen_with(options)
-        if any(is_changed(x, known) for x, known in self.noted):
+        if any(is_changed(x, known) for x, known in self.stamps):
             raise RuntimeError(
                 explain(
                     f"Tensors of {self.where} were changed since the backward pass.",
@@ -153,8 +153,8 @@ class Tape(Observer):
         frame = Frame(step.number, step.rule_at(self.samples), kept, grad, feeds, step.where, samples, params, stretch)
         frame.terms = self.terms(step) if step.is_loss else None
         if stretch is None:
-            frame.settings, frame.options = step.record.settings, step.record.binding.options
-        frame.note(() if step.source is None else step.source.leaves, view.params.values())
+            frame.hyperparameters, frame.options = step.record.hyperparameters, step.record.binding.options
+        frame.stamp(() if step.source is None else step.source.leaves, view.params.values())
         self.frames.append(frame)
         return self, len(self.frames)
 
