@@ -23,7 +23,7 @@ from bpk.recording.context.opened import Settings
 from bpk.recording.context.state import CTX
 from bpk.recording.record import Record
 from bpk.sweeps.columns.limits import columns_at_a_time
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.module_extensions import ModuleExtensions
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import play
 
@@ -36,7 +36,7 @@ class AtLosses:
         sweeps: Those of this pass.
         inspection: What is known of the graph.
         parameters: Take what arrives.
-        hands: What users wrote by hand for layers, by the key of the sweep.
+        module_extensions: Those that users wrote, by the key of the sweep.
         hooks: The user's hook, which is called for a layer when all sweeps have passed it, and nothing else will come.
     """
 
@@ -46,7 +46,7 @@ class AtLosses:
         sweeps: SharedSweeps,
         inspection: Inspection,
         parameters: Parameters,
-        hands: Mapping[Hashable, Hand],
+        module_extensions: Mapping[Hashable, ModuleExtensions],
         hooks: Hooks,
     ) -> None:
         self.settings = settings
@@ -54,19 +54,19 @@ class AtLosses:
         self.inspection = inspection
         self.parameters = parameters
         self.hooks = hooks
-        self.hands = hands
+        self.module_extensions = module_extensions
         self.plan: Plan | None = None
         self.to_come: set[Record] = set()  # losses that were not reached yet
         self.touched: set[Record] = set()  # calls that sweeps have passed
 
     def reach(self, record: Record, grad: Tensor) -> Step:
         """Autograd is at a call: at a loss, play all sweeps that start there; refuse calls with no loss behind them."""
-        if self.plan is None or record not in self.plan.of:
+        if self.plan is None or record not in self.plan.step_of:
             if not record.is_loss:
                 raise RuntimeError(nothing_arrived(record))
             self.make_plan(record)
         assert self.plan is not None
-        step = self.plan.of[record]
+        step = self.plan.step_of[record]
         step.gradient = matched(grad, step.call)[0]
         if record in self.plan.losses:
             self.start_at(record, step.gradient)
@@ -96,19 +96,19 @@ class AtLosses:
         Where the objective has several losses, each is played when autograd is there: its factor is known then.
         """
         assert self.plan is not None
-        step = self.plan.of[loss]
+        step = self.plan.step_of[loss]
         if step.links:
             announce(step.joint.rule.flat, self.sweeps.extensions)
         plan = self.plan if len(self.plan.losses) == 1 else self.plan_of({loss: self.plan.losses[loss]}, is_whole=False)
-        plan.of[loss].gradient = factor
+        plan.step_of[loss].gradient = factor
         self.to_come.discard(loss)
         self.parameters.more_losses = bool(self.to_come)
         at_most = None
         if self.sweeps.combining.intersection(self.sweeps.players) and not torch.is_grad_enabled():
             at_most = columns_at_a_time(plan, self.settings.chunk_size, self.settings.memory)
         for key, player in self.sweeps.players.items():
-            settle = partial(self.parameters.settle, key)
-            player.begin(plan, settle, at_most if key in self.sweeps.combining else None, self.hands.get(key))
+            settle, limit = partial(self.parameters.settle, key), at_most if key in self.sweeps.combining else None
+            player.begin(plan, settle, limit, self.module_extensions.get(key))
         play(plan, self.sweeps.players.values(), self.when_passed)
         self.touched.update([step.record for step in plan.steps if step.reached])
         if not self.to_come:

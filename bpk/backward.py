@@ -38,7 +38,7 @@ from bpk.recording.context.surroundings import require_whole
 from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.membership import around
 from bpk.recording.record import Record
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.module_extensions import ModuleExtensions
 from bpk.sweeps.shared import SharedSweeps
 
 
@@ -59,12 +59,14 @@ class Backward:
         self.parameters = Parameters(
             self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
         )
-        hands = [
-            (key, Hand(extension, self.parameters.claim, self.parameters.save))
-            for key, extension in self.sweeps.by_hand
+        module_extensions = [
+            (key, ModuleExtensions(extension, self.parameters.claim, self.parameters.save))
+            for key, extension in self.sweeps.with_module_extensions
         ]
-        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, dict(hands), self.hooks)
-        self.observing = Observing(self.sweeps, self.inspection, self.parameters, hands)
+        self.at_losses = AtLosses(
+            context, self.sweeps, self.inspection, self.parameters, dict(module_extensions), self.hooks
+        )
+        self.observing = Observing(self.sweeps, self.inspection, self.parameters, module_extensions)
         self.kept: list[Record] = []
         self.idle: set[Record] = set()  # calls at which there is nothing to do but to let go of tensors
         self.closed = False
@@ -78,9 +80,9 @@ class Backward:
             self.reached[record.module] = None
             record.release()
             return None
-        onlookers = self.inspection.onlookers
-        if onlookers.retaining:
-            onlookers.look()
+        hooked = self.inspection.hooked
+        if hooked.retaining:
+            hooked.look()
         try:
             grad = record.gradient(grads)
             assert grad is not None
@@ -90,8 +92,8 @@ class Backward:
             self.abort()
             raise
         finally:
-            if onlookers.before:
-                onlookers.put_back()
+            if hooked.before:
+                hooked.put_back()
         return None if known is None else (known,)
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ class Backward:
         self.reached[record.module] = None
         planned = self.at_losses.reach(record, grad) if self.sweeps.second_order else None
         known = self.observing.reach(record, grad, planned)
-        self.leave(record)
+        self.finish_call(record)
         if is_new or record.is_loss:
             self.find_idle()
         return known
@@ -168,7 +170,7 @@ class Backward:
     def find_idle(self) -> None:
         """Look for calls at which nobody has anything to do any more when autograd comes to them."""
         asked = self.hooks.hook is not None or self.context.debug or self.context.retain_graph or engine.keeps_graph()
-        if asked or self.sweeps.by_hand or self.at_losses.to_come:
+        if asked or self.sweeps.with_module_extensions or self.at_losses.to_come:
             return
         for above in self.inspection.above.values():
             for record in above:
@@ -195,7 +197,7 @@ class Backward:
         for module in self.inspection.left:
             self.hooks.leave_for_last(module)
 
-    def leave(self, record: Record) -> None:
+    def finish_call(self, record: Record) -> None:
         """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""
         if not (self.context.retain_graph or engine.keeps_graph()):
             waits = self.hooks.hook is not None and self.hooks.waits_for(record.module)

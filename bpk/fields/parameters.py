@@ -16,7 +16,7 @@ from bpk.fields.spare_memory import spare_memories, spare_memory
 from bpk.fields.stacked import combined, whole
 from bpk.fields.statistics import Use, Uses
 from bpk.fields.totals import Totals
-from bpk.fields.values import one_value_only, own, remove_stale, value_of
+from bpk.fields.values import one_value_only, remove_stale, unshared, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
@@ -105,7 +105,7 @@ class Parameters:
                 continue
             if index not in state.values:
                 self.recycle(state.param, extension, found)
-            before = own(state.values, index) if index in state.values else None
+            before = unshared(state.values, index) if index in state.values else None
             state.values[index] = combined(before, extension, found, columns, self.adds_up, state.parts)
 
     def save_values(self, params: Iterable[Tensor]) -> None:

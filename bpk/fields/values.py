@@ -47,7 +47,7 @@ def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Part
         ) from error
 
 
-def own(values: Mapping[int, Any], index: int) -> Any:
+def unshared(values: Mapping[int, Any], index: int) -> Any:
     """One of several values, as a tensor that may be overwritten: copied where another value is in the same memory."""
     value = values[index]
     if not isinstance(value, Tensor):

@@ -17,9 +17,9 @@ from bpk.jacobians.second_order.probing import draw, marks, same, tolerance
 from bpk.plan.dependence import in_between
 from bpk.plan.graph import Source, gradient_edge, pull_columns
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ports import PLAIN, Port
+from bpk.recording.graph.side_effects import beyond
 
 
 @dataclass(frozen=True)

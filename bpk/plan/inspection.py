@@ -28,7 +28,7 @@ from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch, upstream
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import Onlookers
+from bpk.recording.graph.side_effects import HookedTensors
 from bpk.recording.record import Record
 
 
@@ -44,10 +44,10 @@ class Inspection:
         self.extensions = extensions
         self.checks_objective = checks_objective
         self.second_order = bool([e for e in extensions if e.second_order])
-        self.only_by_hand = [e for e in extensions if not e.works_by_rules]
-        self.hands = [e for e in extensions if e.has_module_extensions]
+        self.module_extension_missing = [e for e in extensions if not e.works_by_rules]
+        self.with_module_extensions = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
-        self.onlookers = Onlookers()
+        self.hooked = HookedTensors()
         self.sources = Sources()
         self.above: dict[Record, list[Record]] = {}
         self.attribution = Attribution()
@@ -70,7 +70,7 @@ class Inspection:
             self.check(root)
             self.prepare(root)
         try:
-            found, merges = place_or_merge(roots, self.sources, self.extensions, self.by_hand)
+            found, merges = place_or_merge(roots, self.sources, self.extensions, self.has_module_extension)
         except UnsupportedLayer:
             for root in roots:
                 require_axis(self.extensions, upstream(root, self.sources))  # if that is why
@@ -115,14 +115,14 @@ class Inspection:
     def prepare(self, root: Record) -> None:
         """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
         above = upstream(root, self.sources)
-        self.onlookers.find([record.handed for record in (root, *above)])
+        self.hooked.find([record.handed for record in (root, *above)])
         for record in above:
             if record.problem or record.rule is None:
                 self.require(record)
 
     def tell(self, root: Record, above: list[Record], left: list[nn.Module]) -> None:
         """Tell the user once what goes the generic way."""
-        served = {id(record.module) for record in above if self.by_hand(record)} if self.hands else set()
+        served = {id(r.module) for r in above if self.has_module_extension(r)} if self.with_module_extensions else set()
         holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
         by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
         self.found_products |= bool(by_function)
@@ -170,8 +170,8 @@ class Inspection:
             return
         self.required.add(record)
         rule = record.rule
-        for extension in self.only_by_hand if self.is_served(record) else self.extensions:
-            if rule is PASSAGE or not self.hands or extension.module_extension(record.module) is None:
+        for extension in self.module_extension_missing if self.is_served(record) else self.extensions:
+            if rule is PASSAGE or not self.with_module_extensions or extension.module_extension(record.module) is None:
                 require_support(extension, record, self.sources.feed)
 
     def is_served(self, record: Record) -> bool:
@@ -183,11 +183,11 @@ class Inspection:
             return True
         return not rule.is_loss and rule.obstacle(record.call()) is None
 
-    def by_hand(self, record: Record) -> bool:
-        """Whether a user wrote something by hand for this layer."""
-        if not self.hands or record.rule is PASSAGE:
+    def has_module_extension(self, record: Record) -> bool:
+        """Whether a user wrote a module extension for this layer."""
+        if not self.with_module_extensions or record.rule is PASSAGE:
             return False
-        return any(extension.module_extension(record.module) for extension in self.hands)
+        return any(extension.module_extension(record.module) for extension in self.with_module_extensions)
 
     def clear(self) -> None:
         """Let go of the graph."""

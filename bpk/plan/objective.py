@@ -19,9 +19,9 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
 from bpk.plan.quantity import FAIL_ERROR, FAIL_WARN, Quantity
 from bpk.plan.sources import Sources
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ownership import owner_of
+from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 TOLD: WeakSet[nn.Module] = WeakSet()

@@ -13,11 +13,11 @@ from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.context.surroundings import reentrant
 from bpk.recording.graph.attention_kernels import recover_attention
-from bpk.recording.graph.bystanders import beyond, make_quiet
 from bpk.recording.graph.convolutions import recover_convolution
 from bpk.recording.graph.nodes import Edge, leaf_of
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.parameter_products import recover_product
+from bpk.recording.graph.side_effects import beyond, make_quiet
 from bpk.recording.membership import ExtendedParameters
 from bpk.recording.record import Record
 
@@ -124,7 +124,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source 
     return source
 
 
-def consumers_first(root: Record, above: list[Record], sources: Sources) -> list[Record]:
+def in_backward_order(root: Record, above: list[Record], sources: Sources) -> list[Record]:
     """The records behind a root, each after all that it feeds."""
     feeds = dict.fromkeys(above, 0)
     for record in (*above, root):

@@ -19,7 +19,7 @@ from bpk.jacobians.core.rows_through import RowsThrough, between_samples, materi
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.probing import draw
-from bpk.plan.broadcast import SpreadColumns
+from bpk.plan.broadcast import BroadcastRows
 from bpk.plan.graph import Source
 
 
@@ -46,7 +46,7 @@ class StretchCall(Call):
         self.n = n
         self.samples = samples
         self.latest: tuple[Tensor, bool, Sequence[Tensor | RowsThrough]] | None = None
-        self.spread: SpreadColumns | None = None
+        self.broadcast: BroadcastRows | None = None
 
     @property
     def merged(self) -> bool:
@@ -67,7 +67,7 @@ class StretchCall(Call):
     def subset(self, samples: Sequence[int]) -> StretchCall:
         chosen = tuple(samples) if self.samples is None else tuple(self.samples[k] for k in samples)
         part = StretchCall(self.source, self.output, self.inputs, self.samples_of_rows, self.n, chosen)
-        part.rows_of_inputs, part.spread = self.rows_of_inputs, self.spread
+        part.rows_of_inputs, part.broadcast = self.rows_of_inputs, self.broadcast
         return part
 
     def index(self, device: torch.device) -> Tensor:
@@ -99,9 +99,9 @@ class StretchCall(Call):
 
     def rows(self, mat: Tensor) -> list[Tensor | RowsThrough]:
         """Rows `[V, R, *p]` of all parameters: of those that are only spread in one pass, of others in one a sample."""
-        if self.spread is None:
-            self.spread = SpreadColumns(self.source, draw(self.output.shape, mat[:0], 0))
-        found = self.spread.rows(self.widen(mat))
+        if self.broadcast is None:
+            self.broadcast = BroadcastRows(self.source, draw(self.output.shape, mat[:0], 0))
+        found = self.broadcast.rows(self.widen(mat))
         if self.samples is not None:
             found = {k: between_samples(x, self.index(mat.device)) for k, x in found.items()}
         rest = [k for k in range(len(self.source.trained)) if k not in found]

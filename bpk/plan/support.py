@@ -82,7 +82,7 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
         return Support(Kind.GENERIC, NO_RULE, WRITE_RULE)
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     mixing = rule.mixing(call) if call is not None else None
-    if extension.needs_apart and mixing is not None:
+    if extension.needs_independence and mixing is not None:
         return Support(Kind.REFUSED, f"{mixing.rstrip('.')}.", KEEP_APART)
     if extension.second_order and mixing is not None and not isinstance(rule, Loss):
         if is_of_batch(extension):
@@ -131,8 +131,8 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     if not (has_params or feeds(record)):
         return
     message = refusal(extension, record, answer)
-    spoilt = extension.works_by_rules and (extension.second_order or extension.needs_apart)  # what would be saved
-    if extension.fail_mode == FAIL_ERROR or spoilt or (record.problem and rule is not None and has_params):
+    wrong = extension.works_by_rules and (extension.second_order or extension.needs_independence)
+    if extension.fail_mode == FAIL_ERROR or wrong or (record.problem and rule is not None and has_params):
         raise UnsupportedLayer(message)
     if has_params and extension.fail_mode != FAIL_SILENT:
         warn(message)

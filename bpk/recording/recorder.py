@@ -22,10 +22,10 @@ from bpk.recording.activations import store_on
 from bpk.recording.before import BEFORE, Before, keep
 from bpk.recording.computed import read_parameters
 from bpk.recording.context.state import CTX
-from bpk.recording.graph.bystanders import passes_on
 from bpk.recording.graph.identity import alias, together
 from bpk.recording.graph.nodes import Edge, parameter_edges
 from bpk.recording.graph.ownership import OWNER, give
+from bpk.recording.graph.side_effects import passes_on
 from bpk.recording.membership import parameters_in
 from bpk.recording.record import Record
 from bpk.recording.treatment import Treatment, treatment_of

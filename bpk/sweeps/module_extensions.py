@@ -19,7 +19,7 @@ from bpk.recording.record import Record, is_trained
 Gradients = tuple[Tensor | None, ...]
 
 
-class Handwritten(Protocol):
+class ModuleExtension(Protocol):
     """What a user wrote for one class of layers and one extension (`bpk.extensions.module_extension`)."""
 
     params: list[str]
@@ -31,8 +31,8 @@ class Handwritten(Protocol):
         """What the layer's input receives."""
 
 
-class Hand:
-    """What a user wrote for one extension; `save` puts a value on a parameter, which `claim` has found without one."""
+class ModuleExtensions:
+    """Those of one extension. `save` puts a value on a parameter; `claim` refuses if it has got one already."""
 
     def __init__(
         self,

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.plan.dependence import matters, spread
+from bpk.plan.dependence import reached_entries, relevant_attributes
 from bpk.plan.graph import Source
-from bpk.plan.sources import Sources, consumers_first
+from bpk.plan.sources import Sources, in_backward_order
 from bpk.plan.survey import mixes
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 MOST = 16
@@ -115,7 +115,7 @@ def form_of_stretch(end: Edge, source: Source) -> Hashable:
     form = []
     for node in source.nodes:
         kind = type(node)
-        read = matters(kind)
+        read = relevant_attributes(kind)
         connected = list[Hashable]()
         for edge in node.next_functions:
             above, nr = beyond(edge) if type(edge[0]) in engine.PASSING_ON else edge
@@ -136,7 +136,7 @@ def prove(
     weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
     known: dict[Record, Tensor] = {root: found.get(root, torch.arange(n)).cpu()}
     arrived: dict[Record, Tensor] = {}
-    for record in [root, *consumers_first(root, above, sources)]:
+    for record in [root, *in_backward_order(root, above, sources)]:
         if record is not root:
             rows = None if record not in arrived else labels(arrived.pop(record), weights)
             if rows is None:
@@ -173,7 +173,7 @@ def sent(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record
     if source.stretch is None:
         yield source.targets[0][0], source.exits[0].to_rule(at_graph)
         return
-    found = spread(source, at_graph)
+    found = reached_entries(source, at_graph)
     for number, (record, _) in enumerate(source.targets):
         if found is None:
             yield record, None

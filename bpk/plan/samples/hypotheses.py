@@ -15,7 +15,7 @@ from bpk.plan.samples.given import is_given_data, is_told
 from bpk.plan.sources import Sources
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
-from bpk.recording.graph.bystanders import beyond
+from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 

@@ -14,9 +14,9 @@ from bpk.plan.samples.forms import Form, form_of, prove, recall, remember
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.sources import Sources
 from bpk.plan.survey import upstream
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.nodes import is_of_leaves
 from bpk.recording.graph.ownership import DISSOLVED, leave_to_autograd
+from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 
@@ -38,30 +38,32 @@ def place(
     root: Record,
     sources: Sources,
     second_order: bool,
-    by_hand: Callable[[Record], bool] = lambda record: False,
-    apart: bool = False,
+    has_module_extension: Callable[[Record], bool] = lambda record: False,
+    independent: bool = False,
     twice: bool = False,
 ) -> Placement:
     """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
 
-    Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
-    calls whose input has no axis for samples (a layer that is given a parameter), and layers without parameters whose
-    rule cannot have the batch axis where it is. Where samples mix, second-order quantities are refused, and those
-    that need samples `apart`; for other first-order ones the user is told once. So is attention that has samples inside
-    of its rows, where autograd would have to differentiate it `twice`: of fused kernels only the rule can.
+    Left to autograd are layers without a rule (unless a module extension serves them), calls whose input has no axis
+    for samples (a layer that is given a parameter), and layers without parameters whose rule cannot have the batch axis
+    where it is. Where samples mix, quantities of second order are refused, and those that need `independent` samples;
+    for others of first order the user is told once. Attention that has samples inside of its rows is refused where
+    autograd would have to differentiate it `twice`, because only the rule can do that with a fused kernel.
     """
     above, modules = upstream(root, sources), list[nn.Module]()
-    while unknown := [r for r in left_at_once(root, above, sources) if not by_hand(r)]:  # others may come to light
+    while unknown := [
+        r for r in left_at_once(root, above, sources) if not has_module_extension(r)
+    ]:  # others may come to light
         modules += [record.module for record in unknown]
         leave(unknown, (*above, root), sources)
-        above = upstream(root, sources)
+        above = upstream(root, sources)  # there may be calls behind those that were left
     moved = is_moved(root, above, sources, second_order)
     stuck = tuple([k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record)])
     if not stuck and not moved:
         return Placement(above, root.batch_size, left=modules)
     every, form = list(above), form_of((*above, root), sources, second_order, twice, stuck)
     known = recall(root, form)
-    known = None if known is not None and known.mixed and apart else known
+    known = None if known is not None and known.mixed and independent else known
     stuck = stuck if known is None else known.left
     modules += [every[k].module for k in stuck]
     leave([every[k] for k in stuck], (*above, root), sources)
@@ -81,7 +83,7 @@ def place(
             leave(found.records, (*above, root), sources)
             above = upstream(root, sources)
         except UnsupportedLayer as error:
-            if second_order or apart or any(r.batch_size != root.batch_size for r in above if r.params):
+            if second_order or independent or any(r.batch_size != root.batch_size for r in above if r.params):
                 raise
             warn(f"{error} First-order quantities are those of the chain rule.")
             n, rows = root.batch_size, {}

@@ -13,7 +13,7 @@ from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 
 
-def behind(link: Link, mat: Tensor, where: Tensor) -> tuple[Step | None, Tensor, Tensor]:
+def at_producer(link: Link, mat: Tensor, where: Tensor) -> tuple[Step | None, Tensor, Tensor]:
     """The call that feeds an input, maybe through functions that rearrange entries, with columns there.
 
     `where` `[N, *x]` has the number of the position of each entry.

@@ -112,7 +112,7 @@ class BlockProduct:
             elif frame.number in adjoints:
                 sent += frame.pull(adjoints.pop(frame.number), inner).items()
             if self.curvature is not Curvature.GGN and not isinstance(frame.rule, Loss):
-                sent += frame.bend(inner, self.modify).items()
+                sent += frame.curve(inner, self.modify).items()
             for wrt, part in sent:
                 if isinstance(wrt, str):
                     result = result + part if frame.params.get(wrt) == id(self.param) else result

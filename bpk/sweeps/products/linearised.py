@@ -58,9 +58,9 @@ class LinearisedStretch:
             pulled, tangents = [p for p, _ in pairs], [t for _, t in pairs]  # others were overwritten (`x.copy_(y)`)
             self.pushed = torch.autograd.grad(pulled, self.cotangent, tangents, create_graph=True)[0]
         self.probes: Sequence[Tensor] = ()
-        self.bent: Sequence[Tensor | None] = ()
+        self.residual: Sequence[Tensor | None] = ()
         self.columns: Group | None = None
-        self.apart: tuple[Group, Group] | None = None  # columns of what calls hand on alone, and of parameters alone
+        self.separate: tuple[Group, Group] | None = None  # columns of the inputs alone, and of the parameters alone
         self.merged = False  # whether columns have an axis for the only sample
         self.refusal: UnsupportedLayer | None = None
         try:
@@ -69,14 +69,14 @@ class LinearisedStretch:
                 self.merged = merged and not residual.keeps_rows_apart
                 residual = residual if merged == self.merged else StretchResidual(source, share)
                 self.columns = residual.columns()
-                self.apart = residual.columns_apart() if self.columns is not None and source.trained else None
+                self.separate = residual.columns_apart() if self.columns is not None and source.trained else None
             else:
                 with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
-                    self.probes, self.bent = self.bend(source, share)
+                    self.probes, self.residual = self.record_residual(source, share)
         except UnsupportedLayer as error:
             self.refusal = error  # products with the GGN do without
 
-    def bend(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+    def record_residual(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """The residual `R w` as a function of probes `w`, one per target (empty where the stretch is linear)."""
         require_curvature(source)
         gradients = source.gradients(share.detach())
@@ -84,10 +84,10 @@ class LinearisedStretch:
             return [], []
         probes = [placeholder(g) for g in gradients]
         curved = [(g, w) for g, w in zip(gradients, probes, strict=True) if g.requires_grad]
-        bent = torch.autograd.grad(
+        gradient = torch.autograd.grad(
             [g for g, _ in curved], source.beginnings(), [w for _, w in curved], create_graph=True, allow_unused=True
         )
-        return probes, list(bent)
+        return probes, list(gradient)
 
     def push(self, tangents: Sequence[Tensor | None]) -> Tensor:
         """`J t`: from tangents at the producers' outputs, then at the parameters, to the tangent at the input."""
@@ -112,9 +112,9 @@ class LinearisedStretch:
         if modify is not None:
             return self.curve_positively(tangents, modify)
         total: list[Tensor | None] = [None] * len(self.tangents)
-        for bent, t in zip(self.bent, self.at_graph(tangents), strict=True) if self.bent else ():
-            if bent is not None and bent.requires_grad and t is not None:
-                extra = derivative((bent,), self.probes, (t,))
+        for gradient, t in zip(self.residual, self.at_graph(tangents), strict=True) if self.residual else ():
+            if gradient is not None and gradient.requires_grad and t is not None:
+                extra = derivative((gradient,), self.probes, (t,))
                 total = [add(p, e) for p, e in zip(total, extra, strict=True)]
         return self.each(total)
 
@@ -124,8 +124,8 @@ class LinearisedStretch:
             return [None] * len(self.tangents)
         parts, signs = self.columns
         number = sum(port is not None for port in self.ports)
-        if self.apart is not None and not (any_of(tangents[:number]) and any_of(tangents[number:])):
-            parts, signs = self.apart[any_of(tangents[number:])]
+        if self.separate is not None and not (any_of(tangents[:number]) and any_of(tangents[number:])):
+            parts, signs = self.separate[any_of(tangents[number:])]
         names: list[Wrt] = [k if port is not None else f"parameter {k}" for k, port in enumerate(self.ports)]
         pairs = [(name, t, part) for name, t, part in zip(names, tangents, parts, strict=True) if t is not None]
         known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}

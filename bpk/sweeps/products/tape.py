@@ -98,7 +98,7 @@ class Frame:
         adjoint = self.cast(adjoint)
         return {wrt: self.rule.jac_t_mat_prod(self.call, adjoint, wrt, sum_batch=True) for wrt in wrts}
 
-    def bend(self, tangents: Mapping[Wrt, Tensor], modify: Modify | None) -> dict[Wrt, Tensor]:
+    def curve(self, tangents: Mapping[Wrt, Tensor], modify: Modify | None) -> dict[Wrt, Tensor]:
         """The residual times the tangents, made positive where that is asked for."""
         if self.stretch is not None:
             return self.known(self.stretch.curve([tangents.get(wrt) for wrt in self.ends], modify))

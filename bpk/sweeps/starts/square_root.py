@@ -10,7 +10,7 @@ from torch import Tensor
 from bpk.plan.step import Step
 from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.column_sweep import ColumnSweep
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting, known, split_rows
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns, as_lazy, split_rows
 from bpk.sweeps.sweep import positive_factor, times_root_of_factor
 
 
@@ -27,7 +27,7 @@ class SquareRoot(ColumnSweep):
     def key(self) -> Hashable:
         return ("square root", self.mc_samples, self.samples)
 
-    def starting(self, step: Step) -> list[Starting]:
+    def starting(self, step: Step) -> list[StartingColumns]:
         if not step.is_loss:
             return []
         if self.may_be_closed(step) and settle_last_layer(self, step):
@@ -44,10 +44,10 @@ class SquareRoot(ColumnSweep):
     def all_at_once(self, step: Step) -> LazyColumns:
         """All columns of a loss: sampled ones, or exact ones with columns of their own for each row of a sample."""
         if self.mc_samples is not None:
-            return known(self.at_inputs(step, self.sampled(step, self.mc_samples)), None, "loss")
+            return as_lazy(self.at_inputs(step, self.sampled(step, self.mc_samples)), None, "loss")
         assert step.samples_of_rows is not None
         entries = step.joint.call.inputs[0].shape[1:].numel()
-        columns = known({0: torch.cat(list(self.parts(step, max(1, entries))))}, None, "loss")
+        columns = as_lazy({0: torch.cat(list(self.parts(step, max(1, entries))))}, None, "loss")
         rows = split_rows(columns, step.samples_of_rows, step.batch_size)
         return rows.mapped(lambda chunk: (self.at_inputs(step, chunk[0][0]), None))
 
@@ -70,7 +70,7 @@ class SquareRoot(ColumnSweep):
         return dict(step.joint.split(self.scaled(mat, step)).items())
 
 
-class RootColumns(Starting):
+class RootColumns(StartingColumns):
     """The columns of an exact square root, which the loss makes in parts."""
 
     name = "loss"

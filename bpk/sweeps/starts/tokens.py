@@ -16,7 +16,7 @@ from bpk.fields.tokens import Tokens
 from bpk.plan.samples.rows import slots
 from bpk.plan.step import Step
 from bpk.sweeps.columns.column_sweep import ColumnSweep
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns
 from bpk.sweeps.starts.square_root import SquareRoot
 
 AT_ONCE = 1 << 19
@@ -64,13 +64,13 @@ class TokenColumns(ColumnSweep):
     def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
         """Columns of a loss, times its factor in the objective, by input."""
 
-    def starting(self, step: Step) -> list[Starting]:
+    def starting(self, step: Step) -> list[StartingColumns]:
         if not step.is_loss:
             return []
         columns, (number, count) = self.columns(step), numbered(step)
         each = max(1, self.chunk // max(1, len(columns)))
         starts = range(0, count, each)
-        found: list[Starting] = [self.some(step, columns, number, k, min(k + each, count)) for k in starts]
+        found: list[StartingColumns] = [self.some(step, columns, number, k, min(k + each, count)) for k in starts]
         self.before += count
         return found
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.plan.step import Step
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns
 from bpk.sweeps.starts.square_root import SquareRoot
 
 
@@ -34,7 +34,7 @@ class WeightedRoot(SquareRoot):
     def key(self) -> Hashable:
         return ("weighted root", self.mc_samples, id(self.weights))
 
-    def starting(self, step: Step) -> list[Starting]:
+    def starting(self, step: Step) -> list[StartingColumns]:
         sums: dict[int | str, Tensor] = {}
         for lazy in super().starting(step):
             for mats, _ in lazy.chunks(self.chunk):

@@ -18,7 +18,7 @@ from bpk.jacobians.second_order.bordered import compressed
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
 from bpk.jacobians.second_order.structure import Blocks, Couplings
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, known
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, as_lazy
 from bpk.sweeps.stretches.by_sample import Group, SampleBySample
 from bpk.sweeps.stretches.no_second_derivative import differentiable_twice
 
@@ -74,7 +74,7 @@ class StretchResidual(SampleBySample):
             self.require_values_only()
             if self.rows is not None:
                 parts, signs = self.by_sample(balanced=True)
-                return [known(dict(enumerate(parts)), signs)]
+                return [as_lazy(dict(enumerate(parts)), signs)]
             if not self.source.trained:
                 return [self.without_axis(self.by_position(balanced=True))]
             found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
@@ -214,4 +214,4 @@ class StretchResidual(SampleBySample):
             dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
         vectors, signs = factor(torch.stack(dense), balanced)
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
-        return [known(dict(enumerate([*nothing, *self.by_parameter(vectors)])), signs)]
+        return [as_lazy(dict(enumerate([*nothing, *self.by_parameter(vectors)])), signs)]
