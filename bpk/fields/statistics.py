@@ -22,7 +22,7 @@ from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.jacobians.core.side_by_side import as_rows
-from bpk.plan.samples.rows import to_samples
+from bpk.plan.samples.rows import along_rows, to_samples
 from bpk.utils.kroneckers import sparse_diagonal
 
 
@@ -104,7 +104,7 @@ class Uses(Products):
         if weights is None:
             return mat
         of_rows = weights if samples is None else weights[samples]
-        return mat * of_rows.reshape(-1, *[1] * (mat.dim() - 2))
+        return mat * along_rows(of_rows, mat, 1)
 
     def factors(self, approximation: str = "default") -> list[Tensor]:
         """Kronecker factors `[G, A]`, or `[G]` for a parameter without an input factor (a bias).
@@ -242,6 +242,6 @@ def averaged(use: Use, n: int) -> Call:
     counts = torch.bincount(samples, minlength=n).clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:
-        return to_samples(x[None], samples, n)[0] / counts.reshape(-1, *[1] * (x.dim() - 1))
+        return to_samples(x[None], samples, n)[0] / along_rows(counts, x)
 
     return Call(call.options, [mean(x) for x in call.inputs], call.params, mean(call.output))

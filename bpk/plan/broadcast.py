@@ -17,6 +17,7 @@ from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.plan.broadcast_places import Broadcast, broadcast_along_rows, broadcast_parameters
 from bpk.plan.graph import Source, gradient_edge, pull_columns
 from bpk.plan.parameter_bottleneck import ParameterBottleneck
+from bpk.plan.samples.rows import along_rows
 from bpk.recording.graph.nodes import Edge
 
 BASE = 16
@@ -49,7 +50,7 @@ class BroadcastRows:
         rest = {k: uses for k, uses in found.items() if k not in proven}
         if rest:
             labels = labels_of(self.count, column)
-            pulled = self.pull(rest, torch.stack([column, *(column * like_rows(x, column, 0) for x in labels)]))
+            pulled = self.pull(rest, torch.stack([column, *(column * along_rows(x, column) for x in labels)]))
             for k, uses in rest.items():
                 axes = [axis_of_rows(pulled[use.node], labels, use.shape) for use in uses]
                 known = [(use, axis) for use, axis in zip(uses, axes, strict=True) if axis is not None]
@@ -141,11 +142,6 @@ def labels_of(rows: int, like: Tensor) -> list[Tensor]:
     return labels
 
 
-def like_rows(label: Tensor, x: Tensor, axis: int) -> Tensor:
-    """`[R]` along an axis of `x`."""
-    return label.view(*(-1 if k == axis else 1 for k in range(x.dim())))
-
-
 def axis_of_rows(pulled: Tensor | None, labels: Sequence[Tensor], shape: Sequence[int]) -> int | None:
     """Which axis of a function's result holds the rows, from what arrived there: a column, and its tests."""
     if pulled is None or pulled.is_complex():
@@ -155,7 +151,7 @@ def axis_of_rows(pulled: Tensor | None, labels: Sequence[Tensor], shape: Sequenc
     for axis, size in enumerate(grad.shape):
         if size != len(labels[0]) or own[axis] != 1 or len(own) != grad.dim():
             continue
-        expected = (grad * like_rows(label.to(grad), grad, axis) for label in labels)
+        expected = (grad * along_rows(label.to(grad), grad, axis) for label in labels)
         if all(map(torch.equal, tests, expected)):
             return axis
     return None

@@ -1,4 +1,4 @@
-"""Which sample each row of a call belongs to, where a model merges the batch axis with others."""
+"""Rows and samples: which sample each row of a call belongs to, and tensors of some samples among all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.call import index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.recording.record import Record
 
@@ -101,6 +102,23 @@ def slots(samples: Tensor) -> Tensor:
     result = torch.empty_like(samples)
     result[order] = torch.arange(len(samples), device=samples.device) - first
     return result
+
+
+def along_rows(numbers: Tensor, like: Tensor, axis: int = 0) -> Tensor:
+    """Numbers `[R]` of rows, to be broadcast against a tensor with rows along an axis (1: columns `[V, R, ...]`)."""
+    return numbers.reshape(-1, *[1] * (like.dim() - 1 - axis))
+
+
+def over_batch(mat: Tensor, samples: tuple[int, ...] | None, n: int) -> Tensor:
+    """Columns `[V, K, ...]` of some samples (`None`: all) as columns `[V, N, ...]`, zero for those left out."""
+    if samples is None:
+        return mat
+    return mat.new_zeros(mat.shape[0], n, *mat.shape[2:]).index_copy(1, index_of(samples, mat.device), mat)
+
+
+def of_samples(mat: Tensor, samples: tuple[int, ...] | None) -> Tensor:
+    """Columns `[V, N, ...]` of the whole batch, restricted to some samples (`None`: all)."""
+    return mat if samples is None else mat.index_select(1, index_of(samples, mat.device))
 
 
 def to_samples(rows: Tensor, samples: Tensor, n: int) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.call import Wrt, index_of
+from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.losses.loss import Loss
+from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.linearised import Modify
@@ -150,9 +151,8 @@ def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]
     if frame.samples is None:
         product = joint.rule.hessian_mat_prod(joint.call, tangent) * frame.grad
         if frame.terms is not None:
-            product = product * frame.terms.reshape(-1, *[1] * (product.dim() - 2))
+            product = product * along_rows(frame.terms, product, 1)
         return dict(joint.split(product).items())
-    index = index_of(frame.samples, tangent.device)
-    full = tangent.new_zeros(tangent.shape[0], *joint.call.inputs[0].shape).index_copy(1, index, tangent)
+    full = over_batch(tangent, frame.samples, len(joint.call.inputs[0]))
     product = joint.rule.hessian_mat_prod(joint.call, full) * frame.grad
-    return dict(joint.split(product.index_select(1, index)).items())
+    return dict(joint.split(of_samples(product, frame.samples)).items())

@@ -12,6 +12,7 @@ from bpk.jacobians.core.call import Wrt, index_of
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import placeholder
 from bpk.plan.graph import Source, pull_columns
+from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.ports import Port
 from bpk.sweeps.stretches.no_second_derivative import differentiable_twice, require_curvature, require_products
@@ -48,7 +49,7 @@ class LinearisedStretch:
         self.samples = samples
         self.counts = None if samples is None else times_named(samples, share)
         if self.counts is not None:  # what belongs to a parameter is a sum over samples, each as often as it is named
-            share = share * spread(self.counts, share.dim())
+            share = share * along_rows(self.counts, share)
         self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
         self.cotangent = placeholder(at_input)
         self.pulled = source.gradients(self.cotangent)
@@ -99,12 +100,12 @@ class LinearisedStretch:
         parts = [p for p in zip(self.pulled, full, strict=True) if p[0].requires_grad]
         out = derivative([p for p, _ in parts], [self.cotangent], [t for _, t in parts])[0]
         assert out is not None
-        return self.narrow(out)
+        return of_samples(out, self.samples)
 
     def pull(self, adjoint: Tensor) -> list[Tensor | None]:
         """`J^T a`, by producer."""
         if self.counts is not None:
-            adjoint = self.widen(adjoint) * spread(self.counts, adjoint.dim() - 1)
+            adjoint = self.widen(adjoint) * along_rows(self.counts, adjoint, 1)
         return self.each(derivative((self.pushed,), self.tangents, (adjoint,)))
 
     def curve(self, tangents: Sequence[Tensor | None], modify: Modify | None) -> list[Tensor | None]:
@@ -150,20 +151,13 @@ class LinearisedStretch:
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns over the whole batch, zero for samples that are left out."""
-        if self.samples is None:
-            return mat
-        full = mat.new_zeros(mat.shape[0], self.cotangent.shape[0], *mat.shape[2:])
-        return full.index_copy(1, index_of(self.samples, mat.device), mat)
-
-    def narrow(self, mat: Tensor) -> Tensor:
-        """Columns over the considered samples."""
-        if self.samples is None:
-            return mat
-        return mat.index_select(1, index_of(self.samples, mat.device))
+        return over_batch(mat, self.samples, self.cotangent.shape[0])
 
     def once(self, mat: Tensor) -> Tensor:
         """Columns over the considered samples, from columns in which each counts as often as it is named."""
-        return mat if self.counts is None else self.narrow(mat / spread(self.counts.clamp(min=1), mat.dim() - 1))
+        return (
+            mat if self.counts is None else of_samples(mat / along_rows(self.counts.clamp(min=1), mat, 1), self.samples)
+        )
 
 
 def any_of(mats: Sequence[Tensor | None]) -> bool:
@@ -174,11 +168,6 @@ def any_of(mats: Sequence[Tensor | None]) -> bool:
 def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:
     """`[N]`: how often each sample of a batch `[N, ...]` is named."""
     return torch.bincount(index_of(samples, like.device), minlength=len(like)).to(like.dtype)
-
-
-def spread(counts: Tensor, dims: int) -> Tensor:
-    """Numbers of samples, to be multiplied with rows `[N, ...]` of so many axes, or with columns of them."""
-    return counts.reshape(-1, *[1] * (dims - 1))
 
 
 def positive(values: Tensor, modify: Modify) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
-from bpk.plan.samples.rows import slots
+from bpk.plan.samples.rows import along_rows, slots
 from bpk.plan.step import Step
 from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns
@@ -98,7 +98,7 @@ def written_out(mat: Tensor, where: Tensor, samples: Tensor | None, index: int, 
     in_row = int(where.max()) // len(where)  # positions of a row
     number = (where - 1) % in_row
     if samples is not None:
-        number = number + in_row * slots(samples).reshape(-1, *[1] * (where.dim() - 1))
+        number = number + in_row * along_rows(slots(samples), where)
     count = int(number.max()) + 1
 
     def make(start: int, stop: int) -> Chunk:

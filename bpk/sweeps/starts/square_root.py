@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 import torch
 from torch import Tensor
 
+from bpk.plan.samples.rows import along_rows
 from bpk.plan.step import Step
 from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.column_sweep import ColumnSweep
@@ -66,7 +67,7 @@ class SquareRoot(ColumnSweep):
     def at_inputs(self, step: Step, root: Tensor) -> dict[int | str, Tensor]:
         """Columns of the predictions of a loss, side by side, by input, scaled."""
         terms = self.terms(step)
-        mat = self.rows(root, 1) if terms is None else root * terms.sqrt().reshape(-1, *[1] * (root.dim() - 2))
+        mat = self.rows(root, 1) if terms is None else root * along_rows(terms.sqrt(), root, 1)
         return dict(step.joint.split(self.scaled(mat, step)).items())
 
 

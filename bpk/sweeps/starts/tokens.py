@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.tokens import Tokens
-from bpk.plan.samples.rows import slots
+from bpk.plan.samples.rows import along_rows, slots
 from bpk.plan.step import Step
 from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns
@@ -36,7 +36,7 @@ def numbered(step: Step) -> tuple[Tensor, int]:
     number = torch.arange(count, device=x.device).reshape(sizes).expand(x.shape)
     if rows is not None and len(rows):
         slot = slots(rows)
-        number = number + count * slot.reshape(-1, *[1] * (x.dim() - 1))
+        number = number + count * along_rows(slot, x)
         count *= int(slot.max()) + 1
     return number, count
 
