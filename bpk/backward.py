@@ -29,7 +29,7 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.observing import Observing
 from bpk.plan.inspection import Inspection
-from bpk.plan.loss_scale import require_scaled
+from bpk.plan.objective import require_scaled
 from bpk.plan.overwritten import require_result
 from bpk.recording import engine
 from bpk.recording.context.opened import Pass, Settings

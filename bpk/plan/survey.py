@@ -15,7 +15,8 @@ from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.context.state import CTX
 from bpk.recording.membership import around, parameters_in
-from bpk.recording.record import Record, has_parameter
+from bpk.recording.parameters import has_parameter
+from bpk.recording.record import Record
 
 
 def upstream(record: Record, sources: Sources) -> list[Record]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
@@ -27,61 +27,13 @@ from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.hyperparameters import Hyperparameters
 from bpk.recording.membership import path_of
+from bpk.recording.parameters import parameters_of
 
 LIVE: set[weakref.ref[Record]] = set()
 """The records that exist. They say themselves whether they still await a backward pass."""
 
 NOTHING = torch.empty(0)
 """Stands in for tensors that were let go."""
-
-
-def is_trained(param: Tensor) -> bool:
-    """Whether a parameter gets fields: a leaf that requires a gradient."""
-    return param.requires_grad and param.is_leaf
-
-
-def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
-    """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
-    own = module._parameters
-    if rule is None:
-        return {name: p for name, p in own.items() if p is not None}
-    found: dict[str, Tensor] = {}
-    for name in rule.params_of(module):
-        try:
-            p = own[name] if name in own else getattr(*holder_of(module, name))
-        except AttributeError as error:
-            raise RuleError(no_such_parameter(module, rule, name)) from error
-        if p is not None:
-            found[name] = p
-    return found
-
-
-def no_such_parameter(module: nn.Module, rule: Rule, name: str) -> str:
-    """What to say of a rule that names what the module does not have."""
-    return explain(
-        f"{rule.name} names the parameter '{name}', which {type(module).__name__} does not have.",
-        "a layer's parameters are found by name.",
-        f"correct the name in params=(...); the module has {[found for found, _ in module.named_parameters()]}.",
-    )
-
-
-def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a parameter, and under which name: itself, or a child (`"child.weight"`)."""
-    *path, last = name.split(".")
-    for child in path:
-        module = getattr(module, child)
-    return module, last
-
-
-def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
-    """Whether this is the module's parameter of that name, its own or one of a child (`"child.weight"`)."""
-    if module._parameters.get(name) is param:
-        return True
-    try:
-        holder, last = holder_of(module, name)
-        return holder._parameters.get(last) is param
-    except AttributeError:
-        return False
 
 
 class Record(Connected):

@@ -14,7 +14,8 @@ from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import Quantity
 from bpk.plan.step import Step
 from bpk.recording.context.state import CTX
-from bpk.recording.record import Record, is_trained
+from bpk.recording.parameters import is_trained
+from bpk.recording.record import Record
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -20,19 +20,17 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
 from bpk.sweeps.curvature import Curvature
-from bpk.sweeps.products.linearised import Modify
 from bpk.sweeps.products.tape import Frame
 
 
 class BlockProduct:
     """Multiply with the diagonal block of one parameter: one vector `[*p]`, or several, `[V, *p]`."""
 
-    def __init__(self, uses: Uses, curvature: Curvature, modify: Modify | None = None) -> None:
+    def __init__(self, uses: Uses, curvature: Curvature) -> None:
         tape, _ = uses.uses[-1].arrived
         self.frames: list[Frame] = tape.frames[: max(use.arrived[1] for use in uses.uses)]
         self.param = uses.param
         self.curvature = curvature
-        self.modify = modify
         self.differentiable = torch.is_grad_enabled()
         for frame in self.frames if curvature is not Curvature.GGN else ():
             if frame.stretch is not None and frame.stretch.refusal is not None:
@@ -113,7 +111,7 @@ class BlockProduct:
             elif frame.number in adjoints:
                 sent += frame.pull(adjoints.pop(frame.number), inner).items()
             if self.curvature is not Curvature.GGN and not isinstance(frame.rule, Loss):
-                sent += frame.curve(inner, self.modify).items()
+                sent += frame.curve(inner, self.curvature).items()
             for wrt, part in sent:
                 if isinstance(wrt, str):
                     result = result + part if frame.params.get(wrt) == id(self.param) else result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +14,9 @@ from bpk.plan.graph import Source, pull_columns
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.ports import Port
+from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.stretches.no_second_derivative import differentiable_twice, require_curvature, require_products
 from bpk.sweeps.stretches.residual import Group, StretchResidual
-
-Modify = Literal["clip", "abs"]
 
 
 class LinearisedStretch:
@@ -108,10 +106,10 @@ class LinearisedStretch:
             adjoint = self.widen(adjoint) * along_rows(self.counts, adjoint, 1)
         return self.each(derivative((self.pushed,), self.tangents, (adjoint,)))
 
-    def curve(self, tangents: Sequence[Tensor | None], modify: Modify | None) -> list[Tensor | None]:
+    def curve(self, tangents: Sequence[Tensor | None], curvature: Curvature) -> list[Tensor | None]:
         """The residual times the tangents, by producer."""
-        if modify is not None:
-            return self.curve_positively(tangents, modify)
+        if curvature.is_positive:
+            return self.curve_positively(tangents, curvature)
         total: list[Tensor | None] = [None] * len(self.tangents)
         for gradient, t in zip(self.residual, self.at_graph(tangents), strict=True) if self.residual else ():
             if gradient is not None and gradient.requires_grad and t is not None:
@@ -119,7 +117,7 @@ class LinearisedStretch:
                 total = [add(p, e) for p, e in zip(total, extra, strict=True)]
         return self.each(total)
 
-    def curve_positively(self, tangents: Sequence[Tensor | None], modify: Modify) -> list[Tensor | None]:
+    def curve_positively(self, tangents: Sequence[Tensor | None], curvature: Curvature) -> list[Tensor | None]:
         """The same with the residual's negative eigenvalues clipped, or made positive."""
         if self.columns is None:
             return [None] * len(self.tangents)
@@ -132,7 +130,7 @@ class LinearisedStretch:
         known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}
         if self.merged:
             known = {name: t[:, None] if isinstance(name, int) else t for name, t in known.items()}
-        found = through_columns({name: part for name, _, part in pairs}, positive(signs, modify), known)
+        found = through_columns({name: part for name, _, part in pairs}, curvature.positive(signs), known)
         if self.merged:
             found = {name: mat[:, 0] if isinstance(name, int) else mat for name, mat in found.items()}
         if self.samples is not None:
@@ -168,11 +166,6 @@ def any_of(mats: Sequence[Tensor | None]) -> bool:
 def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:
     """`[N]`: how often each sample of a batch `[N, ...]` is named."""
     return torch.bincount(index_of(samples, like.device), minlength=len(like)).to(like.dtype)
-
-
-def positive(values: Tensor, modify: Modify) -> Tensor:
-    """Clip negative values, or take absolute ones."""
-    return values.clamp(min=0) if modify == "clip" else values.abs()
 
 
 def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:

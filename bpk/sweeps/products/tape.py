@@ -21,7 +21,8 @@ from bpk.plan.step import Alignment, Link, Step, promoted
 from bpk.plan.stretch import StretchCall
 from bpk.recording.changed import Stamp, is_changed, stamp
 from bpk.recording.hyperparameters import Hyperparameters
-from bpk.sweeps.products.linearised import LinearisedStretch, Modify, positive, through_columns
+from bpk.sweeps.curvature import Curvature
+from bpk.sweeps.products.linearised import LinearisedStretch, through_columns
 from bpk.sweeps.sweep import Observer
 
 
@@ -98,20 +99,20 @@ class Frame:
         adjoint = self.cast(adjoint)
         return {wrt: self.rule.jac_t_mat_prod(self.call, adjoint, wrt, sum_batch=True) for wrt in wrts}
 
-    def curve(self, tangents: Mapping[Wrt, Tensor], modify: Modify | None) -> dict[Wrt, Tensor]:
+    def curve(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
         """The residual times the tangents, made positive where that is asked for."""
         if self.stretch is not None:
-            return self.known(self.stretch.curve([tangents.get(wrt) for wrt in self.ends], modify))
+            return self.known(self.stretch.curve([tangents.get(wrt) for wrt in self.ends], curvature))
         kind = self.rule.residual(self.call, tuple(tangents))
         if kind is Residual.ZERO:
             return {}
-        if modify is None:
+        if not curvature.is_positive:
             return self.rule.residual_mat_prod(self.call, self.grad, tangents)
         if kind is Residual.DIAGONAL and tuple(tangents) == (0,):
             diag = self.rule.residual_diag(self.call, self.grad)
-            return {0: positive(diag, modify) * tangents[0]}
+            return {0: curvature.positive(diag) * tangents[0]}
         columns, signs = self.rule.residual_columns(self.call, self.grad, tuple(tangents))
-        return through_columns(columns, positive(signs, modify), dict(tangents))
+        return through_columns(columns, curvature.positive(signs), dict(tangents))
 
     @property
     def ends(self) -> list[Wrt]:
