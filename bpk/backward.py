@@ -192,7 +192,7 @@ class Backward:
         if self.noted is not None:
             self.noted.look(self.inspection, roots)
         if self.inspection.found_products:
-            self.parameters.look_again()
+            self.parameters.calls = None  # there are more of them: products that nobody had recorded
         self.parameters.by_functions |= self.inspection.by_functions
         for module in self.inspection.left:
             self.hooks.leave_for_last(module)

@@ -13,10 +13,9 @@ from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memories, spare_memory
-from bpk.fields.stacked import combined, whole
 from bpk.fields.statistics import Use, Uses
 from bpk.fields.totals import Totals
-from bpk.fields.values import one_value_only, remove_stale, unshared, value_of
+from bpk.fields.values import combined, one_value_only, remove_stale, unshared, value_of, whole
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
@@ -27,10 +26,10 @@ from bpk.recording.record import Record, calls_by_parameter
 class Parameters:
     """Collects what sweeps bring to parameters, and saves a parameter's fields once all of it is there.
 
-    `by_functions` are parameters (by `id`) that plain functions use as well: what observers find is final only when
-    backward has ended. `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to
-    know) is called with a module none of whose parameters waits any more. `adds_up`: see `Settings`; `noted` and
-    `loss_scale`: see `Backward`.
+    `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to know) is called with a
+    module none of whose parameters waits any more. Of parameters in `by_functions` (by `id`), which plain functions use
+    as well, what observers find is final only when backward has ended. `calls` are those that use each parameter
+    (`None`: to be looked for). `adds_up`: see `Settings`; `noted` and `loss_scale`: see `Backward`.
     """
 
     def __init__(
@@ -38,12 +37,11 @@ class Parameters:
         extensions: Sequence[Quantity],
         listens: Sequence[Hashable],
         when_done: Callable[[nn.Module], None] | None,
-        adds_up: bool = False,
-        noted: Noted | None = None,
-        loss_scale: float = 1,
+        adds_up: bool,
+        noted: Noted | None,
+        loss_scale: float,
     ) -> None:
         self.extensions = extensions
-        self.listens = listens
         self.when_done = when_done
         self.adds_up, self.noted, self.loss_scale = adds_up, noted, loss_scale
         self.states: dict[int, ParameterState] = {}
@@ -51,7 +49,7 @@ class Parameters:
         self.claimed: dict[tuple[int, str], str] = {}
         self.handles: list[Any] = []
         self.by_functions: set[int] = set()
-        self.calls: dict[int, list[weakref.ref[Record]]] | None = None  # looked for when somebody asks
+        self.calls: dict[int, list[weakref.ref[Record]]] | None = None
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
         self.more_losses = False
@@ -121,10 +119,6 @@ class Parameters:
             state.pending, state.values = {}, {}
 
     # ---- from observers ---------------------------------------------------------------------------------
-    def look_again(self) -> None:
-        """More calls were found, which nobody had recorded."""
-        self.calls = None
-
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
         """Whether uses of a parameter other than by `record` are still to come, or functions use it."""
         if id(param) in self.states and self.states[id(param)].awaited_uses:
@@ -152,7 +146,7 @@ class Parameters:
         state.uses[key].uses.append(use)
 
     def finish_later(self, state: ParameterState) -> None:
-        """The same after the visit of a call, where the user's settings are in force: rules may call a layer again."""
+        """Save what is left of a parameter's fields outside of the visit of a call, where nothing is quiet yet."""
         with CTX.quietly(device=state.param.device):
             self.finish(state, final=True)
 
@@ -164,22 +158,23 @@ class Parameters:
 
     def finish(self, state: ParameterState, final: bool = False) -> None:
         """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
-        heard = 0
-        for index, (extension, key) in enumerate(zip(self.extensions, self.listens, strict=True)):
-            heard += key in state.uses
-            waits = extension.needs_gradient and state.awaited_gradients > 0 and not final
-            if waits or index in state.done or key not in state.uses:
-                continue
-            uses = state.uses[key]
-            self.recycle(state.param, extension, uses)
-            if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
-                uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
-            state.done.add(index)
-            if extension.needs_total:
-                self.totals.keep(index, uses)
-                continue
-            self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
-        if state.uses and len(state.done) == heard:
+        waiting, gradients = False, state.gradients
+        for key, uses in state.uses.items():
+            for index, extension in self.listening[key]:
+                if index in state.done:
+                    continue
+                if extension.needs_gradient and state.awaited_gradients > 0 and not final:
+                    waiting = True
+                    continue
+                state.done.add(index)
+                self.recycle(state.param, extension, uses)
+                if extension.needs_gradient and len(gradients) == len(uses.uses) and extension.subsampling is None:
+                    uses.gradient = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+                if extension.needs_total:
+                    self.totals.keep(index, uses)
+                else:
+                    self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
+        if state.uses and not waiting:
             state.uses, state.gradients = {}, []
             self.announce(state)
 

@@ -26,7 +26,7 @@ from bpk.plan.samples.rows import Attribution
 from bpk.plan.samples.whole_batch import one_sample, place_or_merge
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
-from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch, upstream
+from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch
 from bpk.recording import engine
 from bpk.recording.graph.side_effects import HookedTensors
 from bpk.recording.record import Record
@@ -73,13 +73,13 @@ class Inspection:
             found, merges = place_or_merge(roots, self.sources, self.extensions, self.has_module_extension)
         except UnsupportedLayer:
             for root in roots:
-                require_axis(self.extensions, upstream(root, self.sources))  # if that is why
+                require_axis(self.extensions, self.sources.upstream(root))  # if that is why
             raise
         if merges:
             self.merged = Attribution(mixed=True)
         if len(roots) > 1:  # what is behind several of them was maybe left to autograd behind one
             for root, placement in found.items():
-                placement.above = upstream(root, self.sources)
+                placement.above = self.sources.upstream(root)
         for root, placement in found.items():
             self.take(root, roots[root], placement)
 
@@ -114,7 +114,7 @@ class Inspection:
 
     def prepare(self, root: Record) -> None:
         """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
-        above = upstream(root, self.sources)
+        above = self.sources.upstream(root)
         self.hooked.find([record.handed for record in (root, *above)])
         for record in above:
             if record.problem or record.rule is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -47,6 +49,39 @@ class Sources(dict[Record, dict[int, Source]]):
     def feed(self, record: Record) -> bool:
         """Whether recorded calls, or functions of parameters, wait for what travels through a call."""
         return any(source.targets or source.trained for source in self[record].values())
+
+    def producers(self, record: Record) -> list[Record]:
+        """The recorded calls that feed a call, as often as they do."""
+        return [producer for source in self[record].values() for producer, _ in source.targets]
+
+    def upstream(self, record: Record) -> list[Record]:
+        """All recorded calls from which `record` descends."""
+        found: dict[Record, None] = {}
+        waiting = [record]
+        while waiting:
+            for source in self[waiting.pop()].values():
+                for producer, _ in source.targets:
+                    if producer not in found:
+                        found[producer] = None
+                        waiting.append(producer)
+        return list(found)
+
+    def in_backward_order(self, root: Record, above: Sequence[Record]) -> list[Record]:
+        """The records behind a root, each after all that it feeds."""
+        feeds = dict.fromkeys(above, 0)
+        for record in (*above, root):
+            for producer in self.producers(record):
+                feeds[producer] += 1
+        order: list[Record] = []
+        waiting = [root]
+        while waiting:
+            record = waiting.pop()
+            order.append(record)
+            for producer in self.producers(record):
+                feeds[producer] -= 1
+                if feeds[producer] == 0:
+                    waiting.append(producer)
+        return order[1:]
 
 
 def owner(edge: Edge) -> Record | None:
@@ -122,23 +157,3 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source 
     source = Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
     require_no_pass_inside(source, extended)
     return source
-
-
-def in_backward_order(root: Record, above: list[Record], sources: Sources) -> list[Record]:
-    """The records behind a root, each after all that it feeds."""
-    feeds = dict.fromkeys(above, 0)
-    for record in (*above, root):
-        for source in sources[record].values():
-            for producer, _ in source.targets:
-                feeds[producer] += 1
-    order: list[Record] = []
-    waiting = [root]
-    while waiting:
-        record = waiting.pop()
-        order.append(record)
-        for source in sources[record].values():
-            for producer, _ in source.targets:
-                feeds[producer] -= 1
-                if feeds[producer] == 0:
-                    waiting.append(producer)
-    return order[1:]

@@ -19,19 +19,6 @@ from bpk.recording.parameters import has_parameter
 from bpk.recording.record import Record
 
 
-def upstream(record: Record, sources: Sources) -> list[Record]:
-    """All recorded calls from which `record` descends."""
-    found: dict[Record, None] = {}
-    waiting = [record]
-    while waiting:
-        for source in sources[waiting.pop()].values():
-            for producer, _ in source.targets:
-                if producer not in found:
-                    found[producer] = None
-                    waiting.append(producer)
-    return list(found)
-
-
 def mixes(record: Record) -> bool:
     """Whether a call's outputs depend on several samples each."""
     rule = record.rule

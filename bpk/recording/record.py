@@ -195,9 +195,3 @@ def calls_by_parameter() -> dict[int, list[weakref.ref[Record]]]:
         for p in record.params.values() if record is not None else ():
             found.setdefault(id(p), []).append(ref)
     return found
-
-
-def is_awaited(param: Tensor) -> bool:
-    """Whether a recorded call that uses a parameter still awaits its backward pass."""
-    calls = (ref() for ref in LIVE.copy())
-    return any(c is not None and c.open and any(param is p for p in c.params.values()) for c in calls)

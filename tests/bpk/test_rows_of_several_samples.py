@@ -156,7 +156,7 @@ def test_input_factors_of_uses_with_different_numbers_of_rows(first: bool) -> No
         torch.testing.assert_close(factors[1], rows.T @ rows / 5)
 
 
-class BroadcastParameters(nn.Module):
+class SideBySide(nn.Module):
     """A layer on every step, which is given steps as an axis, or all of them as rows."""
 
     def __init__(self, layer: nn.Module, flat: bool) -> None:
@@ -172,7 +172,7 @@ def factors(layer: nn.Module, flat: bool, x: Tensor, approximation: str) -> list
     torch.manual_seed(3)
     for p in layer.double().parameters():
         nn.init.normal_(p)
-    model, loss_fn = bpk.extend(BroadcastParameters(layer, flat).double()), bpk.extend(nn.CrossEntropyLoss())
+    model, loss_fn = bpk.extend(SideBySide(layer, flat).double()), bpk.extend(nn.CrossEntropyLoss())
     with bpk.backpack(E.KFLR(approximation)):
         loss_fn(model(x), torch.arange(len(x)) % 3).backward()
     return [factor for p in layer.parameters() for factor in p.kflr]

@@ -172,7 +172,7 @@ def follow(
         alike = [r for r in above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
         if any(r not in shared for r in alike):  # one step after the other: no table
             raise mixed(f"one {reason}")
-        feeders = {r for source in sources[other].values() for r, _ in source.targets}
+        feeders = set(sources.producers(other))
         if feeders - shared.keys() and other.params:
             raise mixed(f"one {reason}")
         if feeders - shared.keys():

@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 
 from bpk.plan.dependence import reached_entries, relevant_attributes
 from bpk.plan.graph import Source
-from bpk.plan.sources import Sources, in_backward_order
+from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
 from bpk.recording import engine
 from bpk.recording.graph.nodes import Edge
@@ -136,7 +136,7 @@ def prove(
     weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
     known: dict[Record, Tensor] = {root: found.get(root, torch.arange(n)).cpu()}
     arrived: dict[Record, Tensor] = {}
-    for record in [root, *in_backward_order(root, above, sources)]:
+    for record in [root, *sources.in_backward_order(root, above)]:
         if record is not root:
             rows = None if record not in arrived else labels(arrived.pop(record), weights)
             if rows is None:

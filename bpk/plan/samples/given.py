@@ -77,7 +77,7 @@ def is_as_large_as_given(record: Record) -> bool:
 
 def follows_data(record: Record, rows: Mapping[Record, Tensor], n: int, sources: Sources) -> bool:
     """Whether a call has samples along the first axis of what the model was given, as far as that can be seen."""
-    if record.turned is None or any(source.targets for source in sources[record].values()):
+    if record.turned is None or sources.producers(record):
         return True
     (first, steps), count = record.given[0][:2], record.batch_size
     if count != first * steps:

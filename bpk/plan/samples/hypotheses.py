@@ -146,7 +146,7 @@ def reads_tables(record: Record, sources: Sources) -> bool:
     waiting, seen = [record], {record}
     while waiting:
         call = waiting.pop()
-        feeders = {r for source in sources[call].values() for r, _ in source.targets}
+        feeders = set(sources.producers(call))
         fed = sum(bool(source.targets) for source in sources[call].values())
         data = [x for k, x in enumerate(call.inputs) if call.edges[k][0] is None]
         params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
@@ -192,7 +192,7 @@ def require_apart(records: Iterable[Record], sources: Sources, rows: Mapping[Rec
     for record in records:
         waiting, seen, told = [record], {record}, not record.params
         while waiting and not told:
-            feeders = {r for source in sources[waiting.pop()].values() for r, _ in source.targets}
+            feeders = set(sources.producers(waiting.pop()))
             told = any(r.params and r in rows and len(rows[r].unique()) == n for r in feeders)
             waiting += feeders - seen
             seen |= feeders

@@ -13,7 +13,6 @@ from bpk.plan.samples.findings import AllInside, NotInFront
 from bpk.plan.samples.forms import Form, form_of, prove, recall, remember
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.sources import Sources
-from bpk.plan.survey import upstream
 from bpk.recording.graph.nodes import is_of_leaves
 from bpk.recording.graph.ownership import DISSOLVED, leave_to_autograd
 from bpk.recording.graph.side_effects import beyond
@@ -50,13 +49,13 @@ def place(
     for others of first order the user is told once. Attention that has samples inside of its rows is refused where
     autograd would have to differentiate it `twice`, because only the rule can do that with a fused kernel.
     """
-    above, modules = upstream(root, sources), list[nn.Module]()
+    above, modules = sources.upstream(root), list[nn.Module]()
     while unknown := [
         r for r in left_at_once(root, above, sources) if not has_module_extension(r)
     ]:  # others may come to light
         modules += [record.module for record in unknown]
         leave(unknown, (*above, root), sources)
-        above = upstream(root, sources)  # there may be calls behind those that were left
+        above = sources.upstream(root)  # there may be calls behind those that were left
     moved = is_moved(root, above, sources, second_order)
     stuck = tuple([k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record)])
     if not stuck and not moved:
@@ -67,7 +66,7 @@ def place(
     stuck = stuck if known is None else known.left
     modules += [every[k].module for k in stuck]
     leave([every[k] for k in stuck], (*above, root), sources)
-    above = upstream(root, sources)
+    above = sources.upstream(root)
     if known is not None:
         found = remembered(root, above, sources, known)
         if found is not None:
@@ -81,7 +80,7 @@ def place(
                 raise mixed(f"one row of '{found}' has entries of several samples") from None
             modules += [record.module for record in found.records]
             leave(found.records, (*above, root), sources)
-            above = upstream(root, sources)
+            above = sources.upstream(root)
         except UnsupportedLayer as error:
             if second_order or independent or any(r.batch_size != root.batch_size for r in above if r.params):
                 raise

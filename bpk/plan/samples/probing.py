@@ -12,7 +12,7 @@ from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.graph import Source, connected
 from bpk.plan.samples.decoding import batch_axis, decode, digits
-from bpk.plan.sources import Sources, in_backward_order
+from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
@@ -35,7 +35,7 @@ def sweep(root: Record, above: list[Record], sources: Sources, weights: Tensor) 
             send(source, at_input(root, index, weights), arrived)
     nodes = {r: node for found in sources.values() for s in found.values() for r, (node, _) in s.targets}
     with torch.no_grad():
-        for record in in_backward_order(root, above, sources):
+        for record in sources.in_backward_order(root, above):
             mat = arrived.pop(record, None)
             if mat is not None:
                 before = record.shifted

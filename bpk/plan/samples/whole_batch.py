@@ -23,7 +23,7 @@ from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.samples.placement import Placement, is_stuck, leave, place
 from bpk.plan.sources import Sources
 from bpk.plan.support import require_support
-from bpk.plan.survey import mixes, upstream
+from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
 
@@ -41,7 +41,7 @@ def place_or_merge(
     independent = bool([e for e in extensions if e.needs_independence])
     if [root for root in roots if not root.is_loss] or not may_merge(second):
         return {root: place(root, sources, bool(second), has_module_extension, independent) for root in roots}, False
-    mixed = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not has_module_extension(r)}
+    mixed = {r: None for root in roots for r in sources.upstream(root) if mixes(r) and not has_module_extension(r)}
     if not mixed:
         twice = bool([e for e in second if not e.linear_in_terms])  # not made of columns of the loss alone
         try:
@@ -50,7 +50,7 @@ def place_or_merge(
             pass
     sampled = [e for e in second if e.subsampling is not None]
     for root in roots if sampled else ():
-        require_rows(root, upstream(root, sources), sampled[0])
+        require_rows(root, sources.upstream(root), sampled[0])
     return {root: merge(root, sources, extensions, has_module_extension, mixed) for root in roots}, True
 
 
@@ -68,11 +68,11 @@ def merge(
             require_support(extension, record, lambda _: True)
     independent = any(e.needs_independence for e in first)
     found = place(root, sources, False, has_module_extension, independent) if first else Placement([], 1)
-    above = upstream(root, sources)
+    above = sources.upstream(root)
     left = [r for r in above if not has_module_extension(r) and (r.rule is None or mixes(r) or is_stuck(r))]
     modules = [*found.left, *(record.module for record in left)]
     leave(left, (*above, root), sources)
-    return Placement(upstream(root, sources), found.n, found.rows, modules)
+    return Placement(sources.upstream(root), found.n, found.rows, modules)
 
 
 def may_merge(second_order: Sequence[Quantity]) -> bool:
