@@ -46,7 +46,7 @@ class Observing:
             return True
         if len(self.sweeps.observers) > len(self.first) or record.trained():
             return False
-        return not any(source.trained for source in self.inspection.sources[record].values())
+        return not [source for source in self.inspection.sources[record].values() if source.trained]
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
         """Autograd is at a call; in second order, it is `planned`. Returns what the node is given in place of it."""

@@ -67,7 +67,8 @@ class Inspection:
         """
         for root in roots:
             require_batch(root)
-            self.check(root)
+            self.require(root)
+            self.require_samples([root])
             self.prepare(root)
         try:
             found, merges = place_or_merge(roots, self.sources, self.extensions, self.has_module_extension)
@@ -110,7 +111,8 @@ class Inspection:
             require_layers(root, above, bool(placement.left), self.sources, self.extensions)
             caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
         for record in above:
-            self.check(record)
+            self.require(record)
+        self.require_samples(above)
 
     def prepare(self, root: Record) -> None:
         """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
@@ -158,11 +160,11 @@ class Inspection:
         if self._outside is not None and self._outside.leaves:
             require_fields(models, self._outside, reached, self.extensions)
 
-    def check(self, record: Record) -> None:
-        """Refuse what some active extension cannot do at a call, and samples that are not there."""
-        self.require(record)
+    def require_samples(self, records: Iterable[Record]) -> None:
+        """Refuse samples that are not there."""
         for extension in self.subsampled:
-            check_samples(extension, record)
+            for record in records:
+                check_samples(extension, record)
 
     def require(self, record: Record) -> None:
         """Refuse what some active extension cannot do at a call."""

@@ -64,7 +64,8 @@ class Plan:
             rows, n = attribution.of(record)
             node = nodes[record]
             rule = None if record.rule is None else with_rows(record.rule, call)
-            step = self.step_of[record] = Step(record, rule, call, node, params, rows, n, mixed=attribution.mixed)
+            step = self.step_of[record] = Step(record, rule, call, node, params, rows, n)
+            step.is_loss, step.mixed = record.is_loss, attribution.mixed
             step.runs = node is None or record in losses or engine.will_run(node)
             step.find_gradients = self.find_gradients
             self.largest = max(self.largest, call.output.numel())
@@ -111,7 +112,7 @@ class Plan:
         return sum(any(p is param for p in step.params.values()) for step in self.steps) > 1
 
     @property
-    def name(self) -> tuple[int, ...]:
+    def key(self) -> tuple[int, ...]:
         """Tells plans of one backward pass from each other."""
         return tuple(map(id, self.losses))
 

@@ -86,9 +86,6 @@ class Step:
     mixed: bool = False
     find_gradients: Callable[[], None] | None = None
 
-    def __post_init__(self) -> None:
-        self.is_loss = self.rule is not None and self.rule.is_loss
-
     @property
     def source(self) -> Source | None:
         """The stretch, if this is one."""
@@ -147,7 +144,7 @@ class Step:
         """Drop what rules have computed for this call."""
         self.views = {}
         if self.consumer is None:
-            self.record.seen = None
+            self.record.cached = None
 
 
 def promoted(mat: Tensor, call: Call) -> Tensor:

@@ -51,7 +51,7 @@ class Record(Connected):
     frozen: Sequence[str] = ()
     handed: Sequence[weakref.ref[Tensor]] = ()
     drawn: RandomState | None = None
-    seen: tuple[tuple[object, ...], list[Tensor], Call] | None = None
+    cached: tuple[tuple[object, ...], list[Tensor], Call] | None = None
     stored: Tensor | None = None
     open = True
     released = False
@@ -117,16 +117,16 @@ class Record(Connected):
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
         gone, inputs = changed(self.params, self.stamps) if self.params else [], list(self.inputs)
         form = (self.shifted, *self.used, *gone)
-        known = self.seen is not None and self.seen[0] == form
+        known = self.cached is not None and self.cached[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
             if x._version != version and self.rule is not None and self.rule.reads_values:
                 inputs[index] = self.unchanged(index, self.rule)
-            known = known and self.seen is not None and inputs[index] is self.seen[1][index]
-        if self.seen is None or not known:
+            known = known and self.cached is not None and inputs[index] is self.cached[1][index]
+        if self.cached is None or not known:
             call = self.call_on(inputs, gone)
             call.drawn = self.drawn
-            self.seen = form, inputs, call
-        return self.seen[2]
+            self.cached = form, inputs, call
+        return self.cached[2]
 
     def call_on(self, inputs: list[Tensor], gone: Sequence[str] = ()) -> Call:
         """The call with these tensors as inputs, as the rule sees them; the values of parameters may be `gone`."""
@@ -169,7 +169,7 @@ class Record(Connected):
         """The pass is over, and another one may come: what can be computed again is dropped."""
         self.reopen()
         if self.recomputed is not None:
-            self._inputs, self._results, self.seen = None, None, None
+            self._inputs, self._results, self.cached = None, None, None
 
     def close(self) -> None:
         """This use of the parameters is over."""
@@ -182,7 +182,7 @@ class Record(Connected):
         if not keeps_fields and self.stored is not None:
             forget(self.module, self.stored)
         self.stored = self.recomputed = None  # the graph owns the record until the loss is let go
-        self._inputs, self._results, self.seen, self.stamps = (), {}, None, ()
+        self._inputs, self._results, self.cached, self.stamps = (), {}, None, ()
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
 

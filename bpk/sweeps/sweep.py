@@ -119,8 +119,8 @@ class Player(Sweep):
     def uses(self, step: Step, arrived: Any) -> dict[str, Use]:
         """By name: a parameter of the call, with what has arrived."""
         view, rule = step.view(self.samples), step.rule_at(self.samples)
-        rows, of = step.samples_of_rows, (step.record, step.consumer and step.index)
-        return {name: Use(view, rule, name, arrived, rows, of) for name in step.params}
+        rows, origin = step.samples_of_rows, (step.record, step.consumer and step.index)
+        return {name: Use(view, rule, name, arrived, rows, origin) for name in step.params}
 
 
 def positive_factor(step: Step) -> float:

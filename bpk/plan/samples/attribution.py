@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.decoding import all_different, digits
-from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared, put_back
+from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared, numbers_of, put_back
 from bpk.plan.samples.given import (
     follows_data,
     is_given_data,
@@ -29,7 +29,6 @@ from bpk.plan.samples.hypotheses import (
     reads_tables,
     require_apart,
 )
-from bpk.plan.samples.numbers import numbers_of
 from bpk.plan.samples.picked import picked
 from bpk.plan.samples.probing import fuller, sweep, tolerance_of, uses_of
 from bpk.plan.samples.silent import follow_neighbours

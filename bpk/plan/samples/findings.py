@@ -1,7 +1,21 @@
-"""What is found at calls while a hypothesis about samples is tested, if it is not simply a sample for each row."""
+"""What is found at one call while a hypothesis is tested: the sample of each of its rows, or why there is none."""
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from bpk.plan.samples.decoding import batch_axis, decode
+from bpk.plan.samples.given import (
+    is_as_large_as_given,
+    is_given_data,
+)
+from bpk.plan.samples.hypotheses import (
+    behind_first_axis,
+    has_no_axis,
+    mixed,
+    reads_tables,
+)
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
@@ -32,6 +46,46 @@ class LastResort(NotInFront):
 
 class AllInside(NotInFront):
     """Functions have the samples inside of their rows, and everything else agrees with the hypothesis."""
+
+
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources) -> Tensor:
+    """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
+
+    Raises:
+        Shared: If there may be none.
+        Inside: If it is one of those that the call looks at, of a function, or of a layer that is given one row.
+        NotInFront: If there is none.
+    """
+    if has_no_axis(record):
+        raise NotInFront([record])
+    rows = decode(mat, n, tolerance)
+    if rows is not None:
+        return rows
+    axis, rows = batch_axis(mat, n, tolerance)
+    what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
+    if (
+        record.binding.axes
+        and not (record.knows_batch and record.batch_size > 1)
+        and decode(mat.flatten(1)[..., None], n, tolerance) is not None
+    ):
+        raise Inside
+    if movable and axis and len(record.used) > 1 and not record.params:
+        raise NotInFront([record])  # its results come side by side, without axes of their own
+    if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
+        passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `follow`)
+        shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
+        elsewhere = record.knows_batch or n in behind_first_axis(record)
+        elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
+        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
+            raise Shared(what)
+        raise mixed(f"one {what}")
+    looks_at = record.rule.acts_on(record.call())
+    if looks_at is not None and axis < record.inputs[0].dim() - looks_at:
+        record.shift(axis)
+        return rows
+    if record.params:
+        raise mixed(f"its batch axis is axis {axis}, and one {what}")
+    raise NotInFront([record])
 
 
 def put_back(axes: list[tuple[Record, int]]) -> None:

@@ -13,8 +13,8 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import VIEWS
 from bpk.plan.samples.given import is_given_data, is_told
 from bpk.plan.sources import Sources
-from bpk.recording import engine
 from bpk.recording.context.state import CTX
+from bpk.recording.graph.nodes import leaf_of
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
@@ -171,7 +171,7 @@ def is_parameter(node: Node | None) -> bool:
     """Whether a node of the graph hands out a parameter, or a view of one."""
     while node is not None and node.name() in VIEWS:
         node, _ = beyond(node.next_functions[0])
-    return node is not None and node.name() == engine.ACCUMULATE
+    return leaf_of(node) is not None
 
 
 def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:

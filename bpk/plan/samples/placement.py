@@ -139,7 +139,7 @@ def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Re
         if r.rule is None:
             left.append(r)
             continue
-        fed = any(source.targets for source in sources[r].values())
+        fed = [source for source in sources[r].values() if source.targets]
         if fed and not one:
             continue
         given = (one or is_given_parameters(r)) and has_no_axis(r)

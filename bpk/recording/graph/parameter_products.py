@@ -27,7 +27,7 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph.computed_bias import Places, put_together
 from bpk.recording.graph.identity import function_name
-from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_of_leaves
+from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_of_leaves, leaf_of
 from bpk.recording.graph.ownership import can_be_written_down, give
 from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.record import Record
@@ -216,7 +216,7 @@ def from_front(axis: int, dim: int) -> int:
 
 def parameter_at(node: Node | None) -> nn.Parameter | None:
     """The parameter whose gradient a node accumulates."""
-    leaf = node.variable if node is not None and node.name() == engine.ACCUMULATE else None  # type: ignore[attr-defined]
+    leaf = leaf_of(node)
     return leaf if isinstance(leaf, nn.Parameter) else None
 
 

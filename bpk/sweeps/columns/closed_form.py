@@ -45,7 +45,7 @@ def settle_last_layer(player: Player, step: Step) -> bool:
     for name, param in at.params.items():
         squares = partial(at.rule.squares_of_diagonal, view, diag, name)
         found = ClosedForm(squares, partial(output_factor, at, view, total, name))
-        player.settle(param, [Use(view, at.rule, name, found, of=(at.record, "closed"))], at.batch_size)
+        player.settle(param, [Use(view, at.rule, name, found, origin=(at.record, "closed"))], at.batch_size)
     return True
 
 

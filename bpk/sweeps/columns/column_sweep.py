@@ -62,7 +62,7 @@ class ColumnSweep(Player):
                 if self.run.count and self.is_too_much(self.run.count + count):
                     self.run.settle(step)
                     self.make_room(step.number + 1, count)
-                self.run.start(step, (lazy.name, self.plan.name, step.number, number), chunk)
+                self.run.start(step, (lazy.name, self.plan.key, step.number, number), chunk)
         self.run.settle(step)
 
     def from_module_extension(self, step: Step) -> LazyColumns:
@@ -133,12 +133,12 @@ class Run:
             shape = next(iter(columns.blocks.values())).shape[2:]
             self.waiting[at] = Columns()
             for number, part in enumerate(mat.split(size)):
-                key = ("merged", self.sweep.plan.name, step.number, number)
+                key = ("merged", self.sweep.plan.key, step.number, number)
                 self.waiting[at].add(key, part.reshape(*part.shape[:2], *shape), signs[number * size :][: len(part)])
         for mine, mat in zip(self.uses.values(), mats[len(self.waiting) :], strict=True):
             use, param = mine[0], Columns()
             for number, part in enumerate(mat.split(size)):
-                key = ("merged", self.sweep.plan.name, step.number, number)
+                key = ("merged", self.sweep.plan.key, step.number, number)
                 rows = part.reshape(*part.shape[:2], *use.call.params[use.name].shape)
                 param.add_to_parameter(use.name, key, rows, signs[number * size :][: len(part)])
             mine[:] = [replace(use, arrived=param)]

@@ -60,7 +60,11 @@ class SignedHessian(ColumnSweep):
     def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
         """Note what some columns add to the squares of a parameter."""
         use = Use(
-            step.view(self.samples), step.rule_at(self.samples), name, ClosedForm(squares), of=(step.record, "squares")
+            step.view(self.samples),
+            step.rule_at(self.samples),
+            name,
+            ClosedForm(squares),
+            origin=(step.record, "squares"),
         )
         self.settle(step.params[name], [use], step.batch_size)
 
