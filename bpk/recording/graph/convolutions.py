@@ -26,32 +26,16 @@ OPTIONS = ("transposed", "stride", "padding", "dilation", "groups", "output_padd
 """What its node keeps beside tensors."""
 
 
-class Conv1dFunction(nn.Conv1d, Plain):
-    """Stands for a call of `F.conv1d`."""
+def stand_in(layer: type[nn.Module], function: str) -> type[nn.Module]:
+    """A class of modules that stand for calls of a function, served by the rule of a layer."""
+    return type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
 
 
-class Conv2dFunction(nn.Conv2d, Plain):
-    """Stands for a call of `F.conv2d`."""
-
-
-class Conv3dFunction(nn.Conv3d, Plain):
-    """Stands for a call of `F.conv3d`."""
-
-
-class ConvTranspose1dFunction(nn.ConvTranspose1d, Plain):
-    """Stands for a call of `F.conv_transpose1d`."""
-
-
-class ConvTranspose2dFunction(nn.ConvTranspose2d, Plain):
-    """Stands for a call of `F.conv_transpose2d`."""
-
-
-class ConvTranspose3dFunction(nn.ConvTranspose3d, Plain):
-    """Stands for a call of `F.conv_transpose3d`."""
-
-
-STRAIGHT: tuple[type[nn.Module], ...] = (Conv1dFunction, Conv2dFunction, Conv3dFunction)
-TRANSPOSED: tuple[type[nn.Module], ...] = (ConvTranspose1dFunction, ConvTranspose2dFunction, ConvTranspose3dFunction)
+STRAIGHT = [stand_in(layer, f"F.conv{k}d") for k, layer in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)]
+TRANSPOSED = [
+    stand_in(layer, f"F.conv_transpose{k}d")
+    for k, layer in enumerate((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 1)
+]
 
 
 @lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
 """The tape of the calls between a parameter and the loss, from which products with curvature blocks are made.
 
-Every call is written down when autograd is there, latest first; `block_product.py` plays the tape both ways.
+Every call is written down when autograd is there, latest first; `block.py` plays the tape both ways.
 """
 
 from __future__ import annotations
