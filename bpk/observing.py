@@ -51,7 +51,7 @@ class Observing:
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
         """Autograd is at a call; in second order, it is `planned`. Returns what the node is given in place of it."""
         trained = record.trained() if planned is None else planned.params
-        function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
+        function = isinstance(record.module, Plain)  # functions behind another loss may use its parameters, too
         observers, first = self.sweeps.observers, self.first
         written = self.run_module_extensions(record, grad) if self.module_extensions else ()
         if written:

@@ -15,7 +15,8 @@ from bpk.recording.membership import MARK, containers_of
 class Hooks:
     """When to call `hook` during one backward pass: as soon as a module is done, with containers last.
 
-    `awaited` has, by parameter, the layers that wait for its fields of second order, and `lacks` for how many they do.
+    `awaited` has, by parameter, the layers whose hook waits for its fields of second order; `lacks`, by layer, for how
+    many parameters it does.
     """
 
     def __init__(self, hook: Callable[[nn.Module], None] | None) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.fields.kept_uses import merged, without_graph
 from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState as ParameterState
-from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memories, spare_memory
 from bpk.fields.statistics import Use, Uses
 from bpk.fields.totals import Totals

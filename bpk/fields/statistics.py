@@ -167,7 +167,7 @@ class Uses(Products):
 
     @property
     def orientations(self) -> list[Uses]:
-        """The uses, apart from those that see the parameter transposed (an embedding tied to a linear layer)."""
+        """The uses, in two groups where some see the parameter transposed (an embedding tied to a linear layer)."""
         first = self.uses[0].rule.transposes(self.uses[0].name)
         straight = [use for use in self.uses if use.rule.transposes(use.name) == first]
         if len(straight) == len(self.uses):

@@ -115,7 +115,7 @@ class Inspection:
         self.require_samples(above)
 
     def prepare(self, root: Record) -> None:
-        """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
+        """Make users' hooks quiet, and refuse calls that cannot be used, wherever their samples are."""
         above = self.sources.upstream(root)
         self.hooked.find([record.handed for record in (root, *above)])
         for record in above:

@@ -168,6 +168,6 @@ def consumers_first(losses: Sequence[Step]) -> list[Step]:
 
 
 def called(step: Step) -> int:
-    """A number that is the smaller, the later a step was called; a stretch belongs to the call that reads its end."""
+    """Sorts steps by when they were called, the latest first; a stretch counts with the call that reads its end."""
     node = step.node if step.consumer is None else step.consumer.node
     return 0 if node is None else -node._sequence_nr()

@@ -96,7 +96,10 @@ def owner(edge: Edge) -> Record | None:
 
 
 def recovered(edge: Edge, extended: ExtendedParameters, behind: Node | None, given: Shapes) -> Record | None:
-    """A call that nobody has recorded, written down from its node; what is behind it tells what the model was given."""
+    """The record of a call that no hook has seen, made from its node (`None`: it is none of those that can be).
+
+    `behind` is the node from which the edge comes, if it is no call's; `given` are the shapes that the model was given.
+    """
     found = recover_attention(edge) or recover_product(edge, extended, behind) or recover_convolution(edge, extended)
     if found is not None:
         found.given = found.given or given

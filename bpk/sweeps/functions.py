@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from bpk.fields.arrived import Columns
 from bpk.fields.awaited import expect_use
+from bpk.fields.kept_uses import without_graph
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.engine import pull_back
@@ -20,7 +21,6 @@ from bpk.plan.broadcast import BroadcastRows, at_parameter, summed
 from bpk.plan.broadcast_places import Broadcast, broadcast_along_rows
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
-from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
@@ -117,16 +117,10 @@ def reach_functions(
         whole.broadcast = None if whole.merged else BroadcastRows(source, at_end)
         for key, sweep in sweeps.items():
             call = whole if sweep.samples is None else whole.subset(sweep.samples)
-            column, columns = sweep.rows(at_end)[None], Columns()
-            for name in call.params:
-                if whole.merged:
-                    found_rows = STRETCH.jac_t_mat_prod(call, column, name)[:, None]
-                else:
-                    found_rows = STRETCH.jac_t_mat_prod(call, column, name, sum_batch=False)
-                    found_rows = found_rows if rows is None else to_samples(found_rows, rows, n)
-                columns.add_to_parameter(name, "gradient", found_rows)
+            column = Columns({"gradient": sweep.rows(at_end)[None]}, signs={"gradient": None})
             for name, param in call.params.items():
-                parameters.collect(parameters.state_of(param), key, Use(call, STRETCH, name, columns), n)
+                use = without_graph(Use(call, STRETCH, name, column, rows), n)
+                parameters.collect(parameters.state_of(param), key, use, n)
 
 
 def at_inputs(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> list[tuple[Source, Tensor]]:

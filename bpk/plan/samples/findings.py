@@ -52,9 +52,9 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
 
     Raises:
-        Shared: If there may be none.
-        Inside: If it is one of those that the call looks at, of a function, or of a layer that is given one row.
-        NotInFront: If there is none.
+        Shared: If rows feed several samples, and the call may have no batch axis.
+        Inside: If rows feed several samples and entries one each: samples are along an axis that the call looks at.
+        NotInFront: If the call has no batch axis, or has it where its rule cannot work with it.
     """
     if has_no_axis(record):
         raise NotInFront([record])

@@ -65,9 +65,9 @@ def axes_of_one_row(above: list[Record]) -> set[int]:
 
 
 def reads_all(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> bool:
-    """Whether calls that are given data could have been given that of all `n` samples.
+    """Whether the calls that are given data may together have been given that of all `n` samples.
 
-    Rows without a gradient may be those of any sample, of another one for each time that a model was called.
+    A row without a gradient may be any sample's, and another one's each time that the model was called.
     """
     calls = [record for record in above if is_given_data(record)]
     told = {number for record in calls for number in (rows[record].tolist() if record in rows else range(n))}
@@ -185,7 +185,7 @@ def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
 
 
 def require_apart(records: Iterable[Record], sources: Sources, rows: Mapping[Record, Tensor], n: int) -> None:
-    """Refuse to see samples inside of the only row of a layer, if none with parameters in front of it tells them apart.
+    """Refuse samples inside of the only row of a layer with parameters, unless such a layer before it tells them apart.
 
     Nothing else would notice that the layer mixes them.
     """

@@ -95,7 +95,7 @@ def disagree(record: Record) -> UnsupportedLayer:
 
 
 def slots(samples: Tensor) -> Tensor:
-    """`[R]`: the how-manieth row of its sample each row is."""
+    """`[R]`: the number of each row among those of its sample, from 0."""
     order = torch.argsort(samples, stable=True)
     ranked = samples[order]
     first = torch.searchsorted(ranked, ranked)

@@ -1,4 +1,4 @@
-"""Graph nodes own the records of calls: how a node is given one, hands it to a backward pass, and is relieved of it."""
+"""Graph nodes own the records of calls: how a node gets one, gives it to backward passes that arrive, and loses it."""
 
 from __future__ import annotations
 

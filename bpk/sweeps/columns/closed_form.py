@@ -58,7 +58,7 @@ def output_factor(at: Step, view: Call, total: Callable[[], Tensor], name: str) 
 def has_factor(player: Player, step: Step, at: Step) -> bool:
     """Whether a parameter's factor `G` is that of the sum of a loss's Hessian: all samples, one position, one loss.
 
-    Factors of several losses are no sum, but those of the columns of all of them.
+    Factors of several losses do not add up: they are those of the columns of all losses together.
     """
     (link,) = step.links.values()
     aligned = link.producer is at and link.entrance is None

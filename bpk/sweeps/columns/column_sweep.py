@@ -21,9 +21,9 @@ from bpk.sweeps.sweep import Player
 class ColumnSweep(Player):
     """Columns that begin at some calls, pass all calls behind these, and are summed up at parameters.
 
-    Where columns begin is up to those that inherit. Before they become too many, those under way go all the way to the
-    end, and others start then. Signed ones that are more than they need to be are merged on the way, if they `merge`.
-    `started` counts columns, and `rounds` how often some went all the way.
+    Subclasses say where columns begin. Before columns become too many, those under way go to the end of the plan, and
+    others start afterwards. A sweep that `merges` makes fewer signed columns of many on the way. `started` counts
+    columns, and `rounds` how often some went to the end.
     """
 
     merges = False
@@ -144,9 +144,10 @@ class Run:
             mine[:] = [replace(use, arrived=param)]
 
     def visit(self, step: Step, last: bool = True) -> None:
-        """Let what waits at a call pass it, block by block; if these are the `last`, parameters are settled before.
+        """Let the columns that wait at a call pass it, block by block.
 
-        So a block is let go when it has passed, and columns of two calls are not held at a time.
+        If no others begin at this call (these are the `last`), its parameters are settled first: then each block can be
+        freed when it has passed, and columns of two calls never exist at the same time.
         """
         columns = self.waiting.pop(step, None)
         if columns is None:

@@ -29,7 +29,7 @@ class StartingColumns(ABC):
 
 @dataclass
 class LazyColumns(StartingColumns):
-    """Columns of which `make(start, stop)` gives some. So many in a row as a `unit` says should not be torn apart."""
+    """Columns of which `make(start, stop)` gives some. Those of one `unit` (so many) should be made together."""
 
     count: int
     make: Callable[[int, int], Chunk]

@@ -57,7 +57,10 @@ class Merging:
         return 3 * saved >= count and saved * self.to_come[step.number] > count * size * (size + TOUCHED)
 
     def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Merged | None:
-        """Fewer columns before `step`, where that pays: first asked with the least that may be left of the entries."""
+        """Fewer columns before `step`, where that pays.
+
+        This is asked twice: with a lower bound for how many distinct entries there are, then with their number.
+        """
         columns, largest = dict[Hashable, int](), 0
         like: Tensor | None = None
         for at, waits in waiting.items():

@@ -1,4 +1,4 @@
-"""Which axes of a call tell positions (time steps, pixels) of a loss apart, while its layers treat them one by one."""
+"""Which axes of a call hold the positions of a loss (time steps, pixels), as long as layers treat them one by one."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def numbered(step: Step) -> tuple[Tensor, int]:
 class TokenColumns(ColumnSweep):
     """Columns that are zero at all tokens of a sample but one.
 
-    `columns` gives those of all tokens on top of each other. Those of some tokens begin together, in order; what comes
-    to a parameter knows of which `Tokens` it is by its birthplace. Tokens of several losses count on.
+    `columns` gives those of all tokens on top of each other. Those of some tokens begin together, in order; their key
+    says of which `Tokens` they are, also at a parameter. Tokens of a second loss are numbered after those of the first.
     """
 
     before = 0

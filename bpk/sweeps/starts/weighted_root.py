@@ -21,7 +21,7 @@ def columns_at(key: Hashable) -> slice:
 class WeightedRoot(SquareRoot):
     """`sum_v w_kv s_v`, for weights `[K, V, N]` of the columns of all losses, in the order in which these are reached.
 
-    Which of the `K` columns a block has, its birthplace says: `range(start, stop)`.
+    The key of a block says which of the `K` columns it has: `range(start, stop)`.
     """
 
     before = 0

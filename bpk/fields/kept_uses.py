@@ -1,4 +1,4 @@
-"""Uses of a parameter in the columns of several losses, for what is no sum over losses (Kronecker factors)."""
+"""Uses that are kept for later: until the last loss is reached (for Kronecker factors), or beyond autograd's graph."""
 
 from __future__ import annotations
 
