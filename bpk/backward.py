@@ -60,8 +60,7 @@ class Backward:
             self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
         )
         module_extensions = [
-            (key, ModuleExtensions(extension, self.parameters.claim, self.parameters.save))
-            for key, extension in self.sweeps.with_module_extensions
+            (key, ModuleExtensions(extension, self.parameters)) for key, extension in self.sweeps.with_module_extensions
         ]
         self.at_losses = AtLosses(
             context, self.sweeps, self.inspection, self.parameters, dict(module_extensions), self.hooks

@@ -64,11 +64,9 @@ class Observing:
                 reach_functions(record, grad, first, self.broadcast)
                 break
         if record.rule is None:
-            own = record.module.parameters(recurse=False)
-            left_out = len(observers) > len(first) or any(p.requires_grad for p in own)
-            if left_out and self.inspection.has_module_extension(record):
-                raise module_extension_missing(f"'{record.path}' ({type(record.module).__name__})")
-        if record.rule is None or not (trained or len(observers) > len(first)):
+            self.require_module_extensions(record, only_first=len(observers) == len(first))
+            return None
+        if not trained and len(observers) == len(first):
             return None
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
         asked: Call | None = None
@@ -83,6 +81,12 @@ class Observing:
         if not function:
             self.parameters.finish_unshared(states.values(), record)
         return None if asked is None else with_sums(asked, grad)
+
+    def require_module_extensions(self, record: Record, only_first: bool) -> None:
+        """Refuse a layer without a rule that some extensions know by module extensions, and others do not."""
+        left_out = not only_first or any(p.requires_grad for p in record.module.parameters(recurse=False))
+        if left_out and self.inspection.has_module_extension(record):
+            raise module_extension_missing(f"'{record.path}' ({type(record.module).__name__})")
 
     def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bpk.fields.parameters import Parameters
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import Quantity
@@ -33,16 +33,11 @@ class ModuleExtension(Protocol):
 
 
 class ModuleExtensions:
-    """Those of one extension. `save` puts a value on a parameter; `claim` refuses if it has got one already."""
+    """Those of one extension; what they return for parameters is saved there."""
 
-    def __init__(
-        self,
-        extension: Quantity,
-        claim: Callable[[Tensor, str, str], None],
-        save: Callable[[Tensor, str, Any], None],
-    ) -> None:
+    def __init__(self, extension: Quantity, parameters: Parameters) -> None:
         self.extension = extension
-        self.claim, self.save = claim, save
+        self.parameters = parameters
 
     def serves(self, step: Step) -> bool:
         """Whether something was written for a layer."""
@@ -63,9 +58,9 @@ class ModuleExtensions:
         for name in written.params:
             param = getattr(module, name)
             if param is not None and is_trained(param):
-                self.claim(param, self.extension.savefield, record.path)
+                self.parameters.claim(param, self.extension.savefield, record.path)
                 value = written.extract(name, self.extension, module, g_inp, g_out, quantity)
-                self.save(param, self.extension.savefield, value)
+                self.parameters.save(param, self.extension.savefield, value)
         return written.backpropagate(self.extension, module, g_inp, g_out, quantity)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity, is_of_batch
-from bpk.plan.samples.placement import Placement, is_stuck, leave, place
+from bpk.plan.samples.placement import Placement, is_stuck, place
 from bpk.plan.sources import Sources
 from bpk.plan.support import require_support
 from bpk.plan.survey import mixes
@@ -67,12 +67,13 @@ def merge(
         for extension in first:  # the user is told what they get
             require_support(extension, record, lambda _: True)
     independent = any(e.needs_independence for e in first)
-    found = place(root, sources, False, has_module_extension, independent) if first else Placement([], 1)
-    above = sources.upstream(root)
-    left = [r for r in above if not has_module_extension(r) and (r.rule is None or mixes(r) or is_stuck(r))]
-    modules = [*found.left, *(record.module for record in left)]
-    leave(left, (*above, root), sources)
-    return Placement(sources.upstream(root), found.n, found.rows, modules)
+    found = (
+        place(root, sources, False, has_module_extension, independent)
+        if first
+        else Placement(root, sources, sources.upstream(root), 1)
+    )
+    found.leave([r for r in found.above if not has_module_extension(r) and (r.rule is None or mixes(r) or is_stuck(r))])
+    return found
 
 
 def may_merge(second_order: Sequence[Quantity]) -> bool:

@@ -17,7 +17,7 @@ from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.nodes import OPERANDS, Edge
 from bpk.recording.graph.ownership import can_be_written_down, give
-from bpk.recording.graph.parameter_products import TRANSPOSES, is_of_parameters, parameter_behind
+from bpk.recording.graph.parameter_operands import TRANSPOSES, is_of_parameters, parameter_behind
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 

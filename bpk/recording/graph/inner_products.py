@@ -17,7 +17,8 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph.identity import IDENTITIES, function_name
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, leaf_of
-from bpk.recording.graph.parameter_products import FUNCTIONS, SAME_ORDER, axes_of
+from bpk.recording.graph.parameter_operands import SAME_ORDER, axes_of
+from bpk.recording.graph.parameter_products import FUNCTIONS
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
