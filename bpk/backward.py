@@ -199,7 +199,7 @@ class Backward:
     def finish_call(self, record: Record) -> None:
         """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""
         if not (self.context.retain_graph or engine.keeps_graph()):
-            waits = self.hooks.hook is not None and self.hooks.waits_for(record.module)
+            waits = self.hooks.hook is not None and id(record.module) not in self.hooks.done
             if waits and record.stored is not None:
                 self.hooks.store(record.module, record.stored)
             record.release(keeps_fields=waits)

@@ -15,8 +15,8 @@ from bpk.recording.membership import MARK, containers_of
 class Hooks:
     """When to call `hook` during one backward pass: as soon as a module is done, with containers last.
 
-    `awaited` has, by parameter, the layers whose hook waits for its fields of second order; `lacks`, by layer, for how
-    many parameters it does.
+    `done` are (by `id`) the layers whose hook has run. `awaited` has, by parameter, the layers whose hook waits for its
+    fields of second order; `lacks`, by layer, for how many parameters it does.
     """
 
     def __init__(self, hook: Callable[[nn.Module], None] | None) -> None:
@@ -27,10 +27,6 @@ class Hooks:
         self.awaited: dict[int, set[int]] = {}
         self.lacks: defaultdict[int, int] = defaultdict(int)
         self.stored: dict[int, tuple[nn.Module, Tensor]] = {}
-
-    def waits_for(self, module: nn.Module) -> bool:
-        """Whether the hook of a layer is still to come."""
-        return self.hook is not None and id(module) not in self.done
 
     def store(self, module: nn.Module, output: Tensor) -> None:
         """A layer keeps its inputs and this output (`module.input0`, ...) until its hook has run."""

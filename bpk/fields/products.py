@@ -27,10 +27,7 @@ class Products(Rows):
     @property
     def lead(self) -> tuple[int, int]:
         """`V, n`."""
-        return self.memo("lead", self._lead)
-
-    def _lead(self) -> tuple[int, int]:
-        return sum(map(self.columns_of, self.keys)), self.count
+        return self.memo("lead", lambda: (sum(map(self.columns_of, self.keys)), self.count))
 
     def gram(self, split: int | None = None, aligned: bool = False) -> Tensor:
         """`<rows_vn, rows_wm>` `[V, n, V, n]`: those of the first `split` samples with those of the others, or all.

@@ -150,16 +150,13 @@ def reads_tables(record: Record, sources: Sources) -> bool:
         fed = sum(bool(source.targets) for source in sources[call].values())
         data = [x for k, x in enumerate(call.inputs) if call.edges[k][0] is None]
         params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
-        if len(data) + params + fed < len(call.inputs) or not all(any(is_part(x, t) for t in tables) for x in data):
+        if len(data) + params + fed < len(call.inputs):
+            return False
+        if any(all(x.untyped_storage() is not t.untyped_storage() for t in tables) for x in data):
             return False
         waiting += feeders - seen
         seen |= feeders
     return True
-
-
-def is_part(x: Tensor, whole: Tensor) -> bool:
-    """Whether a tensor is another one, or a view of it."""
-    return x.untyped_storage() is whole.untyped_storage()
 
 
 def is_given_parameters(record: Record) -> bool:

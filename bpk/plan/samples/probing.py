@@ -46,10 +46,12 @@ def sweep(root: Record, above: list[Record], sources: Sources, weights: Tensor) 
 
 
 def at_input(record: Record, index: int, weights: Tensor) -> Tensor:
-    """Gradients `[V, R]` of rows, spread over the entries of an input."""
+    """Gradients `[V, R]` of rows, spread over the entries of an input, in single precision at least."""
     start = record.inputs[index].movedim(record.axis(index), 0)
     probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
-    return (probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))).to(at_least_single(start.dtype))
+    return (probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))).to(
+        torch.promote_types(start.dtype, torch.float32)
+    )
 
 
 def pass_on(
@@ -74,11 +76,6 @@ def send(source: Source, mat: Tensor, arrived: dict[Record, Tensor]) -> None:
     for number, part in source.pull(mat).items():
         record = source.targets[number][0]
         arrived[record] = arrived[record] + part if record in arrived else part
-
-
-def at_least_single(dtype: torch.dtype) -> torch.dtype:
-    """At least single precision, to tell many samples apart."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def uses_of(records: Iterable[Record], sources: Sources) -> dict[Record, list[tuple[Record, Source]]]:
