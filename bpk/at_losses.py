@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.fields.hooks import Hooks
@@ -124,26 +124,19 @@ class AtLosses:
             step.let_go()
             if self.hooks.hook is not None and is_whole(step):  # ahead of autograd: a hook may free what it has read
                 self.hooks.visit(step.record.module)
-                self.hooks.run(step.record.module)
 
     def save(self, params: Sequence[Tensor]) -> None:
         """All columns of a loss have reached these parameters."""
         self.parameters.save_values(params)
         if self.hooks.hook is not None and not self.parameters.more_losses:
-            self.call_hooks(self.hooks.arrived(params))
-
-    def call_hooks(self, modules: Iterable[nn.Module]) -> None:
-        """Nothing of second order is to come for these layers."""
-        for module in modules:
-            if not self.parameters.is_waiting(module):
-                self.hooks.run(module)
+            self.hooks.arrived(params)
 
     def finish(self) -> None:
         """No other loss will come."""
         self.parameters.more_losses = False
         self.save([state.param for state in self.parameters.states.values()])
         if self.hooks.hook is not None:
-            self.call_hooks(self.hooks.arrived())
+            self.hooks.arrived()
 
     def clear(self) -> None:
         """Let go of the graph."""

@@ -52,13 +52,11 @@ class Backward:
         self.extensions: tuple[BackpropExtension, ...] = context.extensions
         self.sweeps = SharedSweeps(self.extensions)
         self.inspection = Inspection(self.extensions, context.checks_objective)
-        self.hooks = Hooks(context.extension_hook)
         self.noted = None if context.adds_up else local.begin()
-        when_done = None if self.hooks.hook is None else self.hooks.run
         self.loss_scale = 1.0 if context.grad_scaler is None else context.grad_scaler.get_scale()
-        self.parameters = Parameters(
-            self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
-        )
+        self.parameters = Parameters(self.extensions, self.sweeps.listens, context.adds_up, self.noted, self.loss_scale)
+        self.hooks = Hooks(context.extension_hook, self.parameters.is_waiting)
+        self.parameters.when_done = None if self.hooks.hook is None else self.hooks.run
         module_extensions = [
             (key, ModuleExtensions(extension, self.parameters)) for key, extension in self.sweeps.with_module_extensions
         ]
@@ -212,8 +210,6 @@ class Backward:
             self.hooks.leave_for_last(record.module)
         elif not isinstance(record.module, Plain):
             self.hooks.visit(record.module)
-            if not self.parameters.is_waiting(record.module):
-                self.hooks.run(record.module)
 
 
 class Ending:

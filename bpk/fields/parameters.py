@@ -26,9 +26,9 @@ from bpk.recording.record import Record, calls_by_parameter
 class Parameters:
     """Collects what sweeps bring to parameters, and saves a parameter's fields once all of it is there.
 
-    `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to know) is called with a
-    module none of whose parameters waits any more. Of parameters in `by_functions` (by `id`), which plain functions use
-    as well, what observers find is final only when backward has ended. `calls` are those that use each parameter
+    `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to know) is called with
+    the modules of a parameter whose fields are all there. Of parameters in `by_functions` (by `id`), which plain functions
+    use as well, what observers find is final only when backward has ended. `calls` are those that use each parameter
     (`None`: to be looked for). `adds_up`: see `Settings`; `noted` and `loss_scale`: see `Backward`.
     """
 
@@ -36,13 +36,12 @@ class Parameters:
         self,
         extensions: Sequence[Quantity],
         listens: Sequence[Hashable],
-        when_done: Callable[[nn.Module], None] | None,
         adds_up: bool,
         noted: Noted | None,
         loss_scale: float,
     ) -> None:
         self.extensions = extensions
-        self.when_done = when_done
+        self.when_done: Callable[[nn.Module], None] | None = None
         self.adds_up, self.noted, self.loss_scale = adds_up, noted, loss_scale
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
@@ -179,11 +178,9 @@ class Parameters:
             self.announce(state)
 
     def announce(self, state: ParameterState) -> None:
-        """Tell of modules that wait for nothing any more."""
-        if self.when_done is None:
-            return
-        for module in state.modules:
-            if not self.is_waiting(module):
+        """Tell of the modules of a parameter that is final."""
+        if self.when_done is not None:
+            for module in state.modules:
                 self.when_done(module)
 
     def finish_all(self) -> None:
@@ -247,4 +244,4 @@ class Parameters:
             handle.remove()
         self.totals.clear()
         self.handles, self.states, self.saved, self.calls, self.by_module = [], {}, [], None, {}
-        self.claimed = {}
+        self.claimed, self.when_done = {}, None
