@@ -12,8 +12,6 @@ from torch.autograd.graph import Node
 from bpk.fields.hooks import Hooks
 from bpk.fields.parameters import Parameters
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.core.function_module import Plain
-from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.inspection import Inspection
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step, matched
@@ -81,7 +79,7 @@ class AtLosses:
         self.to_come = set(losses)
         if self.hooks.hook is not None and self.sweeps.players:
             for step in self.plan.steps:
-                if is_whole(step):
+                if step.is_layer:
                     self.hooks.expect(step.record.module, step.params.values())
 
     def plan_of(self, losses: dict[Record, Node], is_whole: bool) -> Plan:
@@ -122,7 +120,7 @@ class AtLosses:
             self.save([step.params[name] for name in step.last])
         if not self.sweeps.observers and not self.to_come:
             step.let_go()
-            if self.hooks.hook is not None and is_whole(step):  # ahead of autograd: a hook may free what it has read
+            if self.hooks.hook is not None and step.is_layer:  # ahead of autograd: a hook may free what it has read
                 self.hooks.visit(step.record.module)
 
     def save(self, params: Sequence[Tensor]) -> None:
@@ -145,17 +143,12 @@ class AtLosses:
         self.plan, self.touched = None, set()
 
 
-def is_whole(step: Step) -> bool:
-    """Whether it is the call of a layer, and not functions in front of one, or parameters of a container."""
-    return step.consumer is None and step.rule is not PASSAGE and not isinstance(step.record.module, Plain)
-
-
 def nothing_arrived(record: Record) -> str:
     """Why there is nothing at a layer: no loss stands behind it."""
     if CTX.no_loss:
         return CTX.no_loss
     return explain(
-        f"Nothing was backpropagated to '{record.path}' ({type(record.module).__name__}).",
+        f"Nothing was backpropagated to {record.where}.",
         "second-order quantities start at an extended loss, and none stands behind this layer.",
         "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer. A loss is a module "
         "without parameters that returns one number: let the model hold them, and return the loss of each sample, say. "

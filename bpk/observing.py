@@ -86,7 +86,7 @@ class Observing:
         """Refuse a layer without a rule that some extensions know by module extensions, and others do not."""
         left_out = not only_first or any(p.requires_grad for p in record.module.parameters(recurse=False))
         if left_out and self.inspection.has_module_extension(record):
-            raise module_extension_missing(f"'{record.path}' ({type(record.module).__name__})")
+            raise module_extension_missing(record.where)
 
     def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""
@@ -110,7 +110,7 @@ class Observing:
                 continue
             if written_for.extension.module_extension(record.module) is not None:
                 if key is not None and not isinstance(self.sweeps.observers[key], Gradient):
-                    raise module_extension_refused(f"'{record.path}' ({type(record.module).__name__})")
+                    raise module_extension_refused(record.where)
                 written.add(key)
                 written_for.run(record, engine.current_node(), grad, None)
         return written

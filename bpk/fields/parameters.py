@@ -27,9 +27,9 @@ class Parameters:
     """Collects what sweeps bring to parameters, and saves a parameter's fields once all of it is there.
 
     `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to know) is called with
-    the modules of a parameter whose fields are all there. Of parameters in `by_functions` (by `id`), which plain functions
-    use as well, what observers find is final only when backward has ended. `calls` are those that use each parameter
-    (`None`: to be looked for). `adds_up`: see `Settings`; `noted` and `loss_scale`: see `Backward`.
+    the modules of a parameter whose fields are all there. Of parameters in `by_functions` (by `id`), which plain
+    functions use as well, what observers find is final only when backward has ended. `calls` are those that use each
+    parameter (`None`: to be looked for). `adds_up`: see `Settings`; `noted` and `loss_scale`: see `Backward`.
     """
 
     def __init__(

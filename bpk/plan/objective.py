@@ -103,7 +103,7 @@ def require_linear(loss: Record, outside: Outside) -> None:
     if not outside.seen:
         raise UnsupportedLayer(
             explain(
-                f"What is differentiated behind the loss '{loss.path}' ({type(loss.module).__name__}) cannot be seen.",
+                f"What is differentiated behind the loss {loss.where} cannot be seen.",
                 "the backward pass was started by none of autograd's functions; there might be other parts of the "
                 "objective, whose curvature would be missing.",
                 "call loss.backward(), or use first-order extensions.",
@@ -113,7 +113,7 @@ def require_linear(loss: Record, outside: Outside) -> None:
         names = ", ".join(sorted(name.removesuffix("0") for name in outside.curved))
         raise UnsupportedLayer(
             explain(
-                f"The objective is a nonlinear function of the loss '{loss.path}' ({type(loss.module).__name__}).",
+                f"The objective is a nonlinear function of the loss {loss.where}.",
                 f"quantities of second order are those of the loss; the curvature of what follows it ({names}) would "
                 "be missing.",
                 "write the whole objective as one module and extend that, or use first-order extensions.",
@@ -127,8 +127,7 @@ def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
     if touched is not None:
         raise UnsupportedLayer(
             explain(
-                f"The gradient at '{touched.path}' ({type(touched.module).__name__}) is not that of the extended "
-                "losses.",
+                f"The gradient at {touched.where} is not that of the extended losses.",
                 "something else is part of the objective (a loss that is not extended, a penalty by plain functions), "
                 "and its curvature would be missing.",
                 "extend every loss (bpk.extend), or write the whole objective as one module and extend that, or use "

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.no_rows import with_rows
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
@@ -92,10 +94,14 @@ class Step:
         return self.call.source if isinstance(self.call, StretchCall) else None
 
     @property
+    def is_layer(self) -> bool:
+        """Whether it is the call of a layer: no functions in front of one, and no parameters that a container holds."""
+        return self.consumer is None and self.rule is not PASSAGE and not isinstance(self.record.module, Plain)
+
+    @property
     def where(self) -> str:
         """How messages call it."""
-        name = f"'{self.record.path}' ({type(self.record.module).__name__})"
-        return name if self.consumer is None else f"the function before {name}"
+        return self.record.where if self.consumer is None else f"the function before {self.record.where}"
 
     @cached_property
     def joint(self) -> Joint:

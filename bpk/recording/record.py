@@ -107,6 +107,11 @@ class Record(Connected):
         return path_of(self.module)
 
     @property
+    def where(self) -> str:
+        """The layer by its path and its class, for messages."""
+        return f"'{path_of(self.module)}' ({type(self.module).__name__})"
+
+    @property
     def plain(self) -> bool:
         """Whether the rule sees all tensors as they are."""
         binding = self.binding
@@ -153,8 +158,7 @@ class Record(Connected):
         if not rule.from_output or self.output._version > self.versions[len(self.inputs)]:
             raise RuntimeError(
                 explain(
-                    f"Input {index} of '{self.path}' ({type(self.module).__name__}) was changed in place after the "
-                    "layer had read it.",
+                    f"Input {index} of {self.where} was changed in place after the layer had read it.",
                     "its Jacobian would be computed from the wrong values.",
                     "replace the in-place operation that follows (for example 'x += y' by 'x = x + y').",
                 )

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.fields.parameters import Parameters
-from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import Quantity
 from bpk.plan.step import Step
@@ -41,8 +40,7 @@ class ModuleExtensions:
 
     def serves(self, step: Step) -> bool:
         """Whether something was written for a layer."""
-        by_rule = step.consumer is not None or step.rule is PASSAGE
-        return not by_rule and self.extension.module_extension(step.record.module) is not None
+        return step.is_layer and self.extension.module_extension(step.record.module) is not None
 
     def apply(self, step: Step, quantity: Any) -> Any:
         """Save the fields of a layer; returns what its input receives."""

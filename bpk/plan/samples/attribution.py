@@ -187,7 +187,7 @@ def follow(
         raise NotInFront([*shared], len(shared), certain)
     for record in above:
         if record not in reached and record.batch_size != n and record.params:
-            raise mixed(f"those of '{record.path}' ({type(record.module).__name__}) cannot be followed to the {n}")
+            raise mixed(f"those of {record.where} cannot be followed to the {n}")
     if inside:
         require_apart(inside, sources, found, n)
         raise AllInside(inside)

@@ -62,7 +62,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     if rows is not None:
         return rows
     axis, rows = batch_axis(mat, n, tolerance)
-    what = f"row of '{record.path}' ({type(record.module).__name__}) feeds several of the {n} samples"
+    what = f"row of {record.where} feeds several of the {n} samples"
     if (
         record.binding.axes
         and not (record.knows_batch and record.batch_size > 1)

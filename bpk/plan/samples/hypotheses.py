@@ -194,7 +194,7 @@ def require_apart(records: Iterable[Record], sources: Sources, rows: Mapping[Rec
             waiting += feeders - seen
             seen |= feeders
         if not told:
-            raise mixed(f"'{record.path}' ({type(record.module).__name__}) has one for {n} samples")
+            raise mixed(f"{record.where} has one for {n} samples")
 
 
 def mixed(what: str) -> UnsupportedLayer:

@@ -86,7 +86,7 @@ def disagree(record: Record) -> UnsupportedLayer:
     """The refusal where two losses of one pass see samples differently."""
     return UnsupportedLayer(
         explain(
-            f"Two losses see the samples at '{record.path}' ({type(record.module).__name__}) differently.",
+            f"Two losses see the samples at {record.where} differently.",
             "they have different numbers of samples, or different orders, so that contributions cannot be added up.",
             "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "
             "backward pass for each.",
