@@ -44,7 +44,7 @@ class Inspection:
         self.extensions = extensions
         self.checks_objective = checks_objective
         self.second_order = bool([e for e in extensions if e.second_order])
-        self.module_extension_missing = [e for e in extensions if not e.works_by_rules]
+        self.only_module_extensions = [e for e in extensions if not e.works_by_rules]
         self.with_module_extensions = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
         self.hooked = HookedTensors()
@@ -172,7 +172,7 @@ class Inspection:
             return
         self.required.add(record)
         rule = record.rule
-        for extension in self.module_extension_missing if self.is_served(record) else self.extensions:
+        for extension in self.only_module_extensions if self.is_served(record) else self.extensions:
             if rule is PASSAGE or not self.with_module_extensions or extension.module_extension(record.module) is None:
                 require_support(extension, record, self.sources.feed)
 

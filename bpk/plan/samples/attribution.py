@@ -27,7 +27,7 @@ from bpk.plan.samples.hypotheses import (
     mixed,
     numberings,
     reads_tables,
-    require_apart,
+    require_separate_samples,
 )
 from bpk.plan.samples.picked import picked
 from bpk.plan.samples.probing import fuller, sweep, tolerance_of, uses_of
@@ -189,7 +189,7 @@ def follow(
         if record not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of {record.where} cannot be followed to the {n}")
     if inside:
-        require_apart(inside, sources, found, n)
+        require_separate_samples(inside, sources, found, n)
         raise AllInside(inside)
     follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}

@@ -181,7 +181,9 @@ def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
         yield (number // inner) % n
 
 
-def require_apart(records: Iterable[Record], sources: Sources, rows: Mapping[Record, Tensor], n: int) -> None:
+def require_separate_samples(
+    records: Iterable[Record], sources: Sources, rows: Mapping[Record, Tensor], n: int
+) -> None:
     """Refuse samples inside of the only row of a layer with parameters, unless such a layer before it tells them apart.
 
     Nothing else would notice that the layer mixes them.

@@ -49,9 +49,8 @@ def at_input(record: Record, index: int, weights: Tensor) -> Tensor:
     """Gradients `[V, R]` of rows, spread over the entries of an input, in single precision at least."""
     start = record.inputs[index].movedim(record.axis(index), 0)
     probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
-    return (probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))).to(
-        torch.promote_types(start.dtype, torch.float32)
-    )
+    spread = probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
+    return spread.to(torch.promote_types(start.dtype, torch.float32))
 
 
 def pass_on(

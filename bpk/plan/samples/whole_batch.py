@@ -67,11 +67,9 @@ def merge(
         for extension in first:  # the user is told what they get
             require_support(extension, record, lambda _: True)
     independent = any(e.needs_independence for e in first)
-    found = (
-        place(root, sources, False, has_module_extension, independent)
-        if first
-        else Placement(root, sources, sources.upstream(root), 1)
-    )
+    found = Placement(root, sources, sources.upstream(root), 1)
+    if first:
+        found = place(root, sources, False, has_module_extension, independent)
     found.leave([r for r in found.above if not has_module_extension(r) and (r.rule is None or mixes(r) or is_stuck(r))])
     return found
 

@@ -65,10 +65,10 @@ class LinearisedStretch:
         try:
             if factored:
                 residual = StretchResidual(source, share, merged=merged)
-                self.merged = merged and not residual.keeps_rows_apart
+                self.merged = merged and not residual.keeps_rows_separate
                 residual = residual if merged == self.merged else StretchResidual(source, share)
                 self.columns = residual.columns()
-                self.separate = residual.columns_apart() if self.columns is not None and source.trained else None
+                self.separate = residual.separate_columns() if self.columns is not None and source.trained else None
             else:
                 with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
                     self.probes, self.residual = self.record_residual(source, share)

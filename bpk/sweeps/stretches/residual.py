@@ -42,7 +42,7 @@ class StretchResidual(SampleBySample):
             alone = self.rows is None and not self.source.trained
             return self.of_targets_alone() if alone else self.by_sample(balanced=False)
 
-    def columns_apart(self) -> tuple[Group, Group]:
+    def separate_columns(self) -> tuple[Group, Group]:
         """Those of the targets without the parameters, and of the parameters without the targets (zero in the others).
 
         Only asked for where `columns` are there.
@@ -102,7 +102,7 @@ class StretchResidual(SampleBySample):
         return LazyColumns(lazy.count, make)
 
     @property
-    def keeps_rows_apart(self) -> bool:
+    def keeps_rows_separate(self) -> bool:
         """Whether the rows of a merged batch are treated one by one, each giving one at the end (or nothing bends)."""
         if self.is_zero:
             return True
@@ -124,7 +124,7 @@ class StretchResidual(SampleBySample):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Along which axes targets are treated apart."""
+        """Along which axes targets are treated one by one."""
         return self.couplings.blocks()
 
     def by_position(self, balanced: bool) -> LazyColumns:
