@@ -13,7 +13,15 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.decoding import all_different, digits
-from bpk.plan.samples.findings import AllInside, Inside, LastResort, NotInFront, Shared, numbers_of, put_back
+from bpk.plan.samples.findings import (
+    AllSamplesInside,
+    FeedsSeveral,
+    LastResort,
+    NotInFront,
+    SamplesInside,
+    numbers_of,
+    put_back,
+)
 from bpk.plan.samples.given import (
     follows_data,
     is_given_data,
@@ -29,8 +37,8 @@ from bpk.plan.samples.hypotheses import (
     reads_tables,
     require_separate_samples,
 )
-from bpk.plan.samples.picked import picked
-from bpk.plan.samples.probing import fuller, sweep, tolerance_of, uses_of
+from bpk.plan.samples.picked import picked_rows
+from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
 from bpk.plan.samples.silent import follow_neighbours
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -66,7 +74,7 @@ def attribute(
         for numbers in numberings(root.batch_size, n, in_front):
             before = [(record, record.shifted) for record in above]
             try:
-                return n, follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+                return n, check_hypothesis(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
             except UnsupportedLayer as error:
                 refusal = refusal or error
             except LastResort as error:
@@ -101,7 +109,7 @@ def as_given(root: Record, above: list[Record], sources: Sources) -> tuple[int, 
             for numbers in numberings(root.batch_size, n, in_front):
                 left = False
                 try:
-                    rows = follow(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
+                    rows = check_hypothesis(root, above, sources, numbers.to(root.inputs[0].device), n, movable)
                     told = not strict or all(follows_data(record, rows, n, sources) for record in above)
                     if told and rows_in_order(above, rows, n):
                         return n, rows
@@ -109,7 +117,7 @@ def as_given(root: Record, above: list[Record], sources: Sources) -> tuple[int, 
                     pass
                 except NotInFront as error:  # they have to be left first
                     tables = not in_front and all(reads_tables(record, sources) for record in error.records)
-                    if tables or isinstance(error, AllInside):
+                    if tables or isinstance(error, AllSamplesInside):
                         put_back(before)
                         raise
                     left = True
@@ -123,35 +131,35 @@ def as_picked(
     root: Record, above: list[Record], sources: Sources, sure: bool
 ) -> tuple[int, dict[Record, Tensor]] | None:
     """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses."""
-    found = picked(root, above, sources, tolerance_of(root, above), sure)
+    found = picked_rows(root, above, sources, tolerance_of(root, above), sure)
     before = [(record, record.shifted) for record in above]
     if found is None:
         return None
     for movable in (False, True):
         try:
-            return found[0], follow(root, above, sources, found[1], found[0], movable)
+            return found[0], check_hypothesis(root, above, sources, found[1], found[0], movable)
         except (UnsupportedLayer, NotInFront) as error:
             put_back(before)
-            if isinstance(error, AllInside) or (isinstance(error, NotInFront) and not movable):
+            if isinstance(error, AllSamplesInside) or (isinstance(error, NotInFront) and not movable):
                 raise
     return None
 
 
-def follow(
+def check_hypothesis(
     root: Record, above: list[Record], sources: Sources, numbers: Tensor, n: int, movable: bool
 ) -> dict[Record, Tensor]:
     """Test one hypothesis about the rows of the root throughout the graph."""
     found: dict[Record, Tensor] = {root: numbers}
     reached: set[Record] = set()
-    shared: dict[Record, Shared] = {}
+    shared: dict[Record, FeedsSeveral] = {}
     inside: list[Record] = []
     silent: dict[Record, Tensor] = {}
     tolerance = tolerance_of(root, above)
     uses = uses_of((*above, root), sources)
-    for record, mat in sweep(root, above, sources, digits(numbers, n)):
+    for record, mat in send_back(root, above, sources, digits(numbers, n)):
         reached.add(record)
         if n > 1 and not mat[0].all():
-            mat = fuller(record, mat, uses[record], found, n, tolerance)
+            mat = with_fewer_zeros(record, mat, uses[record], found, n, tolerance)
             if record.as_called and not mat[0][..., None].flatten(1).any(1).all():
                 silent[record] = mat
         try:
@@ -159,10 +167,10 @@ def follow(
             is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
             if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
                 # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
-                raise Shared(f"row of '{record.path}' may feed several of the {n} samples")
-        except Inside:
+                raise FeedsSeveral(f"row of '{record.path}' may feed several of the {n} samples")
+        except SamplesInside:
             inside.append(record)
-        except Shared as error:
+        except FeedsSeveral as error:
             if record.reads_piece:  # of what the model was given: no table
                 raise mixed(f"one {error}") from None
             shared[record] = error  # an embedding of positions, or a network of a table of constants
@@ -190,7 +198,7 @@ def follow(
             raise mixed(f"those of {record.where} cannot be followed to the {n}")
     if inside:
         require_separate_samples(inside, sources, found, n)
-        raise AllInside(inside)
+        raise AllSamplesInside(inside)
     follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
     if are_pieces(above, rows_of, n):
@@ -209,7 +217,7 @@ def confirms(root: Record, above: list[Record], sources: Sources, n: int, rows: 
     weights = all_different(n, device)
     tolerance = tolerance_of(root, above) / 4
     start = weights[rows.get(root, in_order).clamp(min=0)]
-    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
+    for record, mat in send_back(root, above, sources, torch.stack([torch.ones_like(start), start])):
         of_rows = rows.get(record, in_order)
         if mat.shape[1] != len(of_rows):
             return False

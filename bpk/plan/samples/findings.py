@@ -19,11 +19,11 @@ from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
-class Shared(Exception):
+class FeedsSeveral(Exception):
     """A call whose rows feed several samples: it may have no batch axis."""
 
 
-class Inside(Exception):
+class SamplesInside(Exception):
     """A function whose rows feed several samples, and each entry of a row one of them: they are along a later axis."""
 
 
@@ -44,7 +44,7 @@ class LastResort(NotInFront):
     """Rows of layers without parameters feed several samples, but entries of these rows may feed one each."""
 
 
-class AllInside(NotInFront):
+class AllSamplesInside(NotInFront):
     """Functions have the samples inside of their rows, and everything else agrees with the hypothesis."""
 
 
@@ -52,8 +52,8 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
 
     Raises:
-        Shared: If rows feed several samples, and the call may have no batch axis.
-        Inside: If rows feed several samples and entries one each: samples are along an axis that the call looks at.
+        FeedsSeveral: If rows feed several samples, and the call may have no batch axis.
+        SamplesInside: If rows feed several samples, and entries one each: they are along an axis that the call looks at.
         NotInFront: If the call has no batch axis, or has it where its rule cannot work with it.
     """
     if has_no_axis(record):
@@ -68,16 +68,16 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         and not (record.knows_batch and record.batch_size > 1)
         and decode(mat.flatten(1)[..., None], n, tolerance) is not None
     ):
-        raise Inside
+        raise SamplesInside
     if movable and axis and len(record.used) > 1 and not record.params:
         raise NotInFront([record])  # its results come side by side, without axes of their own
     if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
-        passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `follow`)
+        passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `check_hypothesis`)
         shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
         elsewhere = record.knows_batch or n in behind_first_axis(record)
         elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
         if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
-            raise Shared(what)
+            raise FeedsSeveral(what)
         raise mixed(f"one {what}")
     looks_at = record.rule.acts_on(record.call())
     if looks_at is not None and axis < record.inputs[0].dim() - looks_at:

@@ -145,7 +145,7 @@ def prove(
         if record.problem or mixes(record):  # not row by row, whatever its values say here
             return None
         for source in sources[record].values():
-            for target, part in sent(source, known[record], weights):
+            for target, part in to_targets(source, known[record], weights):
                 if part is None:
                     return None
                 arrived[target] = arrived[target] + part if target in arrived else part
@@ -161,7 +161,7 @@ def prove(
     return result
 
 
-def sent(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record, Tensor | None]]:
+def to_targets(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record, Tensor | None]]:
     """What comes to the calls that feed an input whose rows are those of these samples (`None`: not known)."""
     if not source.targets:
         return

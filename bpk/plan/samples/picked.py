@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bpk.plan.samples.decoding import decode, digits
-from bpk.plan.samples.probing import sweep
+from bpk.plan.samples.probing import send_back
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -14,7 +14,7 @@ DIGITS = 3
 """How many binary digits of numbers are sent at a time: the predictions that rows were picked from may be large."""
 
 
-def picked(
+def picked_rows(
     root: Record, above: list[Record], sources: Sources, tolerance: float, sure: bool
 ) -> tuple[int, Tensor] | None:
     """A hypothesis: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
@@ -36,7 +36,7 @@ def picked(
     every, total = torch.arange(count, device=root.inputs[0].device), None
     for place in range(0, (count - 1).bit_length(), DIGITS):
         weights = digits((every >> place) & ((1 << DIGITS) - 1), 1 << DIGITS)
-        mat = next((mat for record, mat in sweep(root, above, sources, weights) if has_samples(record, mat)), None)
+        mat = next((mat for record, mat in send_back(root, above, sources, weights) if has_samples(record, mat)), None)
         if mat is None or mat[0].numel() == count or (sure and count in mat.shape[1:]):
             return None
         part = decode(mat.flatten(1)[..., None], 1 << DIGITS, tolerance, in_order=False)

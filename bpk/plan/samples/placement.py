@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.plan.samples.attribution import attribute, confirms
-from bpk.plan.samples.findings import AllInside, NotInFront
+from bpk.plan.samples.findings import AllSamplesInside, NotInFront
 from bpk.plan.samples.forms import Form, form_of, prove, recall, remember
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.sources import Sources
@@ -110,7 +110,7 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
             found.n, found.rows = attribute(root, found.above, sources)
             break
         except NotInFront as stop:
-            if twice and isinstance(stop, AllInside):
+            if twice and isinstance(stop, AllSamplesInside):
                 raise mixed(f"one row of '{stop}' has entries of several samples") from None
             found.leave(stop.records)
         except UnsupportedLayer as error:

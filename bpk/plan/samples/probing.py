@@ -27,7 +27,7 @@ def tolerance_of(root: Record, above: Sequence[Record]) -> float:
     return max(TOLERANCE.get(record.output.dtype, COARSE) for record in (*above, root))
 
 
-def sweep(root: Record, above: list[Record], sources: Sources, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
+def send_back(root: Record, above: list[Record], sources: Sources, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
     """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
     arrived: dict[Record, Tensor] = {}
     for index, source in sources[root].items():
@@ -87,7 +87,7 @@ def uses_of(records: Iterable[Record], sources: Sources) -> dict[Record, list[tu
     return uses
 
 
-def fuller(
+def with_fewer_zeros(
     record: Record,
     mat: Tensor,
     uses: Sequence[tuple[Record, Source]],
