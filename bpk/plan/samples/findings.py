@@ -53,7 +53,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
 
     Raises:
         FeedsSeveral: If rows feed several samples, and the call may have no batch axis.
-        SamplesInside: If rows feed several samples, and entries one each: they are along an axis that the call looks at.
+        SamplesInside: If rows feed several samples, and entries one each: they are along an axis of the layer.
         NotInFront: If the call has no batch axis, or has it where its rule cannot work with it.
     """
     if has_no_axis(record):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class LinearisedStretch:
 
     Args:
         source: The stretch and the calls that feed it.
+        names: What its inputs (numbers), then its parameters, are called in tangents and adjoints.
         at_input: The tensor at the end of the stretch (for its shape).
         share: The gradient at that tensor, `[N, *in]`.
         samples: The samples considered, or `None`.
@@ -37,6 +38,7 @@ class LinearisedStretch:
     def __init__(
         self,
         source: Source,
+        names: Sequence[Wrt],
         at_input: Tensor,
         share: Tensor,
         samples: tuple[int, ...] | None,
@@ -44,6 +46,7 @@ class LinearisedStretch:
         merged: bool = False,
     ) -> None:
         require_products(source)
+        self.names = names
         self.samples = samples
         self.counts = None if samples is None else times_named(samples, share)
         if self.counts is not None:  # what belongs to a parameter is a sum over samples, each as often as it is named
@@ -88,9 +91,9 @@ class LinearisedStretch:
         )
         return probes, list(gradient)
 
-    def push(self, tangents: Sequence[Tensor | None]) -> Tensor:
-        """`J t`: from tangents at the producers' outputs, then at the parameters, to the tangent at the input."""
-        known = next(t for t in tangents if t is not None)
+    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
+        """`J t`: from tangents at the producers' outputs and at the parameters to the tangent at the input."""
+        known = next(iter(tangents.values()))
         full = [
             torch.zeros(known.shape[0], *p.shape, dtype=p.dtype, device=p.device) if t is None else t
             for t, p in zip(self.at_graph(tangents), self.pulled, strict=True)
@@ -100,14 +103,14 @@ class LinearisedStretch:
         assert out is not None
         return of_samples(out, self.samples)
 
-    def pull(self, adjoint: Tensor) -> list[Tensor | None]:
-        """`J^T a`, by producer."""
+    def pull(self, adjoint: Tensor) -> dict[Wrt, Tensor]:
+        """`J^T a`, where there is something."""
         if self.counts is not None:
             adjoint = self.widen(adjoint) * along_rows(self.counts, adjoint, 1)
         return self.each(derivative((self.pushed,), self.tangents, (adjoint,)))
 
-    def curve(self, tangents: Sequence[Tensor | None], curvature: Curvature) -> list[Tensor | None]:
-        """The residual times the tangents, by producer."""
+    def curve(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
+        """The residual times the tangents, where there is something."""
         if curvature.is_positive:
             return self.curve_positively(tangents, curvature)
         total: list[Tensor | None] = [None] * len(self.tangents)
@@ -117,35 +120,34 @@ class LinearisedStretch:
                 total = [add(p, e) for p, e in zip(total, extra, strict=True)]
         return self.each(total)
 
-    def curve_positively(self, tangents: Sequence[Tensor | None], curvature: Curvature) -> list[Tensor | None]:
+    def curve_positively(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
         """The same with the residual's negative eigenvalues clipped, or made positive."""
         if self.columns is None:
-            return [None] * len(self.tangents)
+            return {}
         parts, signs = self.columns
-        number = sum(port is not None for port in self.ports)
-        if self.separate is not None and not (any_of(tangents[:number]) and any_of(tangents[number:])):
-            parts, signs = self.separate[any_of(tangents[number:])]
-        names: list[Wrt] = [k if port is not None else f"parameter {k}" for k, port in enumerate(self.ports)]
-        pairs = [(name, t, part) for name, t, part in zip(names, tangents, parts, strict=True) if t is not None]
-        known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}
+        of_inputs = {isinstance(name, int) for name in tangents}
+        if self.separate is not None and len(of_inputs) == 1:
+            parts, signs = self.separate[False in of_inputs]
+        columns = {name: part for name, part in zip(self.names, parts, strict=True) if name in tangents}
+        known = {name: self.widen(tangents[name]) if isinstance(name, int) else tangents[name] for name in columns}
         if self.merged:
             known = {name: t[:, None] if isinstance(name, int) else t for name, t in known.items()}
-        found = through_columns({name: part for name, _, part in pairs}, curvature.positive(signs), known)
+        found = through_columns(columns, curvature.positive(signs), known)
         if self.merged:
             found = {name: mat[:, 0] if isinstance(name, int) else mat for name, mat in found.items()}
         if self.samples is not None:
             found = {name: self.once(mat) if isinstance(name, int) else mat for name, mat in found.items()}
-        return [found.get(name) for name in names]
+        return found
 
-    def at_graph(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def at_graph(self, mats: Mapping[Wrt, Tensor]) -> list[Tensor | None]:
         """Columns of each producer over the whole batch, as autograd sees them; those of parameters as they are."""
-        pairs = zip(mats, self.ports, strict=True)
+        pairs = zip(map(mats.get, self.names), self.ports, strict=True)
         return [m if m is None or port is None else port.to_graph(self.widen(m)) for m, port in pairs]
 
-    def each(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def each(self, mats: Sequence[Tensor | None]) -> dict[Wrt, Tensor]:
         """Columns of each producer as its rule sees them, restricted to the considered samples."""
-        pairs = zip(mats, self.ports, strict=True)
-        return [m if m is None or port is None else self.once(port.to_rule(m)) for m, port in pairs]
+        parts = zip(self.names, mats, self.ports, strict=True)
+        return {name: m if port is None else self.once(port.to_rule(m)) for name, m, port in parts if m is not None}
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns over the whole batch, zero for samples that are left out."""
@@ -156,11 +158,6 @@ class LinearisedStretch:
         return (
             mat if self.counts is None else of_samples(mat / along_rows(self.counts.clamp(min=1), mat, 1), self.samples)
         )
-
-
-def any_of(mats: Sequence[Tensor | None]) -> bool:
-    """Whether there are any."""
-    return any(mat is not None for mat in mats)
 
 
 def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:

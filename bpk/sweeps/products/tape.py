@@ -88,21 +88,21 @@ class Frame:
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
         """`sum_i J_i t_i`: from tangents at inputs and parameters to the output."""
         if self.stretch is not None:
-            return self.stretch.push([tangents.get(wrt) for wrt in self.ends])
+            return self.stretch.push(tangents)
         parts = [self.rule.jac_mat_prod(self.call, t, wrt) for wrt, t in tangents.items()]
         return sum(parts[1:], parts[0])
 
     def pull(self, adjoint: Tensor, wrts: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         """`J_i^T a` for these inputs and parameters."""
         if self.stretch is not None:
-            return self.known(self.stretch.pull(adjoint))
+            return self.stretch.pull(adjoint)
         adjoint = self.cast(adjoint)
         return {wrt: self.rule.jac_t_mat_prod(self.call, adjoint, wrt, sum_batch=True) for wrt in wrts}
 
     def curve(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
         """The residual times the tangents, made positive where that is asked for."""
         if self.stretch is not None:
-            return self.known(self.stretch.curve([tangents.get(wrt) for wrt in self.ends], curvature))
+            return self.stretch.curve(tangents, curvature)
         kind = self.rule.residual(self.call, tuple(tangents))
         if kind is Residual.ZERO:
             return {}
@@ -113,15 +113,6 @@ class Frame:
             return {0: curvature.positive(diag) * tangents[0]}
         columns, signs = self.rule.residual_columns(self.call, self.grad, tuple(tangents))
         return through_columns(columns, curvature.positive(signs), dict(tangents))
-
-    @property
-    def ends(self) -> list[Wrt]:
-        """Where a stretch begins: at its inputs, then at its parameters."""
-        return [*self.feeds, *self.params]
-
-    def known(self, parts: list[Tensor | None]) -> dict[Wrt, Tensor]:
-        """Those of the beginnings of a stretch where there is something."""
-        return {wrt: part for wrt, part in zip(self.ends, parts, strict=True) if part is not None}
 
 
 class Tape(Observer):
@@ -169,7 +160,9 @@ class Tape(Observer):
         if not isinstance(call, StretchCall):
             return None
         samples = None if step.mixed else self.samples
-        stretch = LinearisedStretch(call.source, call.output, step.grad, samples, self.factored, call.merged)
+        stretch = LinearisedStretch(
+            call.source, [*step.links, *step.params], call.output, step.grad, samples, self.factored, call.merged
+        )
         if self.factored and stretch.columns is not None and call.samples_of_rows is not None and not call.merged:
             raise UnsupportedLayer(
                 explain(
