@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.fields.hooks import Hooks
 from bpk.fields.parameters import Parameters
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.core.function_module import Plain
-from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.inspection import Inspection
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step, matched
@@ -23,7 +21,7 @@ from bpk.recording.context.opened import Settings
 from bpk.recording.context.state import CTX
 from bpk.recording.record import Record
 from bpk.sweeps.columns.limits import columns_at_a_time
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.module_extensions import ModuleExtensions
 from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import play
 
@@ -36,7 +34,7 @@ class AtLosses:
         sweeps: Those of this pass.
         inspection: What is known of the graph.
         parameters: Take what arrives.
-        hands: What users wrote by hand for layers, by the key of the sweep.
+        module_extensions: Those that users wrote, by the key of the sweep.
         hooks: The user's hook, which is called for a layer when all sweeps have passed it, and nothing else will come.
     """
 
@@ -46,7 +44,7 @@ class AtLosses:
         sweeps: SharedSweeps,
         inspection: Inspection,
         parameters: Parameters,
-        hands: Mapping[Hashable, Hand],
+        module_extensions: Mapping[Hashable, ModuleExtensions],
         hooks: Hooks,
     ) -> None:
         self.settings = settings
@@ -54,19 +52,19 @@ class AtLosses:
         self.inspection = inspection
         self.parameters = parameters
         self.hooks = hooks
-        self.hands = hands
+        self.module_extensions = module_extensions
         self.plan: Plan | None = None
         self.to_come: set[Record] = set()  # losses that were not reached yet
         self.touched: set[Record] = set()  # calls that sweeps have passed
 
     def reach(self, record: Record, grad: Tensor) -> Step:
         """Autograd is at a call: at a loss, play all sweeps that start there; refuse calls with no loss behind them."""
-        if self.plan is None or record not in self.plan.of:
+        if self.plan is None or record not in self.plan.step_of:
             if not record.is_loss:
                 raise RuntimeError(nothing_arrived(record))
             self.make_plan(record)
         assert self.plan is not None
-        step = self.plan.of[record]
+        step = self.plan.step_of[record]
         step.gradient = matched(grad, step.call)[0]
         if record in self.plan.losses:
             self.start_at(record, step.gradient)
@@ -81,7 +79,7 @@ class AtLosses:
         self.to_come = set(losses)
         if self.hooks.hook is not None and self.sweeps.players:
             for step in self.plan.steps:
-                if is_whole(step):
+                if step.is_layer:
                     self.hooks.expect(step.record.module, step.params.values())
 
     def plan_of(self, losses: dict[Record, Node], is_whole: bool) -> Plan:
@@ -96,19 +94,19 @@ class AtLosses:
         Where the objective has several losses, each is played when autograd is there: its factor is known then.
         """
         assert self.plan is not None
-        step = self.plan.of[loss]
+        step = self.plan.step_of[loss]
         if step.links:
             announce(step.joint.rule.flat, self.sweeps.extensions)
         plan = self.plan if len(self.plan.losses) == 1 else self.plan_of({loss: self.plan.losses[loss]}, is_whole=False)
-        plan.of[loss].gradient = factor
+        plan.step_of[loss].gradient = factor
         self.to_come.discard(loss)
         self.parameters.more_losses = bool(self.to_come)
         at_most = None
         if self.sweeps.combining.intersection(self.sweeps.players) and not torch.is_grad_enabled():
             at_most = columns_at_a_time(plan, self.settings.chunk_size, self.settings.memory)
         for key, player in self.sweeps.players.items():
-            settle = partial(self.parameters.settle, key)
-            player.begin(plan, settle, at_most if key in self.sweeps.combining else None, self.hands.get(key))
+            settle, limit = partial(self.parameters.settle, key), at_most if key in self.sweeps.combining else None
+            player.begin(plan, settle, limit, self.module_extensions.get(key))
         play(plan, self.sweeps.players.values(), self.when_passed)
         self.touched.update([step.record for step in plan.steps if step.reached])
         if not self.to_come:
@@ -122,28 +120,21 @@ class AtLosses:
             self.save([step.params[name] for name in step.last])
         if not self.sweeps.observers and not self.to_come:
             step.let_go()
-            if self.hooks.hook is not None and is_whole(step):  # ahead of autograd: a hook may free what it has read
+            if self.hooks.hook is not None and step.is_layer:  # ahead of autograd: a hook may free what it has read
                 self.hooks.visit(step.record.module)
-                self.hooks.run(step.record.module)
 
     def save(self, params: Sequence[Tensor]) -> None:
         """All columns of a loss have reached these parameters."""
         self.parameters.save_values(params)
         if self.hooks.hook is not None and not self.parameters.more_losses:
-            self.call_hooks(self.hooks.arrived(params))
-
-    def call_hooks(self, modules: Iterable[nn.Module]) -> None:
-        """Nothing of second order is to come for these layers."""
-        for module in modules:
-            if not self.parameters.is_waiting(module):
-                self.hooks.run(module)
+            self.hooks.arrived(params)
 
     def finish(self) -> None:
         """No other loss will come."""
         self.parameters.more_losses = False
         self.save([state.param for state in self.parameters.states.values()])
         if self.hooks.hook is not None:
-            self.call_hooks(self.hooks.arrived())
+            self.hooks.arrived()
 
     def clear(self) -> None:
         """Let go of the graph."""
@@ -152,17 +143,12 @@ class AtLosses:
         self.plan, self.touched = None, set()
 
 
-def is_whole(step: Step) -> bool:
-    """Whether it is the call of a layer, and not functions in front of one, or parameters of a container."""
-    return step.consumer is None and step.rule is not PASSAGE and not isinstance(step.record.module, Plain)
-
-
 def nothing_arrived(record: Record) -> str:
     """Why there is nothing at a layer: no loss stands behind it."""
     if CTX.no_loss:
         return CTX.no_loss
     return explain(
-        f"Nothing was backpropagated to '{record.path}' ({type(record.module).__name__}).",
+        f"Nothing was backpropagated to {record.where}.",
         "second-order quantities start at an extended loss, and none stands behind this layer.",
         "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer. A loss is a module "
         "without parameters that returns one number: let the model hold them, and return the loss of each sample, say. "

@@ -29,7 +29,7 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.observing import Observing
 from bpk.plan.inspection import Inspection
-from bpk.plan.loss_scale import require_scaled
+from bpk.plan.objective import require_scaled
 from bpk.plan.overwritten import require_result
 from bpk.recording import engine
 from bpk.recording.context.opened import Pass, Settings
@@ -38,7 +38,7 @@ from bpk.recording.context.surroundings import require_whole
 from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.membership import around
 from bpk.recording.record import Record
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.module_extensions import ModuleExtensions
 from bpk.sweeps.shared import SharedSweeps
 
 
@@ -52,19 +52,18 @@ class Backward:
         self.extensions: tuple[BackpropExtension, ...] = context.extensions
         self.sweeps = SharedSweeps(self.extensions)
         self.inspection = Inspection(self.extensions, context.checks_objective)
-        self.hooks = Hooks(context.extension_hook)
         self.noted = None if context.adds_up else local.begin()
-        when_done = None if self.hooks.hook is None else self.hooks.run
         self.loss_scale = 1.0 if context.grad_scaler is None else context.grad_scaler.get_scale()
-        self.parameters = Parameters(
-            self.extensions, self.sweeps.listens, when_done, context.adds_up, self.noted, self.loss_scale
-        )
-        hands = [
-            (key, Hand(extension, self.parameters.claim, self.parameters.save))
-            for key, extension in self.sweeps.by_hand
+        self.parameters = Parameters(self.extensions, self.sweeps.listens, context.adds_up, self.noted, self.loss_scale)
+        self.hooks = Hooks(context.extension_hook, self.parameters.is_waiting)
+        self.parameters.when_done = None if self.hooks.hook is None else self.hooks.run
+        module_extensions = [
+            (key, ModuleExtensions(extension, self.parameters)) for key, extension in self.sweeps.with_module_extensions
         ]
-        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, dict(hands), self.hooks)
-        self.observing = Observing(self.sweeps, self.inspection, self.parameters, hands)
+        self.at_losses = AtLosses(
+            context, self.sweeps, self.inspection, self.parameters, dict(module_extensions), self.hooks
+        )
+        self.observing = Observing(self.sweeps, self.inspection, self.parameters, module_extensions)
         self.kept: list[Record] = []
         self.idle: set[Record] = set()  # calls at which there is nothing to do but to let go of tensors
         self.closed = False
@@ -78,9 +77,9 @@ class Backward:
             self.reached[record.module] = None
             record.release()
             return None
-        onlookers = self.inspection.onlookers
-        if onlookers.retaining:
-            onlookers.look()
+        hooked = self.inspection.hooked
+        if hooked.retaining:
+            hooked.look()
         try:
             grad = record.gradient(grads)
             assert grad is not None
@@ -90,8 +89,8 @@ class Backward:
             self.abort()
             raise
         finally:
-            if onlookers.before:
-                onlookers.put_back()
+            if hooked.before:
+                hooked.put_back()
         return None if known is None else (known,)
 
     def close(self) -> None:
@@ -148,7 +147,7 @@ class Backward:
         """Autograd is at a call."""
         if record.released:
             raise RuntimeError(already_released(record))
-        is_new = id(record) not in self.inspection.placed
+        is_new = record not in self.inspection.placed
         if is_new:
             require_scaled(self.loss_scale, grad)
             self.inspect(record, engine.current_node())
@@ -156,11 +155,11 @@ class Backward:
             print(f"[bpk] {record.path} ({type(record.module).__name__}): {', '.join(map(str, self.extensions))}")
         if record.recomputed is not None:
             require_result(record, grad, engine.current_node())
-            record.leave()
+            record.store()
         self.reached[record.module] = None
         planned = self.at_losses.reach(record, grad) if self.sweeps.second_order else None
         known = self.observing.reach(record, grad, planned)
-        self.leave(record)
+        self.finish_call(record)
         if is_new or record.is_loss:
             self.find_idle()
         return known
@@ -168,7 +167,7 @@ class Backward:
     def find_idle(self) -> None:
         """Look for calls at which nobody has anything to do any more when autograd comes to them."""
         asked = self.hooks.hook is not None or self.context.debug or self.context.retain_graph or engine.keeps_graph()
-        if asked or self.sweeps.by_hand or self.at_losses.to_come:
+        if asked or self.sweeps.with_module_extensions or self.at_losses.to_come:
             return
         for above in self.inspection.above.values():
             for record in above:
@@ -180,7 +179,7 @@ class Backward:
     def inspect(self, root: Record, node: Node) -> None:
         """Look at everything behind all losses, and behind the last call."""
         losses, placed = self.inspection.losses, self.inspection.placed
-        roots = {root: node} | {loss: at for loss, at in losses.items() if id(loss) not in placed}
+        roots = {root: node} | {loss: at for loss, at in losses.items() if loss not in placed}
         for record in roots:
             if record.released:
                 raise RuntimeError(already_released(record))
@@ -190,17 +189,17 @@ class Backward:
         if self.noted is not None:
             self.noted.look(self.inspection, roots)
         if self.inspection.found_products:
-            self.parameters.look_again()
+            self.parameters.calls = None  # there are more of them: products that nobody had recorded
         self.parameters.by_functions |= self.inspection.by_functions
         for module in self.inspection.left:
             self.hooks.leave_for_last(module)
 
-    def leave(self, record: Record) -> None:
+    def finish_call(self, record: Record) -> None:
         """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""
         if not (self.context.retain_graph or engine.keeps_graph()):
-            waits = self.hooks.hook is not None and self.hooks.waits_for(record.module)
-            if waits and record.left is not None:
-                self.hooks.store(record.module, record.left)
+            waits = self.hooks.hook is not None and id(record.module) not in self.hooks.done
+            if waits and record.stored is not None:
+                self.hooks.store(record.module, record.stored)
             record.release(keeps_fields=waits)
         else:
             record.close()
@@ -211,8 +210,6 @@ class Backward:
             self.hooks.leave_for_last(record.module)
         elif not isinstance(record.module, Plain):
             self.hooks.visit(record.module)
-            if not self.parameters.is_waiting(record.module):
-                self.hooks.run(record.module)
 
 
 class Ending:

@@ -17,10 +17,10 @@ from bpk.plan.step import Step
 from bpk.recording import engine
 from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.record import Record
-from bpk.sweeps.functions import SideBySide, reach_functions
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.functions import BroadcastParameters, reach_functions
+from bpk.sweeps.module_extensions import ModuleExtensions
 from bpk.sweeps.shared import SharedSweeps
-from bpk.sweeps.sweep import Gradient, Observer, not_by_hand, only_by_hand
+from bpk.sweeps.sweep import Gradient, Observer, module_extension_missing, module_extension_refused
 
 
 class Observing:
@@ -31,14 +31,14 @@ class Observing:
         sweeps: SharedSweeps,
         inspection: Inspection,
         parameters: Parameters,
-        hands: Sequence[tuple[Hashable, Hand]],
+        module_extensions: Sequence[tuple[Hashable, ModuleExtensions]],
     ) -> None:
         self.sweeps = sweeps
         self.inspection = inspection
         self.parameters = parameters
-        self.hands = hands
+        self.module_extensions = module_extensions
         self.first = {key: sweep for key, sweep in sweeps.observers.items() if isinstance(sweep, Gradient)}
-        self.spread = SideBySide(inspection, parameters)
+        self.broadcast = BroadcastParameters(inspection, parameters)
 
     def is_idle_at(self, record: Record) -> bool:
         """Whether nobody looks at a call: neither it has parameters, nor functions in front of it."""
@@ -46,14 +46,14 @@ class Observing:
             return True
         if len(self.sweeps.observers) > len(self.first) or record.trained():
             return False
-        return not any(source.trained for source in self.inspection.sources[record].values())
+        return not [source for source in self.inspection.sources[record].values() if source.trained]
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
         """Autograd is at a call; in second order, it is `planned`. Returns what the node is given in place of it."""
         trained = record.trained() if planned is None else planned.params
-        function = isinstance(record.module, Plain)  # nobody knows whether another loss's functions use it, too
+        function = isinstance(record.module, Plain)  # functions behind another loss may use its parameters, too
         observers, first = self.sweeps.observers, self.first
-        written = self.apply_by_hand(record, grad) if self.hands else ()
+        written = self.run_module_extensions(record, grad) if self.module_extensions else ()
         if written:
             observers = {key: sweep for key, sweep in observers.items() if key not in written}
             first = {key: sweep for key, sweep in first.items() if key not in written}
@@ -61,14 +61,12 @@ class Observing:
             return None
         for source in self.inspection.sources[record].values() if first else ():
             if source.trained:
-                reach_functions(record, grad, first, self.spread)
+                reach_functions(record, grad, first, self.broadcast)
                 break
         if record.rule is None:
-            own = record.module.parameters(recurse=False)
-            left_out = len(observers) > len(first) or any(p.requires_grad for p in own)
-            if left_out and self.inspection.by_hand(record):
-                raise only_by_hand(f"'{record.path}' ({type(record.module).__name__})")
-        if record.rule is None or not (trained or len(observers) > len(first)):
+            self.require_module_extensions(record, only_first=len(observers) == len(first))
+            return None
+        if not trained and len(observers) == len(first):
             return None
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
         asked: Call | None = None
@@ -84,6 +82,12 @@ class Observing:
             self.parameters.finish_unshared(states.values(), record)
         return None if asked is None else with_sums(asked, grad)
 
+    def require_module_extensions(self, record: Record, only_first: bool) -> None:
+        """Refuse a layer without a rule that some extensions know by module extensions, and others do not."""
+        left_out = not only_first or any(p.requires_grad for p in record.module.parameters(recurse=False))
+        if left_out and self.inspection.has_module_extension(record):
+            raise module_extension_missing(record.where)
+
     def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""
         if step.is_loss and not step.links:
@@ -95,18 +99,18 @@ class Observing:
                 own = {name: self.parameters.state_of(p) for name, p in stretch.params.items()}
                 collect(self.parameters, key, sweep, stretch, own)
 
-    def apply_by_hand(self, record: Record, grad: Tensor) -> set[Hashable]:
+    def run_module_extensions(self, record: Record, grad: Tensor) -> set[Hashable]:
         """Run the module extensions that users wrote for this layer, for extensions that are not played.
 
         Returns the sweeps that the rule need not serve any more.
         """
         written: set[Hashable] = set()
-        for key, hand in self.hands:
+        for key, written_for in self.module_extensions:
             if key in self.sweeps.players or record.rule is PASSAGE:
                 continue
-            if hand.extension.module_extension(record.module) is not None:
+            if written_for.extension.module_extension(record.module) is not None:
                 if key is not None and not isinstance(self.sweeps.observers[key], Gradient):
-                    raise not_by_hand(f"'{record.path}' ({type(record.module).__name__})")
+                    raise module_extension_refused(record.where)
                 written.add(key)
-                hand.run(record, engine.current_node(), grad, None)
+                written_for.run(record, engine.current_node(), grad, None)
         return written

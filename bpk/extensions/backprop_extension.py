@@ -56,7 +56,7 @@ class BackpropExtension:
     """Whether it is a sum over terms of the loss also where samples mix: of Jacobians, with no gradient in between."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
-    needs_apart = False
+    needs_independence = False
     """Whether a quantity of first order is refused where samples mix, and is not what the chain rule gives there."""
     needs_total = False
     """Whether the value uses what all parameters of the pass add up to (`share`), in `uses.total`."""

@@ -16,11 +16,11 @@ the operating system when freed, and getting new pages costs more than the arith
 
 @dataclass
 class Columns:
-    """Blocks `[V, N, *out]` of columns at the output of a call, by the place where they began.
+    """Blocks `[V, N, *out]` of columns at the output of a call, each under a key: the place where its columns began.
 
-    `signs` of a block (`[V, N]`, or `None` for all ones) belong to the place where it began; blocks of one place that
-    arrive over several branches are added. `of_params` holds what a residual contributes to a parameter itself,
-    `[V, N, *p]` by parameter name and place. Blocks in `unshared` are in memory that nobody else looks at.
+    Blocks with the same key that arrive over several branches are added. `signs` (`[V, N]`, or `None` for all ones) are
+    those of a key. `of_params` holds what a residual contributes to a parameter itself, `[V, N, *p]` by the parameter's
+    name and by key. Blocks in `unshared` are in memory that nobody else looks at.
     """
 
     blocks: dict[Hashable, Tensor] = field(default_factory=dict)

@@ -29,9 +29,9 @@ def expect_use(
     states: Collection[ParameterState],
     reached: Callable[[Tensor], KnownGradient | None],
 ) -> None:
-    """Call `reached` with the gradient at a node, once the running pass is there; it has a use of some parameters.
+    """Call `reached` with the gradient at a node, once the running pass is there: a use of these parameters.
 
-    These are not final before. What it returns is given to the node in place of the gradient.
+    They are not final before. What `reached` returns is given to the node in place of the gradient.
     """
     task = engine.current_task()
     for state in states:

@@ -15,21 +15,20 @@ from bpk.recording.membership import MARK, containers_of
 class Hooks:
     """When to call `hook` during one backward pass: as soon as a module is done, with containers last.
 
-    `awaited` has, by parameter, the layers that wait for its fields of second order, and `lacks` for how many they do.
+    `is_waiting` says whether fields of a module are to come from observers.
+    `done` are (by `id`) the layers whose hook has run. `awaited` has, by parameter, the layers whose hook waits for its
+    fields of second order; `lacks`, by layer, for how many parameters it does.
     """
 
-    def __init__(self, hook: Callable[[nn.Module], None] | None) -> None:
+    def __init__(self, hook: Callable[[nn.Module], None] | None, is_waiting: Callable[[nn.Module], bool]) -> None:
         self.hook = hook
+        self.is_waiting = is_waiting
         self.visited: dict[int, nn.Module] = {}
         self.last: dict[int, nn.Module] = {}
         self.done: set[int] = set()
         self.awaited: dict[int, set[int]] = {}
         self.lacks: defaultdict[int, int] = defaultdict(int)
         self.stored: dict[int, tuple[nn.Module, Tensor]] = {}
-
-    def waits_for(self, module: nn.Module) -> bool:
-        """Whether the hook of a layer is still to come."""
-        return self.hook is not None and id(module) not in self.done
 
     def store(self, module: nn.Module, output: Tensor) -> None:
         """A layer keeps its inputs and this output (`module.input0`, ...) until its hook has run."""
@@ -48,8 +47,9 @@ class Hooks:
         self.hook, self.visited, self.last, self.awaited = None, {}, {}, {}
 
     def visit(self, module: nn.Module) -> None:
-        """A layer has been reached."""
+        """A layer has been reached: call the hook for it, if all of its parameters are final."""
         self.visited[id(module)] = module
+        self.run(module)
 
     def expect(self, module: nn.Module, params: Iterable[Tensor]) -> None:
         """Fields of second order will come for these parameters of a layer, which may be called several times."""
@@ -58,13 +58,15 @@ class Hooks:
             self.lacks[id(module)] += id(module) not in modules
             modules.add(id(module))
 
-    def arrived(self, params: Iterable[Tensor] | None = None) -> list[nn.Module]:
-        """They have come for these parameters (or for all that they will); the passed layers that lack no other."""
+    def arrived(self, params: Iterable[Tensor] | None = None) -> None:
+        """They have come for these parameters (or for all others): call the hook for layers that lack no more."""
         keys = list(self.awaited) if params is None else map(id, params)
         modules = [m for key in keys for m in self.awaited.pop(key, ())]
         for module in modules:
             self.lacks[module] -= 1
-        return [self.visited[m] for m in dict.fromkeys(modules) if m in self.visited and not self.lacks[m]]
+        for module in dict.fromkeys(modules):
+            if module in self.visited:
+                self.run(self.visited[module])
 
     def leave_for_last(self, module: nn.Module) -> None:
         """The parameters of this module are final when all else is."""
@@ -77,9 +79,9 @@ class Hooks:
                 self.leave_for_last(module)
 
     def run(self, module: nn.Module) -> None:
-        """Call the hook for a layer all of whose parameters are final."""
+        """Call the hook for a layer that was reached, once, if all of its parameters are final."""
         ready = id(module) in self.visited and id(module) not in self.done and not self.lacks[id(module)]
-        if self.hook is not None and ready:
+        if self.hook is not None and ready and not self.is_waiting(module):
             self.done.add(id(module))
             with CTX.aloud():
                 self.call(module)

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.fields.kept_uses import merged, without_graph
 from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState as ParameterState
-from bpk.fields.several_losses import merged, without_graph
 from bpk.fields.spare_memory import spare_memories, spare_memory
-from bpk.fields.stacked import combined, whole
 from bpk.fields.statistics import Use, Uses
 from bpk.fields.totals import Totals
-from bpk.fields.values import one_value_only, own, remove_stale, value_of
+from bpk.fields.values import combined, one_value_only, remove_stale, unshared, value_of, whole
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
@@ -27,31 +26,29 @@ from bpk.recording.record import Record, calls_by_parameter
 class Parameters:
     """Collects what sweeps bring to parameters, and saves a parameter's fields once all of it is there.
 
-    `by_functions` are parameters (by `id`) that plain functions use as well: what observers find is final only when
-    backward has ended. `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to
-    know) is called with a module none of whose parameters waits any more. `adds_up`: see `Settings`; `noted` and
-    `loss_scale`: see `Backward`.
+    `listens` says for each extension which sweep it listens to; `when_done` (if anybody wants to know) is called with
+    the modules of a parameter whose fields are all there. Of parameters in `by_functions` (by `id`), which plain
+    functions use as well, what observers find is final only when backward has ended. `calls` are those that use each
+    parameter (`None`: to be looked for). `adds_up`: see `Settings`; `noted` and `loss_scale`: see `Backward`.
     """
 
     def __init__(
         self,
         extensions: Sequence[Quantity],
         listens: Sequence[Hashable],
-        when_done: Callable[[nn.Module], None] | None,
-        adds_up: bool = False,
-        noted: Noted | None = None,
-        loss_scale: float = 1,
+        adds_up: bool,
+        noted: Noted | None,
+        loss_scale: float,
     ) -> None:
         self.extensions = extensions
-        self.listens = listens
-        self.when_done = when_done
+        self.when_done: Callable[[nn.Module], None] | None = None
         self.adds_up, self.noted, self.loss_scale = adds_up, noted, loss_scale
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
         self.claimed: dict[tuple[int, str], str] = {}
         self.handles: list[Any] = []
         self.by_functions: set[int] = set()
-        self.calls: dict[int, list[weakref.ref[Record]]] | None = None  # looked for when somebody asks
+        self.calls: dict[int, list[weakref.ref[Record]]] | None = None
         self.by_module: dict[int, list[ParameterState]] = {}
         self.may_shard = may_shard()
         self.more_losses = False
@@ -105,7 +102,7 @@ class Parameters:
                 continue
             if index not in state.values:
                 self.recycle(state.param, extension, found)
-            before = own(state.values, index) if index in state.values else None
+            before = unshared(state.values, index) if index in state.values else None
             state.values[index] = combined(before, extension, found, columns, self.adds_up, state.parts)
 
     def save_values(self, params: Iterable[Tensor]) -> None:
@@ -121,10 +118,6 @@ class Parameters:
             state.pending, state.values = {}, {}
 
     # ---- from observers ---------------------------------------------------------------------------------
-    def look_again(self) -> None:
-        """More calls were found, which nobody had recorded."""
-        self.calls = None
-
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
         """Whether uses of a parameter other than by `record` are still to come, or functions use it."""
         if id(param) in self.states and self.states[id(param)].awaited_uses:
@@ -152,7 +145,7 @@ class Parameters:
         state.uses[key].uses.append(use)
 
     def finish_later(self, state: ParameterState) -> None:
-        """The same after the visit of a call, where the user's settings are in force: rules may call a layer again."""
+        """Save what is left of a parameter's fields outside of the visit of a call, where nothing is quiet yet."""
         with CTX.quietly(device=state.param.device):
             self.finish(state, final=True)
 
@@ -164,31 +157,30 @@ class Parameters:
 
     def finish(self, state: ParameterState, final: bool = False) -> None:
         """Save the fields of a parameter whose uses are all in (those that need its gradient come last)."""
-        heard = 0
-        for index, (extension, key) in enumerate(zip(self.extensions, self.listens, strict=True)):
-            heard += key in state.uses
-            waits = extension.needs_gradient and state.awaited_gradients > 0 and not final
-            if waits or index in state.done or key not in state.uses:
-                continue
-            uses = state.uses[key]
-            self.recycle(state.param, extension, uses)
-            if extension.needs_gradient and len(state.gradients) == len(uses.uses) and extension.subsampling is None:
-                uses.gradient = state.gradients[0] if len(state.gradients) == 1 else torch.stack(state.gradients).sum(0)
-            state.done.add(index)
-            if extension.needs_total:
-                self.totals.keep(index, uses)
-                continue
-            self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
-        if state.uses and len(state.done) == heard:
+        waiting, gradients = False, state.gradients
+        for key, uses in state.uses.items():
+            for index, extension in self.listening[key]:
+                if index in state.done:
+                    continue
+                if extension.needs_gradient and state.awaited_gradients > 0 and not final:
+                    waiting = True
+                    continue
+                state.done.add(index)
+                self.recycle(state.param, extension, uses)
+                if extension.needs_gradient and len(gradients) == len(uses.uses) and extension.subsampling is None:
+                    uses.gradient = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+                if extension.needs_total:
+                    self.totals.keep(index, uses)
+                else:
+                    self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
+        if state.uses and not waiting:
             state.uses, state.gradients = {}, []
             self.announce(state)
 
     def announce(self, state: ParameterState) -> None:
-        """Tell of modules that wait for nothing any more."""
-        if self.when_done is None:
-            return
-        for module in state.modules:
-            if not self.is_waiting(module):
+        """Tell of the modules of a parameter that is final."""
+        if self.when_done is not None:
+            for module in state.modules:
                 self.when_done(module)
 
     def finish_all(self) -> None:
@@ -252,4 +244,4 @@ class Parameters:
             handle.remove()
         self.totals.clear()
         self.handles, self.states, self.saved, self.calls, self.by_module = [], {}, [], None, {}
-        self.claimed = {}
+        self.claimed, self.when_done = {}, None

@@ -27,10 +27,7 @@ class Products(Rows):
     @property
     def lead(self) -> tuple[int, int]:
         """`V, n`."""
-        return self.memo("lead", self._lead)
-
-    def _lead(self) -> tuple[int, int]:
-        return sum(map(self.columns_of, self.keys)), self.count
+        return self.memo("lead", lambda: (sum(map(self.columns_of, self.keys)), self.count))
 
     def gram(self, split: int | None = None, aligned: bool = False) -> Tensor:
         """`<rows_vn, rows_wm>` `[V, n, V, n]`: those of the first `split` samples with those of the others, or all.
@@ -64,7 +61,7 @@ class Products(Rows):
             sizes = [part.columns.shape[2:4].numel() for part in self.outers]
             pairs = zip(self.outers, left.split(sizes, 1), strict=True)
             rotated = [part.rotated(some, right) for part, some in pairs]
-            return outer.sample_gram(reduce(side_by_side, rotated), weight[None])
+            return outer.sample_gram(reduce(sum_of_outers, rotated), weight[None])
         use, found = self.uses[0], []
         parts = use.rule.outer(use.call, next(iter(use.arrived.blocks.values())), use.name)
         if not parts:
@@ -152,7 +149,7 @@ class Products(Rows):
             if not known or len(known) < len(ordered) or (number and not self.alike(found, known)):
                 return ()
             pairs = zip(found, known, strict=True)
-            found = [side_by_side(a, b) for a, b in pairs] if number else known
+            found = [sum_of_outers(a, b) for a, b in pairs] if number else known
         return found
 
     def alike(self, left: Sequence[Outer], right: Sequence[Outer]) -> bool:
@@ -181,7 +178,7 @@ def by_sample(part: Outer, samples: Tensor, n: int) -> Outer | None:
     return replace(part, columns=together(part.columns[:, order]), patches=patches)
 
 
-def side_by_side(first: Outer, second: Outer) -> Outer:
+def sum_of_outers(first: Outer, second: Outer) -> Outer:
     """The sum of two rows, as one."""
 
     def patches(some: Some) -> Tensor:

@@ -23,7 +23,7 @@ R = TypeVar("R", bound="Rows")
 class Use:
     """One call that uses the parameter, and what has arrived at its output.
 
-    `samples` says which sample each row of the call belongs to, where rows are not the samples in order. `of` tells
+    `samples` says which sample each row of the call belongs to, where rows are not the samples in order. `origin` tells
     calls from each other.
     """
 
@@ -32,7 +32,7 @@ class Use:
     name: str
     arrived: Any
     samples: Tensor | None = None
-    of: Hashable = None
+    origin: Hashable = None
 
     @property
     def own(self) -> dict[Hashable, Tensor]:
@@ -44,11 +44,10 @@ class Use:
 class Rows:
     """All uses of one parameter in one backward pass, seen by one sweep.
 
-    `batch_size` is the full batch's `N`, also where the sweep looks at some samples only. `keeps_rows`
-    says that an active extension needs individual rows anyway, so that the others derive theirs from them. All of it is
-    that of the loss times `loss_scale`. `gradient` and `total` (of all parameters) are there where extensions ask for
-    them; `spare` is memory that rows may be written into, `spares` some for factors, and `room` where rows shall be, if
-    they can.
+    `batch_size` is the full batch's `N`, also where the sweep looks at some samples only. An active extension
+    `keeps_rows`, or `keeps_samples` (squares of each sample), if it needs them anyway: others use these then. The loss
+    was multiplied with `loss_scale`. `gradient` and `total` (of all parameters) are there for extensions that ask for
+    them. Rows may be written into the memory `spare`, factors into `spares`; rows belong in `room`, if there is one.
     """
 
     def __init__(
@@ -91,10 +90,10 @@ class Rows:
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
-        found = [(key, self.signs(key)) for key in keys]
-        if all(signs is None for _, signs in found):
+        found = {key: self.signs(key) for key in keys}
+        if not [signs for signs in found.values() if signs is not None]:
             return None
-        return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found])
+        return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found.items()])
 
     def first(self, key: Hashable) -> Tensor:
         """A block `[V, N, ...]` where it has arrived first."""
@@ -134,7 +133,7 @@ class Rows:
             for key, own in use.own.items():
                 arrived.add_to_parameter(use.name, key, own[:, chosen], use.arrived.signs[key])
             call = use.call.subset(rows.tolist()) if arrived.blocks else use.call
-            found.uses.append(Use(call, with_rows(use.rule, call), use.name, arrived, samples, use.of))
+            found.uses.append(Use(call, with_rows(use.rule, call), use.name, arrived, samples, use.origin))
         return found
 
     def columns_of(self, key: Hashable) -> int:
@@ -167,7 +166,7 @@ class Rows:
             block = added_up(use, self.rows(key)) if self.simple else self.rows(key)
             rows.add_to_parameter(use.name, key, block, self.signs(key))
         call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
-        found.uses = [Use(call, use.rule, use.name, rows, of=use.of)]
+        found.uses = [Use(call, use.rule, use.name, rows, origin=use.origin)]
         return found
 
     def rows(self, key: Hashable) -> Tensor:
@@ -199,11 +198,12 @@ class Rows:
         if len(mats) == 1:
             ((key, mat),) = mats.items()
             return [(mat, self.uses[0].arrived.signs[key])]
-        joined: list[list[Hashable]] = []
+        joined, size = list[list[Hashable]](), 0  # of the last one
         for key, mat in mats.items():
-            if not joined or sum(mats[k].numel() for k in joined[-1]) + mat.numel() > PIECE:
-                joined.append([])
+            if not joined or size + mat.numel() > PIECE:
+                joined, size = [*joined, []], 0
             joined[-1].append(key)
+            size += mat.numel()
         return [(join([mats[key] for key in keys]), self.signs_of(keys)) for keys in joined]
 
     def all_rows(self) -> Tensor:

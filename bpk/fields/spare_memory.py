@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from bpk.recording import engine
+
+T = TypeVar("T")
 
 
 def handles(tensor: Tensor) -> tuple[int, ...]:
@@ -17,20 +21,26 @@ def handles(tensor: Tensor) -> tuple[int, ...]:
     return sys.getrefcount(tensor), sys.getrefcount(storage), *within
 
 
-def handles_of_argument(tensor: Tensor) -> tuple[int, ...]:
-    """The same, for the argument of a function."""
-    return handles(tensor)
+def references(thing: object) -> tuple[int, ...]:
+    """How many there are to an object of Python."""
+    return (sys.getrefcount(thing),)
 
 
-def handles_of_one_variable() -> tuple[int, ...]:
-    """The same, if the variable of a function's caller is the only thing that refers to the argument."""
-    variable = torch.empty(1, device="cpu")
-    return handles_of_argument(variable)
+def of_argument(count: Callable[[T], tuple[int, ...]], thing: T) -> tuple[int, ...]:
+    """What is counted in a function whose argument this is."""
+    return count(thing)
 
 
-ALONE = handles_of_one_variable()
+def of_one_variable(count: Callable[[T], tuple[int, ...]], make: Callable[[], T]) -> tuple[int, ...]:
+    """The same, if a variable of the caller is the only thing that refers to the argument."""
+    variable = make()
+    return of_argument(count, variable)
+
+
+ALONE = of_one_variable(handles, lambda: torch.empty(1, device="cpu"))
 """Versions of Python differ: a reference more or less is counted for each function that is called."""
 
+ALONE_AS_LIST = of_one_variable(references, list)
 
 WORTH = 1 << 16
 """How many numbers a field has whose memory is worth the question: small blocks are handed out again anyway."""
@@ -56,25 +66,6 @@ def spare_memory(tensor: object) -> Tensor | None:
     if not whole or not storage.resizable() or storage.is_shared() or tensor.is_pinned():
         return None
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))
-
-
-def references(thing: object) -> int:
-    """How many there are to an object, for the argument of a function."""
-    return sys.getrefcount(thing)
-
-
-def references_of_argument(thing: object) -> int:
-    """The same, for what a function has been given, and gives to another one."""
-    return references(thing)
-
-
-def references_of_one_variable() -> int:
-    """The same, if the variable of a function's caller is the only one."""
-    variable = list[object]()
-    return references_of_argument(variable)
-
-
-ALONE_AS_LIST = references_of_one_variable()
 
 
 def spare_memories(tensors: object) -> list[Tensor]:

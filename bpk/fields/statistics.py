@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, ClosedForm
+from bpk.fields.arrived import PIECE, Averages, ClosedForm
 from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
 from bpk.fields.rows import Use as Use
@@ -22,7 +22,7 @@ from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.jacobians.core.side_by_side import as_rows
-from bpk.plan.samples.rows import to_samples
+from bpk.plan.samples.rows import along_rows, to_samples
 from bpk.utils.kroneckers import sparse_diagonal
 
 
@@ -104,7 +104,7 @@ class Uses(Products):
         if weights is None:
             return mat
         of_rows = weights if samples is None else weights[samples]
-        return mat * of_rows.reshape(-1, *[1] * (mat.dim() - 2))
+        return mat * along_rows(of_rows, mat, 1)
 
     def factors(self, approximation: str = "default") -> list[Tensor]:
         """Kronecker factors `[G, A]`, or `[G]` for a parameter without an input factor (a bias).
@@ -131,19 +131,34 @@ class Uses(Products):
     def _factors(self, approximation: str) -> list[Tensor]:
         parts = self.orientations
         inputs = self.input_factor(approximation) if len(parts) == 1 else None
-        if inputs is None and is_too_large_for_a_block(self.param):
+        by_columns = not isinstance(self.uses[0].arrived, Averages)
+        if inputs is None and by_columns and is_too_large_for_a_block(self.param):
             return [sparse_diagonal(self.squared_sum().flatten())]
         self.require_room_beside(inputs)
-        if isinstance(known := self.uses[0].arrived, ClosedForm):
-            assert known.factor is not None
-            return [known.factor()] if inputs is None else [known.factor(), inputs]
-        if inputs is None and not self.simple:
-            rows = as_rows(self.all_rows(), 2).flatten(0, 1)
-            return [rows.T @ rows]
-        self.uses[0].call.spares = self.spares
-        outputs = add_up([self._output_factor(key, approximation) for key in self.keys])
-        self.uses[0].call.spares = []
+        outputs = self._output_factor(inputs is not None, approximation)
         return [outputs] if inputs is None else [outputs, inputs]
+
+    def _output_factor(self, beside_inputs: bool, approximation: str) -> Tensor:
+        """`G`: the GGN block of what the input factor leaves (of the parameter itself, if there is no input factor)."""
+        arrived = self.uses[0].arrived
+        if isinstance(arrived, Averages):
+            return self._averaged_output_factor()
+        if isinstance(arrived, ClosedForm):
+            assert arrived.factor is not None
+            return arrived.factor()
+        if not beside_inputs and not self.simple:
+            rows = as_rows(self.all_rows(), 2).flatten(0, 1)
+            return rows.T @ rows
+        self.uses[0].call.spares = self.spares
+        outputs = add_up([self._output_factor_of(key, approximation) for key in self.keys])
+        self.uses[0].call.spares = []
+        return outputs
+
+    def _averaged_output_factor(self) -> Tensor:
+        """`G` from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
+        by_calls = [use for use in self.uses if use.arrived.matrix is not None]
+        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_calls]
+        return add_up([*parts, *(use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared)])
 
     def require_room_beside(self, inputs: Tensor | None) -> None:
         """Refuse an output factor, beside that of the inputs if there is one, for which there is no memory."""
@@ -152,7 +167,7 @@ class Uses(Products):
 
     @property
     def orientations(self) -> list[Uses]:
-        """The uses, apart from those that see the parameter transposed (an embedding tied to a linear layer)."""
+        """The uses, in two groups where some see the parameter transposed (an embedding tied to a linear layer)."""
         first = self.uses[0].rule.transposes(self.uses[0].name)
         straight = [use for use in self.uses if use.rule.transposes(use.name) == first]
         if len(straight) == len(self.uses):
@@ -165,7 +180,7 @@ class Uses(Products):
         part.uses = uses
         return part
 
-    def _output_factor(self, key: Hashable, approximation: str) -> Tensor:
+    def _output_factor_of(self, key: Hashable, approximation: str) -> Tensor:
         if self.simple:
             use = self.uses[0]
             return use.rule.kron_output(use.call, use.arrived.blocks[key], use.name, approximation)
@@ -211,26 +226,6 @@ class Uses(Products):
             return part
         return part * (rows / self.batch_size) if rows else torch.zeros_like(part)
 
-    def averaged_factors(self) -> list[Tensor]:
-        """Kronecker factors from matrices `[D, D]` that stand for the mean over samples (KFRA)."""
-        return product_of(self.averaged_terms(), self.input_first)
-
-    def averaged_terms(self) -> list[list[Tensor]]:
-        """The same factors as `terms`."""
-        split = self.orientations
-        if len(split) > 1:
-            return [split[0]._averaged_factors(), split[1]._averaged_factors()[::-1]]
-        return [self._averaged_factors()]
-
-    def _averaged_factors(self) -> list[Tensor]:
-        inputs = self.input_factor()
-        self.require_room_beside(inputs)
-        by_calls = [use for use in self.uses if use.arrived.matrix is not None]
-        parts = [use.rule.congruence(use.call, use.arrived.matrix, use.name) for use in by_calls]
-        parts += [use.arrived.shared[use.name] for use in self.uses if use.name in use.arrived.shared]
-        outputs = add_up(parts)
-        return [outputs] if inputs is None else [outputs, inputs]
-
 
 def averaged(use: Use, n: int) -> Call:
     """The call of a use with the means over the rows of each of `n` samples, for the input factor of a linear layer."""
@@ -247,6 +242,6 @@ def averaged(use: Use, n: int) -> Call:
     counts = torch.bincount(samples, minlength=n).clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:
-        return to_samples(x[None], samples, n)[0] / counts.reshape(-1, *[1] * (x.dim() - 1))
+        return to_samples(x[None], samples, n)[0] / along_rows(counts, x)
 
     return Call(call.options, [mean(x) for x in call.inputs], call.params, mean(call.output))

@@ -12,7 +12,7 @@ from bpk.fields.statistics import Uses
 
 
 class Tokens(NamedTuple):
-    """The birthplace of columns of some tokens, `start` to `stop`, one token after the other."""
+    """The key of columns of some tokens, `start` to `stop`, one token after the other."""
 
     start: int
     stop: int

@@ -16,7 +16,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.recording.computed import read_parameters
+from bpk.recording.parameters import read_parameters
 from bpk.rules import REGISTRY
 
 

@@ -18,7 +18,7 @@ from bpk.jacobians.core.side_by_side import taken_apart
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.recording.record import parameters_of
+from bpk.recording.parameters import parameters_of
 from bpk.rules import REGISTRY
 
 

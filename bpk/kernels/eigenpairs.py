@@ -14,7 +14,7 @@ from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.kernels.passes import OfGradients, OfRoot, OfSums, run, trained
-from bpk.sweeps.starts.weighted_root import columns_at
+from bpk.sweeps.starts.square_root import columns_at
 
 OF = ("ggn", "ggn_mc", "empirical_fisher")
 FIELD = "_bpk_eigenpairs"

@@ -15,7 +15,7 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.kernels.summed import Summed
-from bpk.sweeps.starts.weighted_root import WeightedRoot
+from bpk.sweeps.starts.square_root import WeightedRoot
 from bpk.sweeps.sweep import Sweep
 
 Inputs = Tensor | tuple[Tensor, ...]

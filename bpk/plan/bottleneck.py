@@ -1,4 +1,4 @@
-"""The bottleneck of a stretch: one tensor through which all passes that feeds it, behind functions that are linear.
+"""The bottleneck of a stretch: one tensor that is a linear function of all that feeds the stretch.
 
 A residual stream `x = t_1 + ... + t_k` that is normalised depends on `k` calls; its second derivative is that of a
 function of `x` alone. It is found there, with the entries of one tensor in the place of those of `k`, and columns go
@@ -16,10 +16,11 @@ from torch.autograd.graph import GradientEdge
 from bpk.jacobians.second_order.probing import draw, marks, same, tolerance
 from bpk.plan.dependence import in_between
 from bpk.plan.graph import Source, gradient_edge, pull_columns
+from bpk.plan.samples.rows import along_rows
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ports import PLAIN, Port
+from bpk.recording.graph.side_effects import beyond
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,10 @@ class Bottleneck:
         if most < 0 or any(x.shape[1] != count for x in expected):
             return False
         for factors in marks(torch.arange(count, device=like.device), count, dtype):
-            found = self.lead(column * along_rows(factors, column))
-            if not all(same(x, y * along_rows(factors, y), most) for x, y in zip(found, expected, strict=True)):
+            found = self.lead(column * along_rows(factors, column, 1))
+            if not all(same(x, y * along_rows(factors, y, 1), most) for x, y in zip(found, expected, strict=True)):
                 return False
         return True
-
-
-def along_rows(factors: Tensor, mat: Tensor) -> Tensor:
-    """Factors `[N]` to be broadcast against columns `[V, N, ...]`."""
-    return factors.reshape(-1, *[1] * (mat.dim() - 2))
 
 
 def bottleneck_of(source: Source) -> Bottleneck | None:

@@ -14,16 +14,17 @@ from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.rows_through import RowsThrough
-from bpk.plan.broadcast_places import Spread, side_by_side, spread_parameters
+from bpk.plan.broadcast_places import Broadcast, broadcast_along_rows, broadcast_parameters
 from bpk.plan.graph import Source, gradient_edge, pull_columns
 from bpk.plan.parameter_bottleneck import ParameterBottleneck
+from bpk.plan.samples.rows import along_rows
 from bpk.recording.graph.nodes import Edge
 
 BASE = 16
 """How many powers of two tell rows from each other in one test."""
 
 
-class SpreadColumns:
+class BroadcastRows:
     """Rows of parameters that the functions of a stretch only spread, from columns at its end.
 
     An axis of a function's result holds the rows if each gets its gradient from the row at the end that has the same
@@ -38,25 +39,25 @@ class SpreadColumns:
 
     def __init__(self, source: Source, column: Tensor) -> None:
         self.source, self.count, self.device = source, len(column), column.device
-        self.places: dict[int, list[tuple[Spread, int]]] = {}
+        self.places: dict[int, list[tuple[Broadcast, int]]] = {}
         """By number of a parameter: the functions, and which axis of their results holds the rows."""
         self.bottlenecks: dict[Edge, ParameterBottleneck] = {}
-        found = {} if torch.is_grad_enabled() or self.count < 2 else spread_parameters(source)
+        found = {} if torch.is_grad_enabled() or self.count < 2 else broadcast_parameters(source)
         if source.stretch is None or not found:
             return
-        proven = side_by_side(source, self.count)
+        proven = broadcast_along_rows(source, self.count)
         self.places = {k: [(use, 0) for use in uses] for k, uses in proven.items()}
         rest = {k: uses for k, uses in found.items() if k not in proven}
         if rest:
             labels = labels_of(self.count, column)
-            pulled = self.pull(rest, torch.stack([column, *(column * like_rows(x, column, 0) for x in labels)]))
+            pulled = self.pull(rest, torch.stack([column, *(column * along_rows(x, column) for x in labels)]))
             for k, uses in rest.items():
                 axes = [axis_of_rows(pulled[use.node], labels, use.shape) for use in uses]
                 known = [(use, axis) for use, axis in zip(uses, axes, strict=True) if axis is not None]
                 if len(known) == len(uses):
                     self.places[k] = known
 
-    def pull(self, uses: Mapping[int, Iterable[Spread]], mat: Tensor) -> dict[Node, Tensor | None]:
+    def pull(self, uses: Mapping[int, Iterable[Broadcast]], mat: Tensor) -> dict[Node, Tensor | None]:
         """Columns `[V, R, *out]` at the end as columns at the results of functions."""
         assert self.source.stretch is not None
         nodes = list(dict.fromkeys(use.node for some in uses.values() for use in some))
@@ -88,7 +89,7 @@ class SpreadColumns:
 
     def through_bottlenecks(
         self,
-        parts: Sequence[tuple[Spread, Tensor]],
+        parts: Sequence[tuple[Broadcast, Tensor]],
         param: Tensor,
         dtype: torch.dtype,
         narrowed: dict[tuple[Node, Edge], Tensor],
@@ -116,7 +117,7 @@ class SpreadColumns:
         return self.bottlenecks[start]
 
 
-def at_parameter(rows: Tensor, use: Spread, param: Tensor) -> Tensor:
+def at_parameter(rows: Tensor, use: Broadcast, param: Tensor) -> Tensor:
     """Rows `[V, R, ...]` of what a function spreads as rows of the parameter that this is computed from."""
     if use.start is None:
         return rows
@@ -141,11 +142,6 @@ def labels_of(rows: int, like: Tensor) -> list[Tensor]:
     return labels
 
 
-def like_rows(label: Tensor, x: Tensor, axis: int) -> Tensor:
-    """`[R]` along an axis of `x`."""
-    return label.view(*(-1 if k == axis else 1 for k in range(x.dim())))
-
-
 def axis_of_rows(pulled: Tensor | None, labels: Sequence[Tensor], shape: Sequence[int]) -> int | None:
     """Which axis of a function's result holds the rows, from what arrived there: a column, and its tests."""
     if pulled is None or pulled.is_complex():
@@ -155,7 +151,7 @@ def axis_of_rows(pulled: Tensor | None, labels: Sequence[Tensor], shape: Sequenc
     for axis, size in enumerate(grad.shape):
         if size != len(labels[0]) or own[axis] != 1 or len(own) != grad.dim():
             continue
-        expected = (grad * like_rows(label.to(grad), grad, axis) for label in labels)
+        expected = (grad * along_rows(label.to(grad), grad, axis) for label in labels)
         if all(map(torch.equal, tests, expected)):
             return axis
     return None

@@ -11,9 +11,9 @@ from torch.autograd.graph import Node
 from bpk.plan.dependence import POINTWISE, in_between
 from bpk.plan.graph import Source
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.nodes import Edge, leaf_of
+from bpk.recording.graph.side_effects import beyond
 
 ROW_BY_ROW = POINTWISE | {"Expand"}
 """Functions that take entries one by one, where arguments are broadcast."""
@@ -30,7 +30,7 @@ STANDARDISED = ("input", "result1", "result2")
 """What its node keeps: `x`, its mean and `1 / std`."""
 
 
-class Spread(NamedTuple):
+class Broadcast(NamedTuple):
     """A function that spreads what is computed from a parameter alone (`start`; `None`: the parameter itself)."""
 
     node: Node
@@ -54,7 +54,7 @@ class Spread(NamedTuple):
         return len(self.shape) < dims or (len(self.shape) == dims and self.shape[0] == 1)
 
 
-def spread_parameters(source: Source) -> dict[int, list[Spread]]:
+def broadcast_parameters(source: Source) -> dict[int, list[Broadcast]]:
     """By number: the functions that spread a parameter, or what is computed from it alone (`1 + p`, `p[:, None]`).
 
     All that it is used for must be spread. Functions of parameters alone spread what they return in a larger shape.
@@ -78,9 +78,9 @@ def spread_parameters(source: Source) -> dict[int, list[Spread]]:
 
 def uses_of(
     param: Tensor, leaf: Node, users: Mapping[Node, list[tuple[Node, int, Edge]]], of_data: Container[Node]
-) -> list[Spread] | None:
+) -> list[Broadcast] | None:
     """Where a parameter is spread (`None`: a function does something else with it)."""
-    found: list[Spread] = []
+    found: list[Broadcast] = []
     waiting, seen = [leaf], {leaf}
     while waiting:
         here = waiting.pop()
@@ -93,7 +93,7 @@ def uses_of(
             factor = factor_of(node, place)
             alone = node not in of_data
             if factor is not None and not (alone and tuple(engine.output_shapes(node)[0]) == shape):
-                found.append(Spread(node, factor, shape, None if here is leaf else edge))
+                found.append(Broadcast(node, factor, shape, None if here is leaf else edge))
             elif not alone:
                 return None
             elif node not in seen:
@@ -102,7 +102,7 @@ def uses_of(
     return found
 
 
-def side_by_side(source: Source, n: int) -> dict[int, list[Spread]]:
+def broadcast_along_rows(source: Source, n: int) -> dict[int, list[Broadcast]]:
     """By number: parameters that are spread where axis 0 of a result holds the `n` rows at the end, by its functions.
 
     On all ways from the end to there, functions keep axis 0 as it is; no other function uses the parameter.
@@ -122,8 +122,8 @@ def side_by_side(source: Source, n: int) -> dict[int, list[Spread]]:
             same = same and len(engine.output_shapes(above)[0]) == len(engine.output_shapes(here)[0])
             (kept if same else mixed).add(above)
             waiting.append(above)
-    found: dict[int, list[Spread]] = {}
-    for k, uses in spread_parameters(source).items():
+    found: dict[int, list[Broadcast]] = {}
+    for k, uses in broadcast_parameters(source).items():
         if all(use.node in kept - mixed and use.leaves_first_axis for use in uses):
             found[k] = uses
     return found

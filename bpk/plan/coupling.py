@@ -23,6 +23,7 @@ from bpk.jacobians.second_order.probing import tolerance
 from bpk.jacobians.second_order.structure import Couplings
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import FAIL_SILENT, Quantity
+from bpk.plan.samples.rows import along_rows
 from bpk.recording.context.state import CTX
 from bpk.recording.record import Record
 
@@ -75,7 +76,7 @@ def couples(loss: Record, node: Node, rows: Tensor, n: int) -> bool:
                 found = pull_back([g for g, _ in pairs], edges, [mat for _, mat in pairs])
             return [torch.zeros_like(mat) if h is None else h[None] for h, mat in zip(found, mats, strict=True)]
 
-        samples = [rows.reshape(-1, *[1] * (x.dim() - 1)) for x in points]
+        samples = [along_rows(rows, x) for x in points]
         like, starts = points[0].detach(), {edge[0] for edge in live}
         partly_single = like.dtype is torch.float64 and rounds_to_single(node, starts.__contains__)
         coarsest = like.float() if partly_single else like

@@ -22,17 +22,17 @@ from torch.autograd.graph import Node
 
 from bpk.plan.graph import Source
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.identity import function_name, name_of, words
 from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.side_effects import beyond
 
 Parts = list[Tensor | None]
 """Columns `[V, *in]` by argument (`None`: not differentiable, or not known)."""
 
-Spread = Callable[[Node, Sequence[Tensor]], Parts]
+Dependence = Callable[[Node, Sequence[Tensor]], Parts]
 """From what comes to the outputs of a node, `[V, *out]` each, to what its arguments may get."""
 
-REARRANGING = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Mean Permute Repeat
+FIXED_LINEAR = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Mean Permute Repeat
 ReshapeAlias Roll Select Slice Split SplitWithSizes Squeeze Stack Sum T Transpose Unbind Unfold UnsafeSplit
 UnsafeView Unsqueeze UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D
 UpsampleTrilinear3D View""")
@@ -61,7 +61,7 @@ SPATIAL = {
 """Functions of the last axes, and how many these are."""
 
 
-def spread(source: Source, columns: Tensor) -> dict[int, Tensor] | None:
+def reached_entries(source: Source, columns: Tensor) -> dict[int, Tensor] | None:
     """Send columns `[V, *in]` at the end of a stretch to the calls that feed it, by number of the target."""
     assert source.stretch is not None
     ends = {edge: number for number, (_, edge) in enumerate(source.targets)}
@@ -112,7 +112,7 @@ def arguments_of(node: Node, outs: Sequence[Tensor]) -> Parts | None:
 
 
 @lru_cache(maxsize=1024)
-def matters(kind: type) -> Callable[[Node], Any] | None:
+def relevant_attributes(kind: type) -> Callable[[Node], Any] | None:
     """Reads those attributes of a function on which it depends what its arguments may get (`None`: there are none)."""
     known = TABLE.get(name_of(kind))
     return None if known is None or known is pointwise else engine.reader(kind)
@@ -183,8 +183,8 @@ def product(node: Node, outs: Sequence[Tensor], first: int) -> Parts:
     return found
 
 
-TABLE: dict[str, Spread] = {
-    **dict.fromkeys(REARRANGING, rearranged),
+TABLE: dict[str, Dependence] = {
+    **dict.fromkeys(FIXED_LINEAR, rearranged),
     **dict.fromkeys(POINTWISE, pointwise),
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCING, reduced),

@@ -18,25 +18,15 @@ from bpk.jacobians.second_order.group_norm import inputs_of_group_norms
 from bpk.jacobians.second_order.weight_norm import corrected
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
-from bpk.recording.graph.bystanders import beyond, quieten_inside
+from bpk.recording.graph.identity import words
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ports import Port
+from bpk.recording.graph.side_effects import beyond, quieten_inside
 from bpk.recording.record import Record
 
 REARRANGING = frozenset(
     f"{name}Backward0"
-    for name in (
-        "Alias",
-        "Clone",
-        "Permute",
-        "ReshapeAlias",
-        "Squeeze",
-        "T",
-        "Transpose",
-        "UnsafeView",
-        "Unsqueeze",
-        "View",
-    )
+    for name in words("Alias Clone Permute ReshapeAlias Squeeze T Transpose UnsafeView Unsqueeze View")
 ) | {"SqueezeBackward1", "KeepBackward"}
 """Nodes that only rearrange entries."""
 MOST_TERMS = 32

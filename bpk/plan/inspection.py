@@ -26,9 +26,9 @@ from bpk.plan.samples.rows import Attribution
 from bpk.plan.samples.whole_batch import one_sample, place_or_merge
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
-from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch, upstream
+from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import Onlookers
+from bpk.recording.graph.side_effects import HookedTensors
 from bpk.recording.record import Record
 
 
@@ -44,10 +44,10 @@ class Inspection:
         self.extensions = extensions
         self.checks_objective = checks_objective
         self.second_order = bool([e for e in extensions if e.second_order])
-        self.only_by_hand = [e for e in extensions if not e.works_by_rules]
-        self.hands = [e for e in extensions if e.has_module_extensions]
+        self.only_module_extensions = [e for e in extensions if not e.works_by_rules]
+        self.with_module_extensions = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
-        self.onlookers = Onlookers()
+        self.hooked = HookedTensors()
         self.sources = Sources()
         self.above: dict[Record, list[Record]] = {}
         self.attribution = Attribution()
@@ -55,8 +55,8 @@ class Inspection:
         self.left: list[nn.Module] = []
         self.by_functions: set[int] = set()
         self.found_products = False
-        self.placed: set[int] = set()
-        self.required: set[int] = set()
+        self.placed: set[Record] = set()
+        self.required: set[Record] = set()
         self._outside: Outside | None = None
 
     def inspect(self, roots: Mapping[Record, Node]) -> None:
@@ -67,19 +67,20 @@ class Inspection:
         """
         for root in roots:
             require_batch(root)
-            self.check(root)
+            self.require(root)
+            self.require_samples([root])
             self.prepare(root)
         try:
-            found, merges = place_or_merge(roots, self.sources, self.extensions, self.by_hand)
+            found, merges = place_or_merge(roots, self.sources, self.extensions, self.has_module_extension)
         except UnsupportedLayer:
             for root in roots:
-                require_axis(self.extensions, upstream(root, self.sources))  # if that is why
+                require_axis(self.extensions, self.sources.upstream(root))  # if that is why
             raise
         if merges:
             self.merged = Attribution(mixed=True)
         if len(roots) > 1:  # what is behind several of them was maybe left to autograd behind one
             for root, placement in found.items():
-                placement.above = upstream(root, self.sources)
+                placement.above = self.sources.upstream(root)
         for root, placement in found.items():
             self.take(root, roots[root], placement)
 
@@ -87,7 +88,7 @@ class Inspection:
         """Note what was found behind a loss, and refuse what is not right there."""
         above = placement.above
         self.left += placement.left
-        self.placed.update(map(id, (*above, root)))
+        self.placed.update((*above, root))
         self.above[root] = above
         for record in above:
             if not record.open:
@@ -99,7 +100,7 @@ class Inspection:
         records = (*above, root)
         self.attribution.add(records, placement.rows, placement.n)
         if self.merged is not None:
-            self.merged.add(records, {id(record): one_sample(record) for record in records}, 1)
+            self.merged.add(records, {record: one_sample(record) for record in records}, 1)
         for record in records:
             for source in self.sources[record].values():
                 if source.trained:
@@ -108,21 +109,22 @@ class Inspection:
         self.tell(root, above, placement.left)
         if root.is_loss:
             require_layers(root, above, bool(placement.left), self.sources, self.extensions)
-            caution_coupling(root, node, self.extensions, placement.rows.get(id(root)), placement.n)
+            caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
         for record in above:
-            self.check(record)
+            self.require(record)
+        self.require_samples(above)
 
     def prepare(self, root: Record) -> None:
-        """Make quiet what users look at, and refuse calls whose rows need not even be samples."""
-        above = upstream(root, self.sources)
-        self.onlookers.find([record.handed for record in (root, *above)])
+        """Make users' hooks quiet, and refuse calls that cannot be used, wherever their samples are."""
+        above = self.sources.upstream(root)
+        self.hooked.find([record.handed for record in (root, *above)])
         for record in above:
             if record.problem or record.rule is None:
                 self.require(record)
 
     def tell(self, root: Record, above: list[Record], left: list[nn.Module]) -> None:
         """Tell the user once what goes the generic way."""
-        served = {id(record.module) for record in above if self.by_hand(record)} if self.hands else set()
+        served = {id(r.module) for r in above if self.has_module_extension(r)} if self.with_module_extensions else set()
         holders = [r.module for r in (*above, root) if r.rule is PASSAGE and id(r.module) not in served]
         by_function = {id(p) for r in above if isinstance(r.module, Plain) for p in r.params.values()}
         self.found_products |= bool(by_function)
@@ -158,20 +160,20 @@ class Inspection:
         if self._outside is not None and self._outside.leaves:
             require_fields(models, self._outside, reached, self.extensions)
 
-    def check(self, record: Record) -> None:
-        """Refuse what some active extension cannot do at a call, and samples that are not there."""
-        self.require(record)
+    def require_samples(self, records: Iterable[Record]) -> None:
+        """Refuse samples that are not there."""
         for extension in self.subsampled:
-            check_samples(extension, record)
+            for record in records:
+                check_samples(extension, record)
 
     def require(self, record: Record) -> None:
         """Refuse what some active extension cannot do at a call."""
-        if id(record) in self.required:
+        if record in self.required:
             return
-        self.required.add(id(record))
+        self.required.add(record)
         rule = record.rule
-        for extension in self.only_by_hand if self.is_served(record) else self.extensions:
-            if rule is PASSAGE or not self.hands or extension.module_extension(record.module) is None:
+        for extension in self.only_module_extensions if self.is_served(record) else self.extensions:
+            if rule is PASSAGE or not self.with_module_extensions or extension.module_extension(record.module) is None:
                 require_support(extension, record, self.sources.feed)
 
     def is_served(self, record: Record) -> bool:
@@ -183,12 +185,14 @@ class Inspection:
             return True
         return not rule.is_loss and rule.obstacle(record.call()) is None
 
-    def by_hand(self, record: Record) -> bool:
-        """Whether a user wrote something by hand for this layer."""
-        if not self.hands or record.rule is PASSAGE:
+    def has_module_extension(self, record: Record) -> bool:
+        """Whether a user wrote a module extension for this layer."""
+        if not self.with_module_extensions or record.rule is PASSAGE:
             return False
-        return any(extension.module_extension(record.module) for extension in self.hands)
+        return any(extension.module_extension(record.module) for extension in self.with_module_extensions)
 
     def clear(self) -> None:
         """Let go of the graph."""
         self.sources, self.above, self.left, self._outside = Sources(), {}, [], None
+        self.attribution.samples, self.attribution.sizes, self.merged = {}, {}, None
+        self.placed, self.required = set(), set()

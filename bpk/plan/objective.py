@@ -19,9 +19,9 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
 from bpk.plan.quantity import FAIL_ERROR, FAIL_WARN, Quantity
 from bpk.plan.sources import Sources
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ownership import owner_of
+from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 TOLD: WeakSet[nn.Module] = WeakSet()
@@ -103,7 +103,7 @@ def require_linear(loss: Record, outside: Outside) -> None:
     if not outside.seen:
         raise UnsupportedLayer(
             explain(
-                f"What is differentiated behind the loss '{loss.path}' ({type(loss.module).__name__}) cannot be seen.",
+                f"What is differentiated behind the loss {loss.where} cannot be seen.",
                 "the backward pass was started by none of autograd's functions; there might be other parts of the "
                 "objective, whose curvature would be missing.",
                 "call loss.backward(), or use first-order extensions.",
@@ -113,7 +113,7 @@ def require_linear(loss: Record, outside: Outside) -> None:
         names = ", ".join(sorted(name.removesuffix("0") for name in outside.curved))
         raise UnsupportedLayer(
             explain(
-                f"The objective is a nonlinear function of the loss '{loss.path}' ({type(loss.module).__name__}).",
+                f"The objective is a nonlinear function of the loss {loss.where}.",
                 f"quantities of second order are those of the loss; the curvature of what follows it ({names}) would "
                 "be missing.",
                 "write the whole objective as one module and extend that, or use first-order extensions.",
@@ -127,8 +127,7 @@ def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
     if touched is not None:
         raise UnsupportedLayer(
             explain(
-                f"The gradient at '{touched.path}' ({type(touched.module).__name__}) is not that of the extended "
-                "losses.",
+                f"The gradient at {touched.where} is not that of the extended losses.",
                 "something else is part of the objective (a loss that is not extended, a penalty by plain functions), "
                 "and its curvature would be missing.",
                 "extend every loss (bpk.extend), or write the whole objective as one module and extend that, or use "
@@ -141,9 +140,9 @@ def require_no_penalty(records: Iterable[Record], sources: Sources, outside: Out
     """Refuse penalties on parameters: their gradient belongs to no sample, and would be missing in every quantity."""
     leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad}
     for record in records if leaves else ():
-        held = {f"'{record.path}.{name}'": p for name, p in record.params.items()}
-        held.update({f"of shape {list(p.shape)}": p for source in sources[record].values() for p in source.trained})
-        for name, p in held.items():
+        named = {f"'{record.path}.{name}'": p for name, p in record.params.items()}
+        named.update({f"of shape {list(p.shape)}": p for source in sources[record].values() for p in source.trained})
+        for name, p in named.items():
             if id(p) in leaves:
                 raise UnsupportedLayer(
                     explain(
@@ -188,3 +187,21 @@ def require_fields(
             raise UnsupportedLayer(message)
         TOLD.add(model)
         warn(message)
+
+
+def require_scaled(scale: float, grad: Tensor) -> None:
+    """Refuse a pass that has not begun at a product with the scale. `grad` has arrived at the first recorded call.
+
+    The other factor is gone by now. Right below the product, `grad` is the scale itself; it is not known farther down.
+    """
+    for root, _ in engine.roots() or () if scale != 1 else ():
+        below = any(node is engine.current_node() for node, _ in root.next_functions)
+        other = below and grad.numel() == 1 and bool(grad.isfinite()) and float(grad) != scale
+        if root.name() != "MulBackward0" or other:
+            raise RuntimeError(
+                explain(
+                    f"The backward pass did not begin at a loss times {scale:g}, the scale of grad_scaler.",
+                    "fields are divided by powers of it, and would be too small.",
+                    "write grad_scaler.scale(loss).backward(), and grad_scaler.update() after it.",
+                )
+            )

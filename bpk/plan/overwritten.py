@@ -32,8 +32,7 @@ def require_result(record: Record, grad: Tensor, node: Node) -> None:
     if (found - expected).abs().max() > 1e-3 * expected.abs().max():
         raise RuntimeError(
             explain(
-                f"The output of '{record.path}' ({type(record.module).__name__}) was changed in place inside of a "
-                "checkpoint.",
+                f"The output of {record.where} was changed in place inside of a checkpoint.",
                 "autograd computes the layer's gradient from its output. Outside of a checkpoint it refuses this, "
                 "inside it does not see it: '.grad' is wrong.",
                 "set inplace=False in the layer that follows (or write 'x = x + y' for 'x += y').",

@@ -17,11 +17,11 @@ from bpk.jacobians.core.errors import explain
 from bpk.plan.graph import Source, gradient_edge, zeros_at
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
-from bpk.recording.membership import Held
+from bpk.recording.membership import ExtendedParameters
 
 
-def require_no_pass_inside(source: Source, held: Held) -> None:
-    """Refuse a stretch that is differentiated by a backward pass which adds to the `.grad` of a parameter in `held`.
+def require_no_pass_inside(source: Source, extended: ExtendedParameters) -> None:
+    """Refuse a stretch that is differentiated by a backward pass which adds to the `.grad` of `extended` parameters.
 
     Raises:
         RuntimeError: If there is one.
@@ -29,7 +29,7 @@ def require_no_pass_inside(source: Source, held: Held) -> None:
     users = [function for node in source.nodes if (function := engine.users_function(node)) is not None]
     if not users or source.stretch is None:
         return
-    before = [(p, p.grad, version(p.grad)) for p in held.params]
+    before = [(p, p.grad, version(p.grad)) for p in extended.params]
     end = gradient_edge(source.stretch)
     beginnings = [*source.target_edges(), *map(torch.autograd.graph.get_gradient_edge, source.leaves)]
     with CTX.quietly(), suppress(Exception):  # an error comes again where a product is needed

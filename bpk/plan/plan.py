@@ -23,7 +23,7 @@ from bpk.plan.step import Link, Step, matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
 from bpk.recording.context.state import CTX, EVERY_CALL
-from bpk.recording.graph.bystanders import make_quiet
+from bpk.recording.graph.side_effects import make_quiet
 from bpk.recording.record import Record
 
 
@@ -55,7 +55,7 @@ class Plan:
                 for producer, (node, _) in source.targets:
                     if node is not None:
                         nodes[producer] = node
-        self.of: dict[Record, Step] = {}
+        self.step_of: dict[Record, Step] = {}
         self.largest = 1
         for record in (*losses, *above):
             call = record.call()
@@ -64,35 +64,36 @@ class Plan:
             rows, n = attribution.of(record)
             node = nodes[record]
             rule = None if record.rule is None else with_rows(record.rule, call)
-            step = self.of[record] = Step(record, rule, call, node, params, rows, n, mixed=attribution.mixed)
+            step = self.step_of[record] = Step(record, rule, call, node, params, rows, n)
+            step.is_loss, step.mixed = record.is_loss, attribution.mixed
             step.runs = node is None or record in losses or engine.will_run(node)
             step.find_gradients = self.find_gradients
             self.largest = max(self.largest, call.output.numel())
-        for record, step in list(self.of.items()):
+        for record, step in list(self.step_of.items()):
             for index, source in sources[record].items():
                 if source.targets or source.trained:
                     step.links[index] = self.link(step, index, source)
-        self.steps = consumers_first([self.of[loss] for loss in losses])
+        self.steps = consumers_first([self.step_of[loss] for loss in losses])
         self.number_uses()
 
     def link(self, step: Step, index: int, source: Source) -> Link:
         """What feeds an input: a call, or a stretch, whose inputs are the outputs of calls."""
         if source.stretch is None:
             record, _ = source.targets[0]
-            producer = self.of[record]
+            producer = self.step_of[record]
             if step.record.aligned and record.aligned:
                 return Link(producer)
             entrance, exit = source.entrance, source.exits[0]
             if entrance == exit:
                 return Link(producer)
             return Link(producer, step.call.inputs[index].shape[1:], entrance=entrance, exit=exit)
-        inputs = [self.of[record].call.output for record, _ in source.targets]
+        inputs = [self.step_of[record].call.output for record, _ in source.targets]
         call = StretchCall(source, step.call.inputs[index], inputs, step.samples_of_rows, step.batch_size)
         params = dict(call.params)
         rows, n = step.samples_of_rows, step.batch_size
         stretch = Step(step.record, STRETCH, call, None, params, rows, n, step, index, mixed=step.mixed)
-        stretch.links = {k: Link(self.of[record]) for k, (record, _) in enumerate(source.targets)}
-        call.rows_of_inputs = [self.of[record].samples_of_rows for record, _ in source.targets]
+        stretch.links = {k: Link(self.step_of[record]) for k, (record, _) in enumerate(source.targets)}
+        call.rows_of_inputs = [self.step_of[record].samples_of_rows for record, _ in source.targets]
         return Link(stretch)
 
     def number_uses(self) -> None:
@@ -111,7 +112,7 @@ class Plan:
         return sum(any(p is param for p in step.params.values()) for step in self.steps) > 1
 
     @property
-    def name(self) -> tuple[int, ...]:
+    def key(self) -> tuple[int, ...]:
         """Tells plans of one backward pass from each other."""
         return tuple(map(id, self.losses))
 
@@ -119,7 +120,7 @@ class Plan:
         """Let go of the graph: steps refer to each other."""
         for step in self.steps:
             step.links, step.consumer, step.find_gradients = {}, None, None
-        self.steps, self.of = [], {}
+        self.steps, self.step_of = [], {}
 
     def find_gradients(self) -> None:
         """Let autograd compute the gradient at the output of every call, ahead of its own pass."""
@@ -132,7 +133,7 @@ class Plan:
             if loss.module._backward_hooks:
                 make_quiet(engine.hooks_behind(node))
         with CTX.quietly(EVERY_CALL):
-            factors = [self.of[loss].grad for loss in self.losses]
+            factors = [self.step_of[loss].grad for loss in self.losses]
             found = iter(pull_back(ends, edges, factors, create_graph=torch.is_grad_enabled()))
         for step in steps:
             width = max(step.record.places) + 1
@@ -167,6 +168,6 @@ def consumers_first(losses: Sequence[Step]) -> list[Step]:
 
 
 def called(step: Step) -> int:
-    """A number that is the smaller, the later a step was called; a stretch belongs to the call that reads its end."""
+    """Sorts steps by when they were called, the latest first; a stretch counts with the call that reads its end."""
     node = step.node if step.consumer is None else step.consumer.node
     return 0 if node is None else -node._sequence_nr()

@@ -35,7 +35,7 @@ class Quantity(Protocol):
     needs_rows: bool
     needs_samples: bool
     needs_gradient: bool
-    needs_apart: bool
+    needs_independence: bool
     needs_total: bool
     adds_field: bool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from bpk.plan.passes_inside import require_no_pass_inside
 from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.context.surroundings import reentrant
-from bpk.recording.graph.attention_kernels import recover
-from bpk.recording.graph.bystanders import beyond, make_quiet
+from bpk.recording.graph.attention_kernels import recover_attention
 from bpk.recording.graph.convolutions import recover_convolution
 from bpk.recording.graph.nodes import Edge, leaf_of
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.parameter_products import recover_product
-from bpk.recording.membership import Held
+from bpk.recording.graph.side_effects import beyond, make_quiet
+from bpk.recording.membership import ExtendedParameters
 from bpk.recording.record import Record
 
 Shapes = tuple[torch.Size, ...]
@@ -35,12 +35,12 @@ class Sources(dict[Record, dict[int, Source]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = Held()
+        self.extended = ExtendedParameters()
 
     def __missing__(self, record: Record) -> dict[int, Source]:
         found = dict[int, Source]()
         for index in range(len(record.edges)):
-            source = trace(record, index, self.held)
+            source = trace(record, index, self.extended)
             if source is not None:
                 found[index] = source
         self[record] = found
@@ -49,6 +49,39 @@ class Sources(dict[Record, dict[int, Source]]):
     def feed(self, record: Record) -> bool:
         """Whether recorded calls, or functions of parameters, wait for what travels through a call."""
         return any(source.targets or source.trained for source in self[record].values())
+
+    def producers(self, record: Record) -> list[Record]:
+        """The recorded calls that feed a call, as often as they do."""
+        return [producer for source in self[record].values() for producer, _ in source.targets]
+
+    def upstream(self, record: Record) -> list[Record]:
+        """All recorded calls from which `record` descends."""
+        found: dict[Record, None] = {}
+        waiting = [record]
+        while waiting:
+            for source in self[waiting.pop()].values():
+                for producer, _ in source.targets:
+                    if producer not in found:
+                        found[producer] = None
+                        waiting.append(producer)
+        return list(found)
+
+    def in_backward_order(self, root: Record, above: Sequence[Record]) -> list[Record]:
+        """The records behind a root, each after all that it feeds."""
+        feeds = dict.fromkeys(above, 0)
+        for record in (*above, root):
+            for producer in self.producers(record):
+                feeds[producer] += 1
+        order: list[Record] = []
+        waiting = [root]
+        while waiting:
+            record = waiting.pop()
+            order.append(record)
+            for producer in self.producers(record):
+                feeds[producer] -= 1
+                if feeds[producer] == 0:
+                    waiting.append(producer)
+        return order[1:]
 
 
 def owner(edge: Edge) -> Record | None:
@@ -62,18 +95,21 @@ def owner(edge: Edge) -> Record | None:
     return record
 
 
-def recovered(edge: Edge, held: Held, behind: Node | None, given: Shapes) -> Record | None:
-    """A call that nobody has recorded, written down from its node; what is behind it tells what the model was given."""
-    found = recover(edge) or recover_product(edge, held, behind) or recover_convolution(edge, held)
+def recovered(edge: Edge, extended: ExtendedParameters, behind: Node | None, given: Shapes) -> Record | None:
+    """The record of a call that no hook has seen, made from its node (`None`: it is none of those that can be).
+
+    `behind` is the node from which the edge comes, if it is no call's; `given` are the shapes that the model was given.
+    """
+    found = recover_attention(edge) or recover_product(edge, extended, behind) or recover_convolution(edge, extended)
     if found is not None:
         found.given = found.given or given
     return found
 
 
-def trace(consumer: Record, index: int, held: Held) -> Source | None:
+def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source | None:
     """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none).
 
-    `held` are the parameters that get fields.
+    `extended` are the parameters that get fields.
 
     Raises:
         RuntimeError: If autograd cannot be asked for products with what lies between: a reentrant checkpoint, or a
@@ -87,7 +123,7 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     given: Shapes = ()
     if direct is None:
         given = engine.belongings(node).get(GIVEN) or (() if consumer.is_loss else consumer.given)
-        direct = recovered(edge, held, None, given)
+        direct = recovered(edge, extended, None, given)
     if direct is not None:
         number = direct.places[edge[1]]
         if number not in direct.used:
@@ -97,7 +133,7 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
     leaves: list[Tensor] = []
     seen: dict[Node, Shapes] = {node: given}
     waiting = [node]
-    if (own := leaf_of(node)) is not None and own in held:  # the call is given a parameter as it is
+    if (own := leaf_of(node)) is not None and own in extended:  # the call is given a parameter as it is
         leaves.append(own)
         make_quiet(own._backward_hooks, inside=False)
     while waiting:
@@ -106,7 +142,7 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
             above = upstream[0]
             known = above is None or above in seen
             given = seen[here] if above is None else engine.belongings(above).get(GIVEN) or seen[here]
-            found = owner(upstream) or (None if known else recovered(upstream, held, here, given))
+            found = owner(upstream) or (None if known else recovered(upstream, extended, here, given))
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])
@@ -118,29 +154,9 @@ def trace(consumer: Record, index: int, held: Held) -> Source | None:
                     make_quiet(leaves[-1]._backward_hooks, inside=False)
     if not targets and not leaves:
         return None
-    trained = tuple(leaf for leaf in leaves if leaf in held)
+    trained = tuple(leaf for leaf in leaves if leaf in extended)
     if (targets or trained) and any(each.name() == REENTRANT for each in seen):
         raise reentrant(f"'{consumer.path}' is given what comes out of")
     source = Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
-    require_no_pass_inside(source, held)
+    require_no_pass_inside(source, extended)
     return source
-
-
-def consumers_first(root: Record, above: list[Record], sources: Mapping[int, dict[int, Source]]) -> list[Record]:
-    """The records behind a root, each after all that it feeds."""
-    feeds = {id(r): 0 for r in above}
-    for record in (*above, root):
-        for source in sources[id(record)].values():
-            for producer, _ in source.targets:
-                feeds[id(producer)] += 1
-    order: list[Record] = []
-    waiting = [root]
-    while waiting:
-        record = waiting.pop()
-        order.append(record)
-        for source in sources[id(record)].values():
-            for producer, _ in source.targets:
-                feeds[id(producer)] -= 1
-                if feeds[id(producer)] == 0:
-                    waiting.append(producer)
-    return order[1:]

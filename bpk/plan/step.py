@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.no_rows import with_rows
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
@@ -86,19 +88,20 @@ class Step:
     mixed: bool = False
     find_gradients: Callable[[], None] | None = None
 
-    def __post_init__(self) -> None:
-        self.is_loss = self.rule is not None and self.rule.is_loss
-
     @property
     def source(self) -> Source | None:
         """The stretch, if this is one."""
         return self.call.source if isinstance(self.call, StretchCall) else None
 
     @property
+    def is_layer(self) -> bool:
+        """Whether it is the call of a layer: no functions in front of one, and no parameters that a container holds."""
+        return self.consumer is None and self.rule is not PASSAGE and not isinstance(self.record.module, Plain)
+
+    @property
     def where(self) -> str:
         """How messages call it."""
-        name = f"'{self.record.path}' ({type(self.record.module).__name__})"
-        return name if self.consumer is None else f"the function before {name}"
+        return self.record.where if self.consumer is None else f"the function before {self.record.where}"
 
     @cached_property
     def joint(self) -> Joint:
@@ -147,7 +150,7 @@ class Step:
         """Drop what rules have computed for this call."""
         self.views = {}
         if self.consumer is None:
-            self.record.seen = None
+            self.record.cached = None
 
 
 def promoted(mat: Tensor, call: Call) -> Tensor:

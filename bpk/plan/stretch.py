@@ -19,8 +19,9 @@ from bpk.jacobians.core.rows_through import RowsThrough, between_samples, materi
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.probing import draw
-from bpk.plan.broadcast import SpreadColumns
+from bpk.plan.broadcast import BroadcastRows
 from bpk.plan.graph import Source
+from bpk.plan.samples.rows import of_samples, over_batch
 
 
 class StretchCall(Call):
@@ -46,7 +47,7 @@ class StretchCall(Call):
         self.n = n
         self.samples = samples
         self.latest: tuple[Tensor, bool, Sequence[Tensor | RowsThrough]] | None = None
-        self.spread: SpreadColumns | None = None
+        self.broadcast: BroadcastRows | None = None
 
     @property
     def merged(self) -> bool:
@@ -67,24 +68,8 @@ class StretchCall(Call):
     def subset(self, samples: Sequence[int]) -> StretchCall:
         chosen = tuple(samples) if self.samples is None else tuple(self.samples[k] for k in samples)
         part = StretchCall(self.source, self.output, self.inputs, self.samples_of_rows, self.n, chosen)
-        part.rows_of_inputs, part.spread = self.rows_of_inputs, self.spread
+        part.rows_of_inputs, part.broadcast = self.rows_of_inputs, self.broadcast
         return part
-
-    def index(self, device: torch.device) -> Tensor:
-        """The samples considered, as a tensor."""
-        assert self.samples is not None
-        return index_of(self.samples, device)
-
-    def widen(self, mat: Tensor) -> Tensor:
-        """Columns at the output over the whole batch, zero for samples that are left out."""
-        if self.samples is None:
-            return mat
-        full = mat.new_zeros(mat.shape[0], self.output.shape[0], *mat.shape[2:])
-        return full.index_copy(1, self.index(mat.device), mat)
-
-    def narrow(self, mat: Tensor) -> Tensor:
-        """Columns at an input over the considered samples."""
-        return mat if self.samples is None else mat.index_select(1, self.index(mat.device))
 
     def of_parameters(self, mat: Tensor, together: bool) -> Sequence[Tensor | RowsThrough]:
         """Columns at the output times the transposed Jacobian in each parameter, row by row `[V, R, *p]`.
@@ -99,15 +84,16 @@ class StretchCall(Call):
 
     def rows(self, mat: Tensor) -> list[Tensor | RowsThrough]:
         """Rows `[V, R, *p]` of all parameters: of those that are only spread in one pass, of others in one a sample."""
-        if self.spread is None:
-            self.spread = SpreadColumns(self.source, draw(self.output.shape, mat[:0], 0))
-        found = self.spread.rows(self.widen(mat))
+        if self.broadcast is None:
+            self.broadcast = BroadcastRows(self.source, draw(self.output.shape, mat[:0], 0))
+        full = over_batch(mat, self.samples, self.output.shape[0])
+        found = self.broadcast.rows(full)
         if self.samples is not None:
-            found = {k: between_samples(x, self.index(mat.device)) for k, x in found.items()}
+            found = {k: between_samples(x, index_of(self.samples, mat.device)) for k, x in found.items()}
         rest = [k for k in range(len(self.source.trained)) if k not in found]
         if rest:
             part = replace(self.source, trained=tuple(self.source.trained[k] for k in rest))
-            full, places = self.widen(mat), self.places_by_sample(mat)
+            places = self.places_by_sample(mat)
             each = [part.pull_to_parameters(at_rows(full, rows)) for rows, _ in places]
             first = torch.tensor([place for _, place in places], dtype=torch.long, device=mat.device)
             for number, k in enumerate(rest):
@@ -119,7 +105,8 @@ class StretchCall(Call):
 
     def places_by_sample(self, mat: Tensor) -> list[tuple[Tensor, int]]:
         """For every sample: its rows of the output, and the first of them among the columns' rows, in this order."""
-        rows = torch.arange(mat.shape[1], device=mat.device) if self.samples is None else self.index(mat.device)
+        rows = torch.arange(mat.shape[1], device=mat.device)
+        rows = rows if self.samples is None else index_of(self.samples, mat.device)
         if self.samples_of_rows is None:
             return [(row, k) for k, row in enumerate(rows.split(1) if len(rows) else ())]
         of = self.samples_of_rows[rows]
@@ -148,7 +135,8 @@ class PlainAutograd(Rule):
     def jac_t_mat_prods(self, call: Call, mat: Tensor) -> dict[int, Tensor]:
         """Multiply with the transposed Jacobians of all inputs that the output depends on."""
         assert isinstance(call, StretchCall)
-        return {k: call.narrow(part) for k, part in call.source.pull(call.widen(mat)).items()}
+        full = over_batch(mat, call.samples, call.output.shape[0])
+        return {k: of_samples(part, call.samples) for k, part in call.source.pull(full).items()}
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         assert isinstance(call, StretchCall) and isinstance(wrt, str)

@@ -82,7 +82,7 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
         return Support(Kind.GENERIC, NO_RULE, WRITE_RULE)
     reason = rule.obstacle(call) if call is not None and extension.second_order else None
     mixing = rule.mixing(call) if call is not None else None
-    if extension.needs_apart and mixing is not None:
+    if extension.needs_independence and mixing is not None:
         return Support(Kind.REFUSED, f"{mixing.rstrip('.')}.", KEEP_APART)
     if extension.second_order and mixing is not None and not isinstance(rule, Loss):
         if is_of_batch(extension):
@@ -110,8 +110,7 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     if record.is_loss and extension.second_order and record.output.dim() > 0:
         raise ValueError(
             explain(
-                f"{extension} needs a scalar loss, but '{record.path}' ({type(record.module).__name__}) returned shape "
-                f"{list(record.output.shape)}.",
+                f"{extension} needs a scalar loss, but {record.where} returned shape {list(record.output.shape)}.",
                 "second-order quantities are those of one scalar objective.",
                 "use reduction='mean' or reduction='sum'.",
             )
@@ -131,8 +130,8 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     if not (has_params or feeds(record)):
         return
     message = refusal(extension, record, answer)
-    spoilt = extension.works_by_rules and (extension.second_order or extension.needs_apart)  # what would be saved
-    if extension.fail_mode == FAIL_ERROR or spoilt or (record.problem and rule is not None and has_params):
+    wrong = extension.works_by_rules and (extension.second_order or extension.needs_independence)
+    if extension.fail_mode == FAIL_ERROR or wrong or (record.problem and rule is not None and has_params):
         raise UnsupportedLayer(message)
     if has_params and extension.fail_mode != FAIL_SILENT:
         warn(message)
@@ -174,7 +173,7 @@ def caution(record: Record, answer: Support) -> None:
     """Tell the user once that a layer mixes samples."""
     if record.module not in WARNED:
         WARNED.add(record.module)
-        what = f"Layer '{record.path}' ({type(record.module).__name__}) mixes samples."
+        what = f"Layer {record.where} mixes samples."
         warn(explain(what, answer.reason, answer.do))
 
 
@@ -184,7 +183,7 @@ def refusal(extension: Quantity, record: Record, answer: Support) -> str:
     if record.output.dim() == 0:
         verb = "start at loss"
     return explain(
-        f"{extension} cannot {verb} '{record.path}' ({type(record.module).__name__}).",
+        f"{extension} cannot {verb} {record.where}.",
         answer.reason,
         answer.do,
         rule_file(record.rule),
@@ -209,14 +208,13 @@ def require_batch(record: Record) -> None:
         if x.requires_grad and x.dim() < least:
             raise UnsupportedLayer(
                 explain(
-                    f"The loss '{record.path}' ({type(record.module).__name__}) got a prediction of shape "
-                    f"{tuple(x.shape)}, which has no batch axis.",
+                    f"The loss {record.where} got a prediction of shape {tuple(x.shape)}, which has no batch axis.",
                     "quantities are those of the samples of a batch.",
                     ADD_AXIS,
                 )
             )
     if not record.problem and record.inputs and record.batch_size == 0:
-        what = f"The batch at '{record.path}' ({type(record.module).__name__}) is empty."
+        what = f"The batch at {record.where} is empty."
         why = "individual and averaged quantities of no samples are undefined."
         do = "skip empty batches (for example drop_last=True in the DataLoader)."
         raise ValueError(explain(what, why, do))
@@ -228,7 +226,7 @@ def require_axis(extensions: Sequence[Quantity], records: Iterable[Record]) -> N
         reason = record.rule.obstacle(record.call()) if record.rule is not None and not record.problem else None
         if reason is not None and reason.rstrip(".").endswith("no batch axis"):
             answer = Support(Kind.REFUSED, f"{reason.rstrip('.')}.", ADD_AXIS)
-            what = f"The samples of layer '{record.path}' ({type(record.module).__name__}) cannot be counted."
+            what = f"The samples of layer {record.where} cannot be counted."
             alone = explain(what, answer.reason, answer.do)  # of the gradient alone
             raise UnsupportedLayer(refusal(extensions[0], record, answer) if extensions else alone)
 
@@ -238,8 +236,7 @@ def check_samples(extension: Quantity, record: Record) -> None:
     if extension.subsampling and max(extension.subsampling) >= record.batch_size:
         raise ValueError(
             explain(
-                f"{extension}: sample index {max(extension.subsampling)} is out of range at '{record.path}' "
-                f"({type(record.module).__name__}).",
+                f"{extension}: sample index {max(extension.subsampling)} is out of range at {record.where}.",
                 f"the batch has {record.batch_size} samples (axis 0).",
                 "pass indices from 0 to N - 1.",
             )

@@ -15,20 +15,8 @@ from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.context.state import CTX
 from bpk.recording.membership import around, parameters_in
-from bpk.recording.record import Record, has_parameter
-
-
-def upstream(record: Record, sources: Sources) -> list[Record]:
-    """All recorded calls from which `record` descends."""
-    found: dict[Record, None] = {}
-    waiting = [record]
-    while waiting:
-        for source in sources[waiting.pop()].values():
-            for producer, _ in source.targets:
-                if producer not in found:
-                    found[producer] = None
-                    waiting.append(producer)
-    return list(found)
+from bpk.recording.parameters import has_parameter
+from bpk.recording.record import Record
 
 
 def mixes(record: Record) -> bool:
@@ -49,7 +37,7 @@ def require_own(records: Iterable[Record]) -> None:
                 continue
             raise RuntimeError(
                 explain(
-                    f"'{record.path}' ({type(record.module).__name__}) was called with another '{name}' than it has.",
+                    f"{record.where} was called with another '{name}' than it has.",
                     "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
                     "on it would be on no entry of model.parameters().",
                     "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
@@ -74,7 +62,7 @@ def require_layers(
         CTX.check_transforms(False)
         raise RuntimeError(
             explain(
-                f"No extended layer feeds the loss '{loss.path}' ({type(loss.module).__name__}).",
+                f"No extended layer feeds the loss {loss.where}.",
                 "the model was not extended when its forward pass ran, or ran under bpk.disable(), or its layers were "
                 "called by layer.forward(x) or by compiled code, which nobody sees.",
                 "call bpk.extend(model) before the forward pass, run it outside of disable(), and write layer(x).",

@@ -17,7 +17,7 @@ def nothing() -> None:
     """What a copy gets in place of something that belongs to one forward pass."""
 
 
-class Left(Tensor):
+class Stored(Tensor):
     """A tensor that a forward pass has left on a layer: copies of the layer, and files, do without."""
 
     __torch_function__ = engine.no_torch_function  # type: ignore[assignment]
@@ -29,25 +29,25 @@ class Left(Tensor):
         return None
 
 
-def left(x: Tensor) -> Tensor:
+def stored(x: Tensor) -> Tensor:
     """An alias without a graph."""
     alias = x.detach()
     if type(alias) is Tensor:
-        alias.__class__ = Left  # half as long as making it one
+        alias.__class__ = Stored  # half as long as making it one
     return alias
 
 
-def leave_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
+def store_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
     """Leave aliases of inputs and output on a module (`input0`, ..., `output`); returns the last one."""
     fields = module.__dict__
     for name, x in zip(INPUT_NAMES, inputs, strict=False):
-        fields[name] = left(x)
-    alias = fields["output"] = left(output)
+        fields[name] = stored(x)
+    alias = fields["output"] = stored(output)
     return alias
 
 
 def forget(module: nn.Module, output: Tensor | None = None) -> None:
-    """Remove the tensors that `leave_on` left on a module; if an `output` is given, only those that came with it."""
+    """Remove the tensors that `store_on` left on a module; if an `output` is given, only those that came with it."""
     fields = module.__dict__
     if output is not None and fields.get("output") is not output:
         return

@@ -148,8 +148,8 @@ def keep_output(record: Record) -> None:
         number = next(iter(record.results))
         record.results[number] = out.clone()
         record.versions[len(record.inputs)] = record.results[number]._version
-        if record.left is not None and record.module.__dict__.get("output") is record.left:
-            record.leave()
+        if record.stored is not None and record.module.__dict__.get("output") is record.stored:
+            record.store()
 
 
 def keep(x: Tensor) -> tuple[Tensor, Edge]:

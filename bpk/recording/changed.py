@@ -16,11 +16,11 @@ from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import explain
 from bpk.recording.membership import path_of
 
-Noted = tuple[int, int | torch.SymInt, tuple[int, ...], UntypedStorage] | None
+Stamp = tuple[int, int | torch.SymInt, tuple[int, ...], UntypedStorage] | None
 """The version of a tensor, and where its values are in which memory (which nobody else gets meanwhile)."""
 
 
-def note(x: Tensor) -> Noted:
+def stamp(x: Tensor) -> Stamp:
     """What tells later whether a tensor still has its values; `None` where it has no memory of its own."""
     try:
         return x._version, x.storage_offset(), x.stride(), x.untyped_storage()
@@ -28,18 +28,18 @@ def note(x: Tensor) -> Noted:
         return None
 
 
-def is_changed(x: Tensor, noted: Noted) -> bool:
+def is_changed(x: Tensor, known: Stamp) -> bool:
     """Whether a tensor was changed in place since, or has got other memory (`p.data = other`)."""
-    if noted is None:
+    if known is None:
         return False
-    version, start, strides, memory = noted
+    version, start, strides, memory = known
     moved = x.storage_offset() != start or x.stride() != strides or x.untyped_storage() is not memory
     return moved or x._version != version
 
 
-def changed(params: Mapping[str, Tensor], noted: Sequence[Noted]) -> list[str]:
+def changed(params: Mapping[str, Tensor], stamps: Sequence[Stamp]) -> list[str]:
     """The parameters of a call that were changed since."""
-    return [name for (name, p), known in zip(params.items(), noted, strict=False) if is_changed(p, known)]
+    return [name for (name, p), known in zip(params.items(), stamps, strict=False) if is_changed(p, known)]
 
 
 def as_seen(module: nn.Module, params: dict[str, Tensor], gone: Collection[str]) -> dict[str, Tensor]:

@@ -60,27 +60,22 @@ ENTRIES = (
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 """What a node is called that collects the gradient of a leaf."""
 
-
 current_task = torch._C._current_graph_task_id
-"""Identifies the running backward pass (-1 outside of one).
-
-If it goes: a mark that the first hook of a pass sets, and `when_finished` removes."""
+"""Identifies the running backward pass (-1 outside of one). If it goes: a mark that the first hook of a pass sets, and
+`when_finished` removes."""
 
 current_node = torch._C._current_autograd_node
-"""The node of the graph that the engine is about to evaluate, or is evaluating.
-
-If it goes: a weak reference to the node in each hook."""
+"""The node of the graph that the engine is about to evaluate, or is evaluating. If it goes: a weak reference to the
+node in each hook."""
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-"""Whether the running backward pass was started with `retain_graph=True`.
+"""Whether the running backward pass was started with `retain_graph=True`. If it goes: `keep_graph` of the frame that
+`roots` finds."""
 
-If it goes: `keep_graph` of the frame that `roots` finds."""
 
-
-def question() -> dict[str, Any]:
-    """With what the engine was called for the running backward pass (empty: not from Python).
-
-    It runs below the stack frame of the function that called it. If that is renamed: refuse second order."""
+def engine_arguments() -> dict[str, Any]:
+    """With what the engine was called for the running backward pass (empty: not from Python). It runs below the stack
+    frame of the function that called it. If that is renamed: refuse second order."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
         frame = frame.f_back
@@ -89,19 +84,19 @@ def question() -> dict[str, Any]:
 
 def roots() -> list[tuple[Node, int]] | None:
     """Where in the graph the running backward pass has started (`None`: not known)."""
-    ends = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in question().get("t_outputs", ())]
+    ends = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in engine_arguments().get("t_outputs", ())]
     return [(end.node, end.output_nr) for end in ends] or None
 
 
 def accumulates() -> bool:
     """Whether the running backward pass adds to `.grad`, other than `torch.autograd.grad` (not known: it does)."""
-    return bool(question().get("kwargs", {}).get("accumulate_grad", True))
+    return bool(engine_arguments().get("kwargs", {}).get("accumulate_grad", True))
 
 
 def leads_elsewhere() -> bool:
     """Whether the running backward pass is a `torch.autograd.grad` that can be differentiated, and asks for nothing at
     a parameter (not known: it is not)."""
-    given: tuple[Any, ...] = question().get("args", ())  # gradients, whether to keep the graph, to create one, where
+    given: tuple[Any, ...] = engine_arguments().get("args", ())  # gradients, keep the graph, create one, goals
     return len(given) > 3 and given[2] and not any(isinstance(goal, Parameter) for goal in given[3])
 
 
@@ -110,35 +105,28 @@ will_run = torch._C._will_engine_execute_node
 
 
 def when_finished(callback: Callable[[], None]) -> None:
-    """Call back at the end of the running backward pass, when all `.grad` are final.
-
-    If it goes: the end of the context.
-    """
+    """Call back at the end of the running backward pass, when all `.grad` are final. If it goes: the end of the
+    context."""
     Variable._execution_engine.queue_callback(callback)
 
 
 multithreaded = torch._C._is_multithreading_enabled
-"""Whether backward passes that this thread starts may run in threads of devices.
-
-If it goes: `torch.autograd.set_multithreading_enabled(...).prev`."""
+"""Whether backward passes that this thread starts may run in threads of devices. If it goes:
+`torch.autograd.set_multithreading_enabled(...).prev`."""
 
 set_multithreaded = torch._C._set_multithreading_enabled
 """Decide that. If it goes: `torch.autograd.set_multithreading_enabled`, which does the same and more."""
 
 
 def is_compiled() -> bool:
-    """Whether Python runs for `torch.compile`: what is called now would be traced.
-
-    If it goes: `torch.compiler.is_compiling`, for what is traced itself.
-    """
+    """Whether Python runs for `torch.compile`: what is called now would be traced. If it goes:
+    `torch.compiler.is_compiling`, for what is traced itself."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def applying(function: type[Function]) -> Callable[..., Any]:
-    """What `function.apply` calls once it has seen that no transform of `torch.func` is running.
-
-    If it goes: `function.apply`, which takes longer.
-    """
+    """What `function.apply` calls once it has seen that no transform of `torch.func` is running. If it goes:
+    `function.apply`, which takes longer."""
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
     return apply
 
@@ -148,19 +136,15 @@ no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def stand_in(kind: type[Tensor], tensor: Tensor) -> Any:
-    """A tensor of a subclass that has no memory, and looks like another one.
-
-    If it goes: weight gradients are computed by autograd, also where they are known.
-    """
+    """A tensor of a subclass that has no memory, and looks like another one. If it goes: weight gradients are computed
+    by autograd, also where they are known."""
     like = tensor.shape, tensor.stride(), tensor.storage_offset()
     return Tensor._make_wrapper_subclass(kind, *like, dtype=tensor.dtype, device=tensor.device)
 
 
 def handles_inside(tensor: Tensor) -> tuple[int, int]:
-    """How many handles within torch refer to a tensor and to its storage.
-
-    If it goes: no memory is used again (`bpk/fields/spare_memory.py`).
-    """
+    """How many handles within torch refer to a tensor and to its storage. If it goes: no memory is used again
+    (`bpk/fields/spare_memory.py`)."""
     storage = tensor.untyped_storage()._cdata
     return tensor._use_count(), torch._C._storage_Use_Count(storage)  # type: ignore[attr-defined]
 
@@ -170,10 +154,8 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def checkpointing() -> SavedTensorHooks | None:
-    """How tensors are saved in a forward pass inside of `torch.utils.checkpoint`, also when it runs again.
-
-    If it goes: tensors of such calls are kept, and take memory.
-    """
+    """How tensors are saved in a forward pass inside of `torch.utils.checkpoint`, also when it runs again. If it goes:
+    tensors of such calls are kept, and take memory."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or torch.compiler.is_compiling():
         return None
@@ -226,7 +208,6 @@ node_class = attrgetter("_backward_cls")
 
 def users_function(node: Node) -> type[Function] | None:
     """The function that a user or a package wrote in Python, and that put a node into the graph (`None`: torch's own).
-
     If it goes: none, so that one whose backward pass adds to `.grad` is not refused."""
     function: type[Function] | None = getattr(type(node), "_forward_cls", None)
     package = "" if function is None else function.__module__.partition(".")[0]

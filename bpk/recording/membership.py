@@ -88,7 +88,7 @@ def parameters_in(model: nn.Module) -> dict[int, nn.Parameter]:
     return found
 
 
-class Held:
+class ExtendedParameters:
     """Which parameters extended modules hold, as of when it is asked first: these get fields, and no others."""
 
     @cached_property

@@ -16,7 +16,7 @@ from torch import Tensor
 from bpk.recording import engine
 
 
-class Link(torch.autograd.Function):
+class Placeholder(torch.autograd.Function):
     """Stands where a tensor is in autograd's graph, and takes no memory."""
 
     @staticmethod
@@ -32,7 +32,7 @@ class Attach(torch.autograd.Function):
     """The values of one tensor, at the place of another one in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, link: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, placeholder: Tensor, values: Tensor) -> Tensor:
         return values.detach()
 
     @staticmethod
@@ -46,10 +46,13 @@ class Recomputed:
     def __init__(self, hooks: engine.SavedTensorHooks, tensors: Sequence[Tensor]) -> None:
         pack, self.unpack = hooks
         self.handles = [pack(x) for x in tensors]
-        self.links = [Link.apply(x) if x.requires_grad else None for x in tensors]
+        self.placeholders = [Placeholder.apply(x) if x.requires_grad else None for x in tensors]
 
     def tensors(self) -> list[Tensor]:
         """The tensors, computed again; once in each backward pass."""
         found = [self.unpack(handle) for handle in self.handles]
         with torch.enable_grad():
-            return [x if link is None else Attach.apply(link, x) for x, link in zip(found, self.links, strict=True)]
+            return [
+                x if place is None else Attach.apply(place, x)
+                for x, place in zip(found, self.placeholders, strict=True)
+            ]

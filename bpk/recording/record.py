@@ -15,73 +15,25 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
-from bpk.recording.activations import forget, leave_on
-from bpk.recording.changed import Noted, as_seen, changed, note
+from bpk.recording.activations import forget, store_on
+from bpk.recording.changed import Stamp, as_seen, changed, stamp
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.connections import Connected
 from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ports import Rows
+from bpk.recording.graph.ports import MatrixLayout
+from bpk.recording.hyperparameters import Hyperparameters
 from bpk.recording.membership import path_of
-from bpk.recording.settings import Settings
+from bpk.recording.parameters import parameters_of
 
 LIVE: set[weakref.ref[Record]] = set()
 """The records that exist. They say themselves whether they still await a backward pass."""
 
 NOTHING = torch.empty(0)
 """Stands in for tensors that were let go."""
-
-
-def is_trained(param: Tensor) -> bool:
-    """Whether a parameter gets fields: a leaf that requires a gradient."""
-    return param.requires_grad and param.is_leaf
-
-
-def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
-    """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
-    own = module._parameters
-    if rule is None:
-        return {name: p for name, p in own.items() if p is not None}
-    found: dict[str, Tensor] = {}
-    for name in rule.params_of(module):
-        try:
-            p = own[name] if name in own else getattr(*holder_of(module, name))
-        except AttributeError as error:
-            raise RuleError(no_such_parameter(module, rule, name)) from error
-        if p is not None:
-            found[name] = p
-    return found
-
-
-def no_such_parameter(module: nn.Module, rule: Rule, name: str) -> str:
-    """What to say of a rule that names what the module does not have."""
-    return explain(
-        f"{rule.name} names the parameter '{name}', which {type(module).__name__} does not have.",
-        "a layer's parameters are found by name.",
-        f"correct the name in params=(...); the module has {[found for found, _ in module.named_parameters()]}.",
-    )
-
-
-def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a parameter, and under which name: itself, or a child (`"child.weight"`)."""
-    *path, last = name.split(".")
-    for child in path:
-        module = getattr(module, child)
-    return module, last
-
-
-def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
-    """Whether this is the module's parameter of that name, its own or one of a child (`"child.weight"`)."""
-    if module._parameters.get(name) is param:
-        return True
-    try:
-        holder, last = holder_of(module, name)
-        return holder._parameters.get(last) is param
-    except AttributeError:
-        return False
 
 
 class Record(Connected):
@@ -92,16 +44,16 @@ class Record(Connected):
     of its first input along which that of data runs which is in front there (`None`: not known, or shapes tell).
     `contexts` are those that the thread of the forward pass is in.
     `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
-    state of the generators before the call. `left` is what was left of the output on the module. `open`: a backward
+    state of the generators before the call. `stored` is the output as it was stored on the module. `open`: a backward
     pass is awaited. `released`: the tensors are gone.
     """
 
-    noted: Sequence[Noted] = ()
+    stamps: Sequence[Stamp] = ()
     frozen: Sequence[str] = ()
     handed: Sequence[weakref.ref[Tensor]] = ()
     drawn: RandomState | None = None
-    seen: tuple[tuple[object, ...], list[Tensor], Call] | None = None
-    left: Tensor | None = None
+    cached: tuple[tuple[object, ...], list[Tensor], Call] | None = None
+    stored: Tensor | None = None
     open = True
     released = False
 
@@ -116,17 +68,17 @@ class Record(Connected):
         places: dict[int, int],
         hooks: engine.SavedTensorHooks | None = None,
         params: dict[str, Tensor] | None = None,
-        rows: Rows | None = None,
+        layout: MatrixLayout | None = None,
     ) -> None:
-        super().__init__(binding, inputs, edges, results, places, hooks, rows)
+        super().__init__(binding, inputs, edges, results, places, hooks, layout)
         self.module = module
         self.rule = rule
         self.is_loss = rule is not None and rule.is_loss
         self.params = parameters_of(module, rule) if params is None else params
         if self.params:
-            self.noted = [note(p) for p in self.params.values()]
+            self.stamps = [stamp(p) for p in self.params.values()]
             self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
-        self.settings = Settings(module, binding.options)
+        self.hyperparameters = Hyperparameters(module, binding.options)
         self.reads_data, self.reads_piece, self.data_axis = False, False, None
         data = CTX.data
         if data is not None and inputs and edges[0][0] is None:
@@ -140,9 +92,9 @@ class Record(Connected):
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
 
-    def leave(self) -> None:
-        """Leave what user-written module extensions read on the layer."""
-        self.left = leave_on(self.module, self.inputs, self.output)
+    def store(self) -> None:
+        """Store what user-written module extensions read on the layer."""
+        self.stored = store_on(self.module, self.inputs, self.output)
 
     @property
     def output(self) -> Tensor:
@@ -159,6 +111,11 @@ class Record(Connected):
         return path_of(self.module)
 
     @property
+    def where(self) -> str:
+        """The layer by its path and its class, for messages."""
+        return f"'{path_of(self.module)}' ({type(self.module).__name__})"
+
+    @property
     def plain(self) -> bool:
         """Whether the rule sees all tensors as they are."""
         binding = self.binding
@@ -167,30 +124,32 @@ class Record(Connected):
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
-        gone, inputs = changed(self.params, self.noted) if self.params else [], list(self.inputs)
+        gone, inputs = changed(self.params, self.stamps) if self.params else [], list(self.inputs)
         form = (self.shifted, *self.used, *gone)
-        known = self.seen is not None and self.seen[0] == form
+        known = self.cached is not None and self.cached[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
             if x._version != version and self.rule is not None and self.rule.reads_values:
                 inputs[index] = self.unchanged(index, self.rule)
-            known = known and self.seen is not None and inputs[index] is self.seen[1][index]
-        if self.seen is None or not known:
+            known = known and self.cached is not None and inputs[index] is self.cached[1][index]
+        if self.cached is None or not known:
             call = self.call_on(inputs, gone)
             call.drawn = self.drawn
-            self.seen = form, inputs, call
-        return self.seen[2]
+            self.cached = form, inputs, call
+        return self.cached[2]
 
     def call_on(self, inputs: list[Tensor], gone: Sequence[str] = ()) -> Call:
         """The call with these tensors as inputs, as the rule sees them; the values of parameters may be `gone`."""
         params = as_seen(self.module, self.params, gone)
         if self.plain:
             out = self.results[self.used[0]]
-            return Call(self.settings.as_called(self.module), inputs, params, out, used={self.used[0]: out.shape[1:]})
+            return Call(
+                self.hyperparameters.as_called(self.module), inputs, params, out, used={self.used[0]: out.shape[1:]}
+            )
         assert self.rule is not None
         binding, axes = self.binding, (self.shifted,)
         if self.shifted:
             binding = Binding(self.module, (), axes * len(inputs), axes * (1 + max(self.results)))
-        options = self.settings.as_called(binding.options)
+        options = self.hyperparameters.as_called(binding.options)
         with torch.enable_grad():  # whoever asks first: what is moved has a graph
             output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])
             return Call(options, binding.seen(inputs), params, output, used=shapes)
@@ -203,8 +162,7 @@ class Record(Connected):
         if not rule.from_output or self.output._version > self.versions[len(self.inputs)]:
             raise RuntimeError(
                 explain(
-                    f"Input {index} of '{self.path}' ({type(self.module).__name__}) was changed in place after the "
-                    "layer had read it.",
+                    f"Input {index} of {self.where} was changed in place after the layer had read it.",
                     "its Jacobian would be computed from the wrong values.",
                     "replace the in-place operation that follows (for example 'x += y' by 'x = x + y').",
                 )
@@ -219,7 +177,7 @@ class Record(Connected):
         """The pass is over, and another one may come: what can be computed again is dropped."""
         self.reopen()
         if self.recomputed is not None:
-            self._inputs, self._results, self.seen = None, None, None
+            self._inputs, self._results, self.cached = None, None, None
 
     def close(self) -> None:
         """This use of the parameters is over."""
@@ -229,10 +187,10 @@ class Record(Connected):
         """Let go of the tensors of the forward pass, also of those left on the module unless it `keeps_fields`."""
         self.open, self.released = False, True
         LIVE.discard(weakref.ref(self))
-        if not keeps_fields and self.left is not None:
-            forget(self.module, self.left)
-        self.left = self.recomputed = None  # the graph owns the record until the loss is let go
-        self._inputs, self._results, self.seen, self.noted = (), {}, None, ()
+        if not keeps_fields and self.stored is not None:
+            forget(self.module, self.stored)
+        self.stored = self.recomputed = None  # the graph owns the record until the loss is let go
+        self._inputs, self._results, self.cached, self.stamps = (), {}, None, ()
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
 
@@ -245,9 +203,3 @@ def calls_by_parameter() -> dict[int, list[weakref.ref[Record]]]:
         for p in record.params.values() if record is not None else ():
             found.setdefault(id(p), []).append(ref)
     return found
-
-
-def is_awaited(param: Tensor) -> bool:
-    """Whether a recorded call that uses a parameter still awaits its backward pass."""
-    calls = (ref() for ref in LIVE.copy())
-    return any(c is not None and c.open and any(param is p for p in c.params.values()) for c in calls)

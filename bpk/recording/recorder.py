@@ -18,15 +18,15 @@ from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss, is_loss
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
-from bpk.recording.activations import leave_on
+from bpk.recording.activations import store_on
 from bpk.recording.before import BEFORE, Before, keep
-from bpk.recording.computed import read_parameters
 from bpk.recording.context.state import CTX
-from bpk.recording.graph.bystanders import passes_on
 from bpk.recording.graph.identity import alias, together
 from bpk.recording.graph.nodes import Edge, parameter_edges
 from bpk.recording.graph.ownership import OWNER, give
+from bpk.recording.graph.side_effects import passes_on
 from bpk.recording.membership import parameters_in
+from bpk.recording.parameters import read_parameters
 from bpk.recording.record import Record
 from bpk.recording.treatment import Treatment, treatment_of
 from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_reason, leave_unrecorded, note_transform
@@ -128,7 +128,7 @@ def write_down(
         require_names(written, node)
     give(node, written)
     if again is None:
-        written.left = leave_on(module, inputs, next(iter(detached.values())))
+        written.stored = store_on(module, inputs, next(iter(detached.values())))
     return changed
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
-from bpk.recording.activations import leave_on
+from bpk.recording.activations import store_on
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.ownership import take_away
 from bpk.recording.hooks_for_all import all_hooks
@@ -81,7 +81,7 @@ def leave_unrecorded(
 
     If the output has a graph, a backward pass through it takes them away.
     """
-    stored = leave_on(module, inputs if overwritten is None else (overwritten, *inputs[1:]), results[0])
+    stored = store_on(module, inputs if overwritten is None else (overwritten, *inputs[1:]), results[0])
     for result in results:
         whole = result._base if result._is_view() else result  # what was changed in place lives on in the viewed tensor
         node = result.grad_fn if whole is None or whole.grad_fn is None else whole.grad_fn

@@ -56,14 +56,14 @@ class Forward:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
 
-            def by_hand(record: Record) -> bool:
+            def has_module_extension(record: Record) -> bool:
                 return any(e.module_extension(record.module) is not None for e in extensions)
 
             try:
-                placement = place(self.root, self.sources, True, by_hand)
+                placement = place(self.root, self.sources, True, has_module_extension)
             except UnsupportedLayer as error:
                 self.refusal = " ".join(str(error).split())
-                placement = place(self.root, self.sources, False, by_hand)
+                placement = place(self.root, self.sources, False, has_module_extension)
         self.above = placement.above
         self.left = {id(m): m for m in placement.left if REGISTRY.find(m) is None}
 

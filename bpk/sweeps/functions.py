@@ -11,16 +11,16 @@ from torch.autograd.graph import Node
 
 from bpk.fields.arrived import Columns
 from bpk.fields.awaited import expect_use
+from bpk.fields.kept_uses import without_graph
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.broadcast import SpreadColumns, at_parameter, summed
-from bpk.plan.broadcast_places import Spread, side_by_side
+from bpk.plan.broadcast import BroadcastRows, at_parameter, summed
+from bpk.plan.broadcast_places import Broadcast, broadcast_along_rows
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
-from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
@@ -29,8 +29,8 @@ from bpk.recording.record import Record
 from bpk.sweeps.sweep import Gradient
 
 
-class SideBySide:
-    """Parameters that all functions behind the losses only spread, where rows stay side by side (`side_by_side`).
+class BroadcastParameters:
+    """Parameters that all functions behind the losses only broadcast, with rows along axis 0 (`broadcast_along_rows`).
 
     Autograd itself comes to these functions with the gradients of all rows, once for all calls behind them.
     """
@@ -40,7 +40,7 @@ class SideBySide:
         self.parameters = parameters
         self.known = 0
         self.expected: set[int] = set()
-        self.spreads: dict[int, dict[Node, Spread]] = {}
+        self.broadcasts: dict[int, dict[Node, Broadcast]] = {}
 
     def find(self) -> None:
         """Look at all stretches that were found until now."""
@@ -50,26 +50,26 @@ class SideBySide:
         self.known, refused = len(sources), set[int]()
         for record, source in [(reader, source) for reader in sources for source in sources[reader].values()]:
             rows, n = attribution.of(record)
-            usual = rows is None and not (attribution.mixed or self.inspection.hands)
-            found = side_by_side(source, n) if usual and source.trained else {}
+            usual = rows is None and not (attribution.mixed or self.inspection.with_module_extensions)
+            found = broadcast_along_rows(source, n) if usual and source.trained else {}
             for k, p in enumerate(source.trained):
                 if k not in found or not all(engine.will_run(use.node) for use in found[k]):
                     refused.add(id(p))
                 for use in found.get(k, ()):
-                    self.spreads.setdefault(id(p), {})[use.node] = use
+                    self.broadcasts.setdefault(id(p), {})[use.node] = use
         if refused & self.expected:
             what = "A parameter that functions spread over samples is used otherwise behind another loss."
             reason = "autograd adds up both, and was already expected to bring individual gradients."
             raise UnsupportedLayer(explain(what, reason, "extend all losses (bpk.extend(loss_fn))."))
-        self.spreads = {key: nodes for key, nodes in self.spreads.items() if key not in refused}
+        self.broadcasts = {key: nodes for key, nodes in self.broadcasts.items() if key not in refused}
 
     def expect(self, source: Source, sweeps: Mapping[Hashable, Gradient], n: int) -> bool:
         """Wait for autograd at the functions of a stretch; whether that does for all of its parameters."""
         self.find()
-        if torch.is_grad_enabled() or any(id(p) not in self.spreads for p in source.trained):
+        if torch.is_grad_enabled() or any(id(p) not in self.broadcasts for p in source.trained):
             return False
         for p in source.trained:
-            uses = {} if id(p) in self.expected else self.spreads[id(p)]
+            uses = {} if id(p) in self.expected else self.broadcasts[id(p)]
             self.expected.add(id(p))
             for node, use in uses.items():
                 state = self.parameters.state_of(p)
@@ -83,7 +83,7 @@ class SideBySide:
         source: Source,
         sweeps: Mapping[Hashable, Gradient],
         n: int,
-        use: Spread,
+        use: Broadcast,
         grad: Tensor,
     ) -> None:
         """Autograd is at a function that spreads a parameter."""
@@ -96,15 +96,17 @@ class SideBySide:
             self.parameters.collect(state, key, Use(StretchCall(source, rows, (), None, n), STRETCH, "0", columns), n)
 
 
-def reach_functions(record: Record, grad: Tensor, sweeps: Mapping[Hashable, Gradient], spread: SideBySide) -> None:
+def reach_functions(
+    record: Record, grad: Tensor, sweeps: Mapping[Hashable, Gradient], broadcast: BroadcastParameters
+) -> None:
     """Show first-order sweeps what reaches parameters of the stretches in front of a call.
 
     What autograd does not bring itself is computed now: it frees the stretch when it has passed.
     """
-    inspection, parameters = spread.inspection, spread.parameters
+    inspection, parameters = broadcast.inspection, broadcast.parameters
     rows, n = inspection.attribution.of(record)
     trained = {k: source for k, source in inspection.sources[record].items() if source.trained}
-    sources = {k: source for k, source in trained.items() if not spread.expect(source, sweeps, n)}
+    sources = {k: source for k, source in trained.items() if not broadcast.expect(source, sweeps, n)}
     if not sources:
         return
     several = sum(edge[0] is not None for edge in record.edges) > 1
@@ -112,19 +114,13 @@ def reach_functions(record: Record, grad: Tensor, sweeps: Mapping[Hashable, Grad
     found = at_inputs_by_rule(record, grad, sources) if by_rule else at_inputs(record, grad, sources)
     for source, at_end in found:
         whole = StretchCall(source, at_end, (), rows, n)
-        whole.spread = None if whole.merged else SpreadColumns(source, at_end)
+        whole.broadcast = None if whole.merged else BroadcastRows(source, at_end)
         for key, sweep in sweeps.items():
             call = whole if sweep.samples is None else whole.subset(sweep.samples)
-            column, columns = sweep.rows(at_end)[None], Columns()
-            for name in call.params:
-                if whole.merged:
-                    found_rows = STRETCH.jac_t_mat_prod(call, column, name)[:, None]
-                else:
-                    found_rows = STRETCH.jac_t_mat_prod(call, column, name, sum_batch=False)
-                    found_rows = found_rows if rows is None else to_samples(found_rows, rows, n)
-                columns.add_to_parameter(name, "gradient", found_rows)
+            column = Columns({"gradient": sweep.rows(at_end)[None]}, signs={"gradient": None})
             for name, param in call.params.items():
-                parameters.collect(parameters.state_of(param), key, Use(call, STRETCH, name, columns), n)
+                use = without_graph(Use(call, STRETCH, name, column, rows), n)
+                parameters.collect(parameters.state_of(param), key, use, n)
 
 
 def at_inputs(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> list[tuple[Source, Tensor]]:

@@ -8,14 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
-from bpk.sweeps.module_extensions import Hand
-from bpk.sweeps.sweep import Player, Settle, not_by_hand
+from bpk.sweeps.sweep import Player, module_extension_refused
 
 
-class ByHand(Player):
+class ModuleExtensionSweep(Player):
     """A quantity that module extensions hand from layer to layer; nothing but its shares of branches is known.
 
     What is one tensor `[V, N, *x]` also passes plain autograd between two layers.
@@ -23,20 +21,19 @@ class ByHand(Player):
 
     @property
     def key(self) -> Hashable:
-        return ("by hand", self.samples)
+        return ("module extensions", self.samples)
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
         self.waiting: dict[Step, Any] = {}
 
     def visit(self, step: Step) -> None:
         if step.rule is STRETCH:
             self.pass_stretch(step, self.waiting.pop(step, None))
             return
-        if self.hand is None or not self.hand.serves(step):
-            raise not_by_hand(step.where)
+        if self.module_extensions is None or not self.module_extensions.serves(step):
+            raise module_extension_refused(step.where)
         step.reached = True
-        sent = self.hand.apply(step, None if step.is_loss else self.waiting.pop(step, None))
+        sent = self.module_extensions.apply(step, None if step.is_loss else self.waiting.pop(step, None))
         for index, link in step.links.items():
             self.send(link, sent[index] if isinstance(sent, (list, tuple)) else sent)
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.families.passage import PASSAGE
+from bpk.fields.parameters import Parameters
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import Quantity
 from bpk.plan.step import Step
 from bpk.recording.context.state import CTX
-from bpk.recording.record import Record, is_trained
+from bpk.recording.parameters import is_trained
+from bpk.recording.record import Record
 
 Gradients = tuple[Tensor | None, ...]
 
 
-class Handwritten(Protocol):
+class ModuleExtension(Protocol):
     """What a user wrote for one class of layers and one extension (`bpk.extensions.module_extension`)."""
 
     params: list[str]
@@ -31,22 +31,16 @@ class Handwritten(Protocol):
         """What the layer's input receives."""
 
 
-class Hand:
-    """What a user wrote for one extension; `save` puts a value on a parameter, which `claim` has found without one."""
+class ModuleExtensions:
+    """Those of one extension; what they return for parameters is saved there."""
 
-    def __init__(
-        self,
-        extension: Quantity,
-        claim: Callable[[Tensor, str, str], None],
-        save: Callable[[Tensor, str, Any], None],
-    ) -> None:
+    def __init__(self, extension: Quantity, parameters: Parameters) -> None:
         self.extension = extension
-        self.claim, self.save = claim, save
+        self.parameters = parameters
 
     def serves(self, step: Step) -> bool:
         """Whether something was written for a layer."""
-        by_rule = step.consumer is not None or step.rule is PASSAGE
-        return not by_rule and self.extension.module_extension(step.record.module) is not None
+        return step.is_layer and self.extension.module_extension(step.record.module) is not None
 
     def apply(self, step: Step, quantity: Any) -> Any:
         """Save the fields of a layer; returns what its input receives."""
@@ -56,15 +50,15 @@ class Hand:
         """The same for a recorded call, whose output is at `node` and has this gradient."""
         module, written = record.module, self.extension.module_extension(record.module)
         assert written is not None and node is not None
-        if record.recomputed is not None or vars(module).get("output") is not record.left:  # those of another call
-            record.leave()
+        if record.recomputed is not None or vars(module).get("output") is not record.stored:  # those of another call
+            record.store()
         g_inp, g_out = gradients_at_inputs(record, node, grad), (grad,)
         for name in written.params:
             param = getattr(module, name)
             if param is not None and is_trained(param):
-                self.claim(param, self.extension.savefield, record.path)
+                self.parameters.claim(param, self.extension.savefield, record.path)
                 value = written.extract(name, self.extension, module, g_inp, g_out, quantity)
-                self.save(param, self.extension.savefield, value)
+                self.parameters.save(param, self.extension.savefield, value)
         return written.backpropagate(self.extension, module, g_inp, g_out, quantity)
 
 

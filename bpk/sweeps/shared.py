@@ -14,13 +14,13 @@ class SharedSweeps:
 
     `listens` has for each extension the key of its sweep (`None`: it works through module extensions only). `players`
     start at losses, `observers` follow autograd. Values of `combining` sweeps may be taken from some columns after the
-    others. `by_hand` are the extensions for which users wrote something by hand, with these keys.
+    others. `with_module_extensions` are the extensions for which users wrote module extensions, with these keys.
     """
 
     def __init__(self, extensions: Sequence[Quantity]) -> None:
         self.extensions = extensions
         self.listens: list[Hashable] = []
-        self.by_hand: list[tuple[Hashable, Quantity]] = []
+        self.with_module_extensions: list[tuple[Hashable, Quantity]] = []
         self.combining: set[Hashable] = set()
         self.players: dict[Hashable, Player] = {}
         self.observers: dict[Hashable, Observer] = {}
@@ -31,7 +31,7 @@ class SharedSweeps:
             key: Hashable = None if sweep is None else sweep.key
             if extension.has_module_extensions:
                 key = None if sweep is None else (key, id(extension))
-                self.by_hand.append((key, extension))
+                self.with_module_extensions.append((key, extension))
             self.listens.append(key)
             self.second_order |= extension.second_order
             if sweep is not None:
@@ -46,9 +46,9 @@ class SharedSweeps:
         """A sweep that is played at the loss, and knows what those who listen make of it."""
         takes, combine, sum_rows, are_rows = set[Takes](), True, True, False
         for e in listeners:
-            by_hand = e.has_module_extensions
-            takes.add("columns" if by_hand else e.takes)
-            combine = combine and e.combines and not by_hand
+            written = e.has_module_extensions
+            takes.add("columns" if written else e.takes)
+            combine = combine and e.combines and not written
             sum_rows = sum_rows and e.sums_rows
             are_rows = are_rows or e.needs_rows or e.needs_samples
         if combine:

@@ -20,7 +20,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.plan import Plan
 from bpk.plan.quantity import Takes
 from bpk.plan.step import Step
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.module_extensions import ModuleExtensions
 from bpk.sweeps.products.linearised import times_named
 
 
@@ -86,8 +86,8 @@ class Settle(Protocol):
 class Player(Sweep):
     """A sweep that is played at the loss.
 
-    `begin` is told what it may use: the plan, who takes what it brings to parameters (`settle`), how many columns may
-    exist at a time (`None`: all of them), and what a user wrote by hand for some layers.
+    Before it is played, `begin` says what it may use: the plan, who takes what it brings to parameters (`settle`), how
+    many columns may exist at a time (`at_most`; `None`: all of them), and the module extensions of users.
     """
 
     fields_are_rows = False
@@ -95,12 +95,19 @@ class Player(Sweep):
     takes: frozenset[Takes] = frozenset(["columns"])
     """Of what those who listen make their values."""
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        """Get ready."""
+    def begin(
+        self, plan: Plan, settle: Settle, at_most: int | None, module_extensions: ModuleExtensions | None
+    ) -> None:
+        """Get ready to be played on a plan."""
         self.plan = plan
         self.settle = settle
         self.at_most = at_most
-        self.hand = hand
+        self.module_extensions = module_extensions
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Begin with nothing under way; called once the plan is known."""
 
     def end(self) -> None:
         """Let go of everything that refers to this sweep."""
@@ -112,8 +119,8 @@ class Player(Sweep):
     def uses(self, step: Step, arrived: Any) -> dict[str, Use]:
         """By name: a parameter of the call, with what has arrived."""
         view, rule = step.view(self.samples), step.rule_at(self.samples)
-        rows, of = step.samples_of_rows, (step.record, step.consumer and step.index)
-        return {name: Use(view, rule, name, arrived, rows, of) for name in step.params}
+        rows, origin = step.samples_of_rows, (step.record, step.consumer and step.index)
+        return {name: Use(view, rule, name, arrived, rows, origin) for name in step.params}
 
 
 def positive_factor(step: Step) -> float:
@@ -135,7 +142,7 @@ def times_root_of_factor(root: Tensor, step: Step) -> Tensor:
     return root if positive_factor(step) == 1 and not step.grad.requires_grad else root * step.grad.sqrt()
 
 
-def not_by_hand(where: str) -> UnsupportedLayer:
+def module_extension_refused(where: str) -> UnsupportedLayer:
     """Only columns and averaged matrices can be handed to user-written module extensions."""
     return UnsupportedLayer(
         explain(
@@ -146,8 +153,8 @@ def not_by_hand(where: str) -> UnsupportedLayer:
     )
 
 
-def only_by_hand(where: str) -> UnsupportedLayer:
-    """A layer without a rule, of which one extension in the context knows by hand, and another one does not."""
+def module_extension_missing(where: str) -> UnsupportedLayer:
+    """A layer without a rule, for which one active extension has a module extension, and another one has none."""
     return UnsupportedLayer(
         explain(
             f"An extension has no module extension for {where}, and there is no rule for this layer.",
@@ -170,7 +177,8 @@ def play(plan: Plan, players: Iterable[Player], when_passed: Callable[[Step], No
         if not step.runs:
             continue
         for player in players:
-            if step.rule is None and not (player.hand is not None and player.hand.serves(step)):
-                raise only_by_hand(step.where)
+            written = player.module_extensions
+            if step.rule is None and not (written is not None and written.serves(step)):
+                raise module_extension_missing(step.where)
             player.visit(step)
         when_passed(step)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
-from bpk.sweeps.starts.outputs import random_signs
+from bpk.sweeps.starts.square_root import random_signs
 from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
 from bpk.verification.problem import Problem
 from bpk.verification.split import Split

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.core.arrangement import AXES, Arrangement
 from bpk.jacobians.families.rearranged import PartsOfBias
 from bpk.plan.samples import attribution
 from bpk.recording.graph import parameter_products
@@ -190,7 +191,7 @@ class Wide(nn.Module):
 
 def test_forward_of_the_rule() -> None:
     torch.manual_seed(3)
-    arrangement = parameter_products.Arrangement((6, WIDTH), ((parameter_products.AXES, (1, 0)),))
+    arrangement = Arrangement((6, WIDTH), ((AXES, (1, 0)),))
     rule = PartsOfBias(arrangement, {"a": torch.tensor([0, 1]), "b": torch.tensor([[2, 3], [4, 5]])})
     x, weight, a, b = torch.randn(3, WIDTH), torch.randn(6, WIDTH), torch.randn(2), torch.randn(2, 2)
     expected = F.linear(x, weight, torch.cat([a, b.flatten()]))

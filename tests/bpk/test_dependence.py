@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bpk.plan.dependence import TABLE, spread
+from bpk.plan.dependence import TABLE, reached_entries
 from bpk.plan.graph import Source
 from bpk.recording.graph.identity import Keep, function_name, words
 
@@ -142,7 +142,7 @@ def test_no_dependence_is_missing(function: Function) -> None:
     for number in torch.randperm(out.numel())[:12]:
         unit = torch.zeros(out.numel(), dtype=h.dtype).index_fill(0, number, 1.0).reshape(out.shape)
         (row,) = torch.autograd.grad(out, h, unit, retain_graph=True)
-        found = spread(source, unit[None])
+        found = reached_entries(source, unit[None])
         assert found is not None, "the table does not know it"
         assert bool(((found[0][0] > 0) | (row == 0)).all())
         assert bool((found[0] >= 0).all())
@@ -171,7 +171,7 @@ def test_samples_stay_apart(name: str) -> None:
     _, out, source = stretch_of(SAME[name])
     unit = torch.zeros_like(out)
     unit[1] = 1.0
-    found = spread(source, unit[None])
+    found = reached_entries(source, unit[None])
     assert found is not None
     assert bool((found[0][0, [0, 2, 3]] == 0).all()) and bool((found[0][0, 1] > 0).any())
 
@@ -189,18 +189,18 @@ def test_samples_stay_apart(name: str) -> None:
 )
 def test_what_is_not_known_is_said(function: Function) -> None:
     _, out, source = stretch_of(function)
-    assert spread(source, torch.ones_like(out, dtype=torch.float64)[None]) is None
+    assert reached_entries(source, torch.ones_like(out, dtype=torch.float64)[None]) is None
 
 
 def test_ways_to_parameters_do_not_matter() -> None:
     """What computes a weight may be anything."""
     weight = torch.rand(6, 2).double().requires_grad_()
     _, out, source = stretch_of(lambda h: h @ torch.linalg.pinv(weight).t())
-    assert spread(source, torch.ones_like(out)[None]) is not None
+    assert reached_entries(source, torch.ones_like(out)[None]) is not None
 
 
 def test_modules_with_backward_hooks_are_identities() -> None:
     layer = nn.Identity()
     layer.register_full_backward_hook(lambda *args: None)
     _, out, source = stretch_of(lambda h: layer(h.sin()).cos())
-    assert spread(source, torch.ones_like(out)[None]) is not None
+    assert reached_entries(source, torch.ones_like(out)[None]) is not None

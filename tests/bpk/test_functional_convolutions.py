@@ -65,13 +65,13 @@ GENERIC = ("depthwise", "axes exchanged", "scaled")
 def served(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """What stood for the convolutions that were found."""
     found: list[nn.Module] = []
-    make = convolutions.layer_of
+    make = convolutions.convolution_layer
 
     def spy(*options: Any) -> nn.Module:
         found.append(make(*options))
         return found[-1]
 
-    monkeypatch.setattr(convolutions, "layer_of", spy)
+    monkeypatch.setattr(convolutions, "convolution_layer", spy)
     return found
 
 

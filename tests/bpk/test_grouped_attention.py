@@ -17,7 +17,7 @@ import bpk.operators
 from bpk import extensions as E
 from bpk.recording import engine
 from bpk.recording.graph import attention_kernels as recovery
-from bpk.recording.graph.attention_kernels import names_of
+from bpk.recording.graph.attention_kernels import names_of_call
 
 N, T, D = 3, 4, 2
 FLASH = "ScaledDotProductFlashAttentionForCpuBackward0"
@@ -196,12 +196,12 @@ NAMES = ("query", "key", "value", "output", "dropout_p", "is_causal", "scale", "
 
 
 def test_a_node_that_keeps_something_else_is_not_read() -> None:
-    assert names_of(node_with(*NAMES, "logsumexp")) == NAMES
+    assert names_of_call(node_with(*NAMES, "logsumexp")) == NAMES
     for name in NAMES:
-        assert not names_of(node_with(*(set(NAMES) - {name}), "renamed"))
-        assert not names_of(node_with(*(set(NAMES) - {name})))
-    assert not names_of(node_with(*NAMES, "window_size"))
-    assert not names_of(type("Node", (Faked,), {})("ScaledDotProductNewAttentionBackward0"))
+        assert not names_of_call(node_with(*(set(NAMES) - {name}), "renamed"))
+        assert not names_of_call(node_with(*(set(NAMES) - {name})))
+    assert not names_of_call(node_with(*NAMES, "window_size"))
+    assert not names_of_call(type("Node", (Faked,), {})("ScaledDotProductNewAttentionBackward0"))
 
 
 def test_present_but_none_is_not_missing() -> None:

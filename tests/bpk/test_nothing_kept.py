@@ -21,12 +21,18 @@ from torch.utils.checkpoint import checkpoint
 import bpk
 from bpk import extensions as E
 from bpk.recording.graph import attention_kernels as recovery
-from bpk.recording.record import LIVE, calls_by_parameter, is_awaited
+from bpk.recording.record import LIVE, calls_by_parameter
 from bpk.rules import REGISTRY
 from tests.helpers import FIELDS, backward, data, extended, values
 
 
 # ---- uses of parameters ------------------------------------------------------------------------------
+def is_awaited(param: Tensor) -> bool:
+    """Whether a recorded call that uses a parameter still awaits its backward pass."""
+    calls = (ref() for ref in LIVE.copy())
+    return any(c is not None and c.open and any(param is p for p in c.params.values()) for c in calls)
+
+
 class Interrupt(BaseException):
     """Stands for a user who presses Ctrl-C."""
 

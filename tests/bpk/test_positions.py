@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.plan.step import Step
-from bpk.sweeps.columns.lazy import Starting
+from bpk.sweeps.columns.lazy import StartingColumns
 from bpk.sweeps.starts.positions import ByPosition
 from tests.helpers import backward
 
@@ -50,7 +50,7 @@ def trail(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     found: list[tuple[str, bool]] = []
     original = ByPosition.send_positions
 
-    def spy(self: ByPosition, step: Step, *details: Any) -> list[Starting]:
+    def spy(self: ByPosition, step: Step, *details: Any) -> list[StartingColumns]:
         written_out = original(self, step, *details)
         found.append((step.record.path, not written_out))
         return written_out

@@ -87,7 +87,7 @@ ROW_BY_ROW = {
 }
 
 
-EXPECT = functions.SideBySide.expect
+EXPECT = functions.BroadcastParameters.expect
 
 
 def rows(model: nn.Module, x: Tensor) -> Tensor:
@@ -104,9 +104,9 @@ def test_rows_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch
     model = Spreads(*(SIDE_BY_SIDE | ROW_BY_ROW)[name]).double()  # type: ignore[arg-type]
     x = torch.randn(N, T, D, dtype=torch.float64)
     taken: list[int] = []
-    columns = spread.SpreadColumns.rows
+    columns = spread.BroadcastRows.rows
 
-    def spy(self: spread.SpreadColumns, mat: Tensor) -> dict[int, Tensor]:
+    def spy(self: spread.BroadcastRows, mat: Tensor) -> dict[int, Tensor]:
         taken.append(len(found := columns(self, mat)))
         return found
 
@@ -116,13 +116,13 @@ def test_rows_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch
         brought.append(EXPECT(*given))
         return brought[-1]
 
-    monkeypatch.setattr(spread.SpreadColumns, "rows", spy)
-    monkeypatch.setattr(functions.SideBySide, "expect", expect)
+    monkeypatch.setattr(spread.BroadcastRows, "rows", spy)
+    monkeypatch.setattr(functions.BroadcastParameters, "expect", expect)
     found = rows(model, x)
     assert brought == [name in BY_AUTOGRAD]
     assert taken == ([] if name in BY_AUTOGRAD else [int(name in SIDE_BY_SIDE)])
-    monkeypatch.setattr(functions, "side_by_side", lambda *given: {})
-    monkeypatch.setattr(spread.SpreadColumns, "rows", lambda *given: {})
+    monkeypatch.setattr(functions, "broadcast_along_rows", lambda *given: {})
+    monkeypatch.setattr(spread.BroadcastRows, "rows", lambda *given: {})
     torch.testing.assert_close(found, rows(model, x))
     if name in SIDE_BY_SIDE:
         for n in range(N):
@@ -177,7 +177,7 @@ def test_columns_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPa
         with bpk.backpack(BatchDiagGGNExact(), SqrtGGNExact()):
             loss_fn(model(x), y).backward()
         found.append((model.spread.diag_ggn_exact_batch, model.spread.sqrt_ggn_exact))
-        monkeypatch.setattr(spread.SpreadColumns, "rows", lambda *given: {})
+        monkeypatch.setattr(spread.BroadcastRows, "rows", lambda *given: {})
     torch.testing.assert_close(*found)
 
 

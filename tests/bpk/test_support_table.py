@@ -64,7 +64,7 @@ def test_table_and_backward_pass_agree(make: Callable[[], nn.Module], extension:
     table = bpk.support(make(), extension, inputs=x)
     model, loss_fn = bpk.extend(make()), bpk.extend(nn.MSELoss())
     out = model(x)
-    follows_the_chain_rule = make is training_norm and not (extension.second_order or extension.needs_apart)
+    follows_the_chain_rule = make is training_norm and not (extension.second_order or extension.needs_independence)
     with pytest.warns(UserWarning) if follows_the_chain_rule else nullcontext():
         try:
             with bpk.backpack(extension):

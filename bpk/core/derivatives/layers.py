@@ -14,7 +14,7 @@ from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import INPUT_NAMES
 from bpk.recording.graph.ports import Port
-from bpk.recording.record import parameters_of
+from bpk.recording.parameters import parameters_of
 
 Grads = Sequence[Tensor | None] | None
 """Gradients as hooks of modules get them. Only the second derivative needs them (`g_out`)."""

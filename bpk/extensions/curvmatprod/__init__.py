@@ -13,7 +13,6 @@ from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.statistics import Uses
 from bpk.sweeps.products.block import BlockProduct
-from bpk.sweeps.products.linearised import Modify
 from bpk.sweeps.products.tape import Tape
 from bpk.sweeps.sweep import Sweep
 
@@ -130,14 +129,11 @@ class PCHMP(MatrixProduct):
         if modify not in ("clip", "abs"):
             raise ValueError(f"modify must be 'clip' or 'abs', got {modify!r}.")
         super().__init__(savefield, subsampling=subsampling)
-        self.modify: Modify = "clip" if modify == "clip" else "abs"
+        self.modify = modify
         self.curvature = Curvature.PCH_CLIP if modify == "clip" else Curvature.PCH_ABS
 
     def sweep(self) -> Sweep:
         return Tape(self.subsampling, factored=True)
-
-    def value(self, uses: Uses) -> Callable[[Tensor], Tensor]:
-        return BlockProduct(uses, self.curvature, self.modify)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         """It is not below the GGN, which has no residuals, nor below the Hessian, which has negative ones, too."""

@@ -92,7 +92,7 @@ class WeightedGrad(GradientExtension):
     field = "weighted_grad"
     form = Form.BATCH
     power = 1
-    needs_apart = True
+    needs_independence = True
     norms: Tensor | None = None
 
     def __init__(

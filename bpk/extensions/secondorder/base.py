@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpk.extensions.backprop_extension import BackpropExtension, positive
-from bpk.sweeps.module_extension_sweep import ByHand
+from bpk.sweeps.module_extension_sweep import ModuleExtensionSweep
 from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
 
@@ -17,7 +17,7 @@ class SecondOrderBackpropExtension(BackpropExtension):
 
     def sweep(self) -> Sweep:
         """Default: whatever module extensions return."""
-        return ByHand(self.subsampling)
+        return ModuleExtensionSweep(self.subsampling)
 
     @property
     def works_by_rules(self) -> bool:

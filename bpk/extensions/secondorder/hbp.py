@@ -141,21 +141,22 @@ class HBP(SecondOrderBackpropExtension):
         return Averaged(drawn, self.subsampling)
 
     def value(self, uses: Uses) -> list[Tensor]:
-        if self.backprop_strategy is BackpropStrategy.SQRT:
-            self.note(uses)
-            return uses.factors(self.approximation)
-        return uses.averaged_factors()
+        self.note(uses)
+        return uses.factors(self.approximation_of_inputs)
 
     def statistic(self, uses: Uses) -> Parts:
-        if self.backprop_strategy is not BackpropStrategy.SQRT:
-            return named(uses.averaged_terms(), uses.input_first)
         self.note(uses)
-        return named(uses.terms(self.approximation), uses.input_first)
+        return named(uses.terms(self.approximation_of_inputs), uses.input_first)
+
+    @property
+    def approximation_of_inputs(self) -> str:
+        """The approximation by columns; matrices that travel in their place have the default one."""
+        return self.approximation if self.backprop_strategy is BackpropStrategy.SQRT else "default"
 
     def note(self, uses: Uses) -> None:
         """Note the order of a parameter's entries, where somebody wants it."""
         if self.orders is not None:
-            note_order(self.orders, uses, uses.factors(self.approximation))
+            note_order(self.orders, uses, uses.factors(self.approximation_of_inputs))
 
 
 class KFAC(HBP):

@@ -9,7 +9,7 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Sums
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
-from bpk.sweeps.starts.outputs import Outputs
+from bpk.sweeps.starts.square_root import Outputs
 from bpk.sweeps.sweep import Sweep
 
 

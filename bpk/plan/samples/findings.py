@@ -1,15 +1,29 @@
-"""What is found at calls while a hypothesis about samples is tested, if it is not simply a sample for each row."""
+"""What is found at one call while a hypothesis is tested: the sample of each of its rows, or why there is none."""
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from bpk.plan.samples.decoding import batch_axis, decode
+from bpk.plan.samples.given import (
+    is_as_large_as_given,
+    is_given_data,
+)
+from bpk.plan.samples.hypotheses import (
+    behind_first_axis,
+    has_no_axis,
+    mixed,
+    reads_tables,
+)
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
-class Shared(Exception):
+class FeedsSeveral(Exception):
     """A call whose rows feed several samples: it may have no batch axis."""
 
 
-class Inside(Exception):
+class SamplesInside(Exception):
     """A function whose rows feed several samples, and each entry of a row one of them: they are along a later axis."""
 
 
@@ -30,8 +44,53 @@ class LastResort(NotInFront):
     """Rows of layers without parameters feed several samples, but entries of these rows may feed one each."""
 
 
-class AllInside(NotInFront):
+class AllSamplesInside(NotInFront):
     """Functions have the samples inside of their rows, and everything else agrees with the hypothesis."""
+
+
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources) -> Tensor:
+    """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
+
+    Raises:
+        FeedsSeveral: If rows feed several samples, and the call may have no batch axis.
+        SamplesInside: If rows feed several samples, and entries one each: they are along an axis of the layer.
+        NotInFront: If the call has no batch axis, or has it where its rule cannot work with it.
+    """
+    if has_no_axis(record):
+        raise NotInFront([record])
+    rows = decode(mat, n, tolerance)
+    if rows is not None:
+        return rows
+    axis, rows = batch_axis(mat, n, tolerance)
+    if record.params and not may_be_in(record, axis):
+        axis = 0
+    what = f"row of {record.where} feeds several of the {n} samples"
+    if (
+        record.binding.axes
+        and not (record.knows_batch and record.batch_size > 1)
+        and decode(mat.flatten(1)[..., None], n, tolerance) is not None
+    ):
+        raise SamplesInside
+    if movable and axis and len(record.used) > 1 and not record.params:
+        raise NotInFront([record])  # its results come side by side, without axes of their own
+    if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
+        passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `check_hypothesis`)
+        shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
+        elsewhere = record.knows_batch or n in behind_first_axis(record)
+        elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
+        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
+            raise FeedsSeveral(what)
+        raise mixed(f"one {what}")
+    if not may_be_in(record, axis):
+        raise NotInFront([record])
+    record.shift(axis)
+    return rows
+
+
+def may_be_in(record: Record, axis: int) -> bool:
+    """Whether samples can be along an axis of a layer's input: none that the layer looks at."""
+    looks_at = None if record.rule is None else record.rule.acts_on(record.call())
+    return looks_at is not None and axis < record.inputs[0].dim() - looks_at
 
 
 def put_back(axes: list[tuple[Record, int]]) -> None:

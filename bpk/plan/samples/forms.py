@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.plan.dependence import matters, spread
+from bpk.plan.dependence import reached_entries, relevant_attributes
 from bpk.plan.graph import Source
 from bpk.plan.samples.decoding import all_different
-from bpk.plan.samples.probing import SourcesOf, sweep, tolerance_of
-from bpk.plan.sources import Sources, consumers_first
+from bpk.plan.samples.probing import send_back, tolerance_of
+from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
 from bpk.recording import engine
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 MOST = 16
@@ -100,7 +100,7 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
     return (
         weakref.ref(record.module),
         record.rule,
-        record.settings.plain.get("training"),
+        record.hyperparameters.plain.get("training"),
         record.given,
         record.data_axis,
         record.reads_data,
@@ -118,7 +118,7 @@ def form_of_stretch(end: Edge, source: Source) -> Hashable:
     form = []
     for node in source.nodes:
         kind = type(node)
-        read = matters(kind)
+        read = relevant_attributes(kind)
         connected = list[Hashable]()
         for edge in node.next_functions:
             above, nr = beyond(edge) if type(edge[0]) in engine.PASSING_ON else edge
@@ -129,18 +129,17 @@ def form_of_stretch(end: Edge, source: Source) -> Hashable:
 
 # ---- proofs ------------------------------------------------------------------------------------------
 def prove(
-    root: Record, above: list[Record], sources: Sources, n: int, found: dict[int, Tensor]
+    root: Record, above: list[Record], sources: Sources, n: int, found: dict[Record, Tensor]
 ) -> list[Tensor | None] | None:
     """The sample of each row of every call, the root's last, as it follows from the form alone.
 
     Returns:
         `None` where it does not follow from the form, or something else follows than what was `found`.
     """
-    of = {id(record): sources[record] for record in (*above, root)}
     weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
-    known: dict[Record, Tensor] = {root: found.get(id(root), torch.arange(n)).cpu()}
+    known: dict[Record, Tensor] = {root: found.get(root, torch.arange(n)).cpu()}
     arrived: dict[Record, Tensor] = {}
-    for record in [root, *consumers_first(root, above, of)]:
+    for record in [root, *sources.in_backward_order(root, above)]:
         if record is not root:
             rows = None if record not in arrived else labels(arrived.pop(record), weights)
             if rows is None:
@@ -148,15 +147,15 @@ def prove(
             known[record] = rows
         if record.problem or mixes(record):  # not row by row, whatever its values say here
             return None
-        for source in of[id(record)].values():
-            for target, part in sent(source, known[record], weights):
+        for source in sources[record].values():
+            for target, part in to_targets(source, known[record], weights):
                 if part is None:
                     return None
                 arrived[target] = arrived[target] + part if target in arrived else part
     in_order = torch.arange(n)
     result: list[Tensor | None] = []
     for record in (*above, root):
-        before = found.get(id(record), in_order).cpu()
+        before = found.get(record, in_order).cpu()
         after = known.get(record, before)
         if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
             return None
@@ -165,7 +164,7 @@ def prove(
     return result
 
 
-def sent(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record, Tensor | None]]:
+def to_targets(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record, Tensor | None]]:
     """What comes to the calls that feed an input whose rows are those of these samples (`None`: not known)."""
     if not source.targets:
         return
@@ -177,7 +176,7 @@ def sent(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record
     if source.stretch is None:
         yield source.targets[0][0], source.exits[0].to_rule(at_graph)
         return
-    found = spread(source, at_graph)
+    found = reached_entries(source, at_graph)
     for number, (record, _) in enumerate(source.targets):
         if found is None:
             yield record, None
@@ -197,7 +196,7 @@ def labels(columns: Tensor, weights: Tensor) -> Tensor | None:
     return torch.where(total > 0, number, -1)
 
 
-def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows: dict[int, Tensor]) -> bool:
+def confirms(root: Record, above: list[Record], sources: Sources, n: int, rows: dict[Record, Tensor]) -> bool:
     """Whether rows still are those of the samples as which they were known.
 
     One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every
@@ -207,9 +206,9 @@ def confirms(root: Record, above: list[Record], sources: SourcesOf, n: int, rows
     in_order = torch.arange(n, device=device)
     weights = all_different(n, device)
     tolerance = tolerance_of(root, above) / 4
-    start = weights[rows.get(id(root), in_order).clamp(min=0)]
-    for record, mat in sweep(root, above, sources, torch.stack([torch.ones_like(start), start])):
-        of_rows = rows.get(id(record), in_order)
+    start = weights[rows.get(root, in_order).clamp(min=0)]
+    for record, mat in send_back(root, above, sources, torch.stack([torch.ones_like(start), start])):
+        of_rows = rows.get(record, in_order)
         if mat.shape[1] != len(of_rows):
             return False
         real = torch.view_as_real(mat) if mat.is_complex() else mat

@@ -32,16 +32,16 @@ def is_told(root: Record, above: Iterable[Record]) -> bool:
     return {shapes[0][:1] for shapes in {record.given for record in above} if shapes} == {(root.batch_size,)}
 
 
-def rows_in_order(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> bool:
     """Whether calls that are given data have the samples in order, in rows or groups of rows, or only one of them.
 
     As many rows as are behind the first axis of what the model was given are those of one index along that axis.
     """
     for record in above:
-        if id(record) in rows and not is_laid_out_as_given(record, rows[id(record)].cpu(), n):
+        if record in rows and not is_laid_out_as_given(record, rows[record].cpu(), n):
             return False
-        if id(record) in rows and is_given_data(record):
-            found, count = rows[id(record)].cpu(), record.batch_size
+        if record in rows and is_given_data(record):
+            found, count = rows[record].cpu(), record.batch_size
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
             orders = [] if count != n and count in behind else orders

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.graph import VIEWS, Source
+from bpk.plan.graph import VIEWS
 from bpk.plan.samples.given import is_given_data, is_told
-from bpk.recording import engine
+from bpk.plan.sources import Sources
 from bpk.recording.context.state import CTX
-from bpk.recording.graph.bystanders import beyond
+from bpk.recording.graph.nodes import leaf_of
+from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 
@@ -63,19 +64,19 @@ def axes_of_one_row(above: list[Record]) -> set[int]:
     return {size for shapes in given for shape in shapes for size in shape[:2]}
 
 
-def reads_all(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
-    """Whether calls that are given data could have been given that of all `n` samples.
+def reads_all(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> bool:
+    """Whether the calls that are given data may together have been given that of all `n` samples.
 
-    Rows without a gradient may be those of any sample, of another one for each time that a model was called.
+    A row without a gradient may be any sample's, and another one's each time that the model was called.
     """
     calls = [record for record in above if is_given_data(record)]
-    told = {number for record in calls for number in (rows[id(record)].tolist() if id(record) in rows else range(n))}
-    silent = [record for record in calls if id(record) in rows and -1 in rows[id(record)]]
+    told = {number for record in calls for number in (rows[record].tolist() if record in rows else range(n))}
+    silent = [record for record in calls if record in rows and -1 in rows[record]]
     times = len({id(record.given) for record in silent if record.given}) + sum(not record.given for record in silent)
     return not calls or len(told - {-1}) + times >= n
 
 
-def are_pieces(above: list[Record], rows: Mapping[int, Tensor], n: int) -> bool:
+def are_pieces(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> bool:
     """Whether these `n` samples can only be pieces of the one that a model was given."""
     return n > 1 and bool(axes_of_one_row(above)) and not reads_all(above, rows, n)
 
@@ -139,27 +140,23 @@ def has_no_axis(record: Record) -> bool:
     return not is_given_data(record) or any(len(shape) > looks_at for shape in record.given[:1])
 
 
-def reads_tables(record: Record, sources: Mapping[int, dict[int, Source]]) -> bool:
+def reads_tables(record: Record, sources: Sources) -> bool:
     """Whether all that a call sees is a table that all samples share: parameters, and buffers of extended modules."""
     tables = [buffer for module in CTX.all_modules() for buffer in module._buffers.values() if buffer is not None]
     waiting, seen = [record], {record}
     while waiting:
         call = waiting.pop()
-        feeders = {r for source in sources[id(call)].values() for r, _ in source.targets}
+        feeders = set(sources.producers(call))
+        fed = sum(bool(source.targets) for source in sources[call].values())
         data = [x for k, x in enumerate(call.inputs) if call.edges[k][0] is None]
         params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
-        if len(data) + params + len(sources[id(call)]) < len(call.inputs) or not all(
-            any(is_part(x, t) for t in tables) for x in data
-        ):
+        if len(data) + params + fed < len(call.inputs):
+            return False
+        if any(all(x.untyped_storage() is not t.untyped_storage() for t in tables) for x in data):
             return False
         waiting += feeders - seen
         seen |= feeders
     return True
-
-
-def is_part(x: Tensor, whole: Tensor) -> bool:
-    """Whether a tensor is another one, or a view of it."""
-    return x.untyped_storage() is whole.untyped_storage()
 
 
 def is_given_parameters(record: Record) -> bool:
@@ -171,7 +168,7 @@ def is_parameter(node: Node | None) -> bool:
     """Whether a node of the graph hands out a parameter, or a view of one."""
     while node is not None and node.name() in VIEWS:
         node, _ = beyond(node.next_functions[0])
-    return node is not None and node.name() == engine.ACCUMULATE
+    return leaf_of(node) is not None
 
 
 def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
@@ -184,22 +181,22 @@ def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
         yield (number // inner) % n
 
 
-def require_apart(
-    records: Iterable[Record], sources: Mapping[int, dict[int, Source]], rows: Mapping[int, Tensor], n: int
+def require_separate_samples(
+    records: Iterable[Record], sources: Sources, rows: Mapping[Record, Tensor], n: int
 ) -> None:
-    """Refuse to see samples inside of the only row of a layer, if none with parameters in front of it tells them apart.
+    """Refuse samples inside of the only row of a layer with parameters, unless such a layer before it tells them apart.
 
     Nothing else would notice that the layer mixes them.
     """
     for record in records:
         waiting, seen, told = [record], {record}, not record.params
         while waiting and not told:
-            feeders = {r for source in sources[id(waiting.pop())].values() for r, _ in source.targets}
-            told = any(r.params and id(r) in rows and len(rows[id(r)].unique()) == n for r in feeders)
+            feeders = set(sources.producers(waiting.pop()))
+            told = any(r.params and r in rows and len(rows[r].unique()) == n for r in feeders)
             waiting += feeders - seen
             seen |= feeders
         if not told:
-            raise mixed(f"'{record.path}' ({type(record.module).__name__}) has one for {n} samples")
+            raise mixed(f"{record.where} has one for {n} samples")
 
 
 def mixed(what: str) -> UnsupportedLayer:

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from bpk.plan.samples.decoding import decode, digits
 from bpk.plan.samples.hypotheses import reads_tables
-from bpk.plan.samples.probing import SourcesOf, sweep
+from bpk.plan.samples.probing import send_back
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 DIGITS = 3
 """How many binary digits of numbers are sent at a time: the predictions that rows were picked from may be large."""
 
 
-def picked(
-    root: Record, above: list[Record], sources: SourcesOf, tolerance: float, sure: bool, complete: bool
+def picked_rows(
+    root: Record, above: list[Record], sources: Sources, tolerance: float, sure: bool, complete: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """Hypotheses: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
 
@@ -42,7 +43,7 @@ def picked(
     axes, shape = list[int](), torch.Size()
     for place in range(0, (count - 1).bit_length(), DIGITS):
         weights = digits((every >> place) & ((1 << DIGITS) - 1), 1 << DIGITS)
-        for record, mat in sweep(root, above, sources, weights):
+        for record, mat in send_back(root, above, sources, weights):
             if axes := axes_of(record, mat):
                 break
         else:

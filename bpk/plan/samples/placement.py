@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
-from bpk.plan.graph import Source
 from bpk.plan.samples.attribution import attribute
-from bpk.plan.samples.findings import AllInside, NotInFront
+from bpk.plan.samples.findings import AllSamplesInside, NotInFront
 from bpk.plan.samples.forms import Form, confirms, form_of, prove, recall, remember
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.sources import Sources
-from bpk.plan.survey import upstream
-from bpk.recording.graph.bystanders import beyond
 from bpk.recording.graph.nodes import is_of_leaves
 from bpk.recording.graph.ownership import DISSOLVED, leave_to_autograd
+from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 
@@ -25,107 +23,112 @@ from bpk.recording.record import Record
 class Placement:
     """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
 
-    `rows` says, by `id` of a record, which sample each of its rows belongs to. `left` are modules whose calls were left
-    to autograd.
+    `rows` says, by record, which sample each of its rows belongs to. `left` are modules whose calls were left to
+    autograd.
     """
 
+    root: Record
+    sources: Sources
     above: list[Record]
     n: int
-    rows: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[Record, Tensor] = field(default_factory=dict)
     left: list[nn.Module] = field(default_factory=list)
+
+    def leave(self, records: Collection[Record]) -> None:
+        """Leave calls to autograd; inputs come from elsewhere then, and other calls may come to light."""
+        if not records:
+            return
+        self.left += [record.module for record in records]
+        for consumer in (*self.above, self.root):
+            for source in self.sources[consumer].values():
+                for target, (node, _) in source.targets:
+                    if target in records and node is not None and target.module is not DISSOLVED:
+                        leave_to_autograd(target, node)
+        self.sources.clear()
+        self.above = self.sources.upstream(self.root)
+
+    def take(self, known: Form) -> bool:
+        """Take what an earlier pass has found, if it holds here; whether it does."""
+        records = (*self.above, self.root)
+        if known.mixed:
+            return True
+        for record, axis in zip(records, known.axes, strict=True):
+            record.shift(axis)
+        rows = {record: each for record, each in zip(records, known.rows, strict=True) if each is not None}
+        if known.proven or confirms(self.root, self.above, self.sources, known.n, rows):
+            self.n, self.rows = known.n, rows
+            return True
+        for record in records:
+            record.shift(0)
+        return False
 
 
 def place(
     root: Record,
     sources: Sources,
     second_order: bool,
-    by_hand: Callable[[Record], bool] = lambda record: False,
-    apart: bool = False,
+    has_module_extension: Callable[[Record], bool] = lambda record: False,
+    independent: bool = False,
     twice: bool = False,
 ) -> Placement:
     """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
 
-    Layers without a rule are left to autograd, unless they are served `by_hand` (by a module extension), and so are
-    calls whose input has no axis for samples (a layer that is given a parameter), and layers without parameters whose
-    rule cannot have the batch axis where it is. Where samples mix, second-order quantities are refused, and those
-    that need samples `apart`; for other first-order ones the user is told once. So is attention that has samples inside
-    of its rows, where autograd would have to differentiate it `twice`: of fused kernels only the rule can.
+    Left to autograd are layers without a rule (unless a module extension serves them), calls whose input has no axis
+    for samples (a layer that is given a parameter), and layers without parameters whose rule cannot have the batch axis
+    where it is. Where samples mix, quantities of second order are refused, and those that need `independent` samples;
+    for others of first order the user is told once. Attention that has samples inside of its rows is refused where
+    autograd would have to differentiate it `twice`, because only the rule can do that with a fused kernel.
     """
-    above, modules = upstream(root, sources), list[nn.Module]()
-    while unknown := [r for r in left_at_once(root, above, sources) if not by_hand(r)]:  # others may come to light
-        modules += [record.module for record in unknown]
-        leave(unknown, (*above, root), sources)
-        above = upstream(root, sources)
+    found = Placement(root, sources, sources.upstream(root), root.batch_size)
+    while unserved := [r for r in left_at_once(root, found.above, sources) if not has_module_extension(r)]:
+        found.leave(unserved)
+    above = found.above
     moved = is_moved(root, above, sources, second_order)
     stuck = tuple([k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record)])
     if not stuck and not moved:
-        return Placement(above, root.batch_size, left=modules)
-    every, form = list(above), form_of((*above, root), sources, second_order, twice, stuck)
+        return found
+    form = form_of((*above, root), sources, second_order, twice, stuck)
     known = recall(root, form)
-    known = None if known is not None and known.mixed and apart else known
-    stuck = stuck if known is None else known.left
-    modules += [every[k].module for k in stuck]
-    leave([every[k] for k in stuck], (*above, root), sources)
-    above = upstream(root, sources)
-    if known is not None:
-        found = remembered(root, above, sources, known)
-        if found is not None:
-            return Placement(above, known.n, found, modules)
+    known = None if known is not None and known.mixed and independent else known
+    found.leave([above[k] for k in (stuck if known is None else known.left)])
+    if known is None or not found.take(known):
+        what = search(found, second_order or independent, twice)
+        remaining = set(found.above)
+        left = tuple([k for k, record in enumerate(above) if record not in remaining])
+        remember(root, form, replace(what, left=left))
+    return found
+
+
+def search(found: Placement, refuses: bool, twice: bool) -> Form:
+    """Test hypotheses until one holds, and leave calls that have no batch axis; returns what is to be remembered.
+
+    Where samples mix, this `refuses`, or else warns and takes rows for samples.
+    """
+    root, sources = found.root, found.sources
     while True:
         try:
-            n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)})
+            found.n, found.rows = attribute(root, found.above, sources)
             break
-        except NotInFront as found:
-            if twice and isinstance(found, AllInside):
-                raise mixed(f"one row of '{found}' has entries of several samples") from None
-            modules += [record.module for record in found.records]
-            leave(found.records, (*above, root), sources)
-            above = upstream(root, sources)
+        except NotInFront as stop:
+            if twice and isinstance(stop, AllSamplesInside):
+                raise mixed(f"one row of '{stop}' has entries of several samples") from None
+            found.leave(stop.records)
         except UnsupportedLayer as error:
-            if second_order or apart or any(r.batch_size != root.batch_size for r in above if r.params):
+            if refuses or any(r.batch_size != root.batch_size for r in found.above if r.params):
                 raise
             warn(f"{error} First-order quantities are those of the chain rule.")
-            n, rows = root.batch_size, {}
-            remember(root, form, Form(numbers_of(above, every), (), n, (), proven=False, mixed=True))
-            return Placement(above, n, rows, modules)
-    proof = prove(root, above, sources, n, rows)
+            return Form((), (), root.batch_size, (), proven=False, mixed=True)
+    records = (*found.above, root)
+    proof = prove(root, found.above, sources, found.n, found.rows)
     if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
-        rows = {id(r): each for r, each in zip((*above, root), proof, strict=True) if each is not None}
-    if are_pieces(above, rows, n):  # what dropout has silenced in the only sample looked like another one
-        for record in above:
+        found.rows = {r: each for r, each in zip(records, proof, strict=True) if each is not None}
+    if are_pieces(found.above, found.rows, found.n):  # what dropout has silenced in the only sample looked like another
+        for record in found.above:
             record.shift(0)
-        n, rows = attribute(root, above, {id(r): feeding(r, sources) for r in (*above, root)}, at_most=1)
-        proof = prove(root, above, sources, n, rows)
-    of_calls = tuple(rows.get(id(r)) for r in (*above, root))
-    axes = tuple(record.shifted for record in (*above, root))
-    remember(root, form, Form(numbers_of(above, every), axes, n, of_calls, proof is not None))
-    return Placement(above, n, rows, modules)
-
-
-def numbers_of(above: list[Record], every: list[Record]) -> tuple[int, ...]:
-    """Which of the calls were left to autograd."""
-    remaining = set(above)
-    return tuple(k for k, record in enumerate(every) if record not in remaining)
-
-
-def remembered(root: Record, above: list[Record], sources: Sources, known: Form) -> dict[int, Tensor] | None:
-    """Rows as an earlier pass found them, if that holds here (`None`: it does not)."""
-    records = (*above, root)
-    if known.mixed:
-        return {}
-    for record, axis in zip(records, known.axes, strict=True):
-        record.shift(axis)
-    rows = {id(record): each for record, each in zip(records, known.rows, strict=True) if each is not None}
-    if known.proven or confirms(root, above, {id(r): feeding(r, sources) for r in records}, known.n, rows):
-        return rows
-    for record in records:
-        record.shift(0)
-    return None
-
-
-def feeding(record: Record, sources: Sources) -> dict[int, Source]:
-    """By input index: the recorded calls that feed the call's inputs."""
-    return {index: source for index, source in sources[record].items() if source.targets}
+        found.n, found.rows = attribute(root, found.above, sources, at_most=1)
+        proof = prove(root, found.above, sources, found.n, found.rows)
+    axes = tuple([record.shifted for record in records])
+    return Form((), axes, found.n, tuple([found.rows.get(record) for record in records]), proof is not None)
 
 
 def is_stuck(record: Record) -> bool:
@@ -144,7 +147,7 @@ def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Re
         if r.rule is None:
             left.append(r)
             continue
-        fed = any(source.targets for source in sources[r].values())
+        fed = [source for source in sources[r].values() if source.targets]
         if fed and not one:
             continue
         given = (one or is_given_parameters(r)) and has_no_axis(r)
@@ -172,16 +175,3 @@ def is_moved(root: Record, above: list[Record], sources: Sources, second_order: 
                 if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
                     return True
     return False
-
-
-def leave(records: Sequence[Record], consumers: Iterable[Record], sources: Sources) -> None:
-    """Leave calls to autograd; inputs come from elsewhere then."""
-    if not records:
-        return
-    wanted = set(records)
-    for consumer in consumers:
-        for source in sources[consumer].values():
-            for target, (node, _) in source.targets:
-                if target in wanted and node is not None and target.module is not DISSOLVED:
-                    leave_to_autograd(target, node)
-    sources.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.graph import Source, connected
 from bpk.plan.samples.decoding import batch_axis, decode, digits
-from bpk.plan.sources import consumers_first
+from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
 from bpk.recording.record import Record
-
-SourcesOf = Mapping[int, dict[int, Source]]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Of gradients that are equal or zero, by the precision of the layers."""
@@ -29,32 +27,34 @@ def tolerance_of(root: Record, above: Sequence[Record]) -> float:
     return max(TOLERANCE.get(record.output.dtype, COARSE) for record in (*above, root))
 
 
-def sweep(root: Record, above: list[Record], sources: SourcesOf, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
+def send_back(root: Record, above: list[Record], sources: Sources, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
     """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
-    arrived: dict[int, Tensor] = {}
-    for index, source in sources[id(root)].items():
-        send(source, at_input(root, index, weights), arrived)
-    nodes = {id(r): node for found in sources.values() for s in found.values() for r, (node, _) in s.targets}
+    arrived: dict[Record, Tensor] = {}
+    for index, source in sources[root].items():
+        if source.targets:
+            send(source, at_input(root, index, weights), arrived)
+    nodes = {r: node for found in sources.values() for s in found.values() for r, (node, _) in s.targets}
     with torch.no_grad():
-        for record in consumers_first(root, above, sources):
-            mat = arrived.pop(id(record), None)
+        for record in sources.in_backward_order(root, above):
+            mat = arrived.pop(record, None)
             if mat is not None:
                 before = record.shifted
                 yield record, mat
                 if record.shifted != before:
                     mat = mat.movedim(1 + record.shifted, 1)
-                pass_on(record, nodes[id(record)], mat, sources[id(record)], arrived)
+                pass_on(record, nodes[record], mat, sources[record], arrived)
 
 
 def at_input(record: Record, index: int, weights: Tensor) -> Tensor:
-    """Gradients `[V, R]` of rows, spread over the entries of an input."""
+    """Gradients `[V, R]` of rows, spread over the entries of an input, in single precision at least."""
     start = record.inputs[index].movedim(record.axis(index), 0)
     probe = torch.arange(start.numel(), device=start.device).add(1.0 + index).cos().add(1.5).reshape(start.shape)
-    return (probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))).to(wide(start.dtype))
+    spread = probe * weights.reshape(*weights.shape, *[1] * (start.dim() - 1))
+    return spread.to(torch.promote_types(start.dtype, torch.float32))
 
 
 def pass_on(
-    record: Record, node: Node | None, mat: Tensor, sources: dict[int, Source], arrived: dict[int, Tensor]
+    record: Record, node: Node | None, mat: Tensor, sources: dict[int, Source], arrived: dict[Record, Tensor]
 ) -> None:
     """Send the gradients through a call's rule to what feeds it."""
     if record.rule is None or record.problem or node is None:
@@ -66,37 +66,32 @@ def pass_on(
         record.rule.capture(call)
         cast = call.cast(mat.dtype)
         for index, source in sources.items():
-            send(source, with_rows(record.rule, cast).jac_t_mat_prod(cast, mat, index), arrived)
+            if source.targets:
+                send(source, with_rows(record.rule, cast).jac_t_mat_prod(cast, mat, index), arrived)
 
 
-def send(source: Source | None, mat: Tensor, arrived: dict[int, Tensor]) -> None:
+def send(source: Source, mat: Tensor, arrived: dict[Record, Tensor]) -> None:
     """Add up what reaches each producer."""
-    for number, part in source.pull(mat).items() if source is not None else ():
-        assert source is not None
+    for number, part in source.pull(mat).items():
         record = source.targets[number][0]
-        arrived[id(record)] = arrived[id(record)] + part if id(record) in arrived else part
+        arrived[record] = arrived[record] + part if record in arrived else part
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """At least single precision, to tell many samples apart."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def uses_of(records: Iterable[Record], sources: SourcesOf) -> dict[int, list[tuple[Record, Source]]]:
-    """By `id` of a record: the calls that it feeds, and how it comes there."""
-    uses: dict[int, list[tuple[Record, Source]]] = {}
+def uses_of(records: Iterable[Record], sources: Sources) -> dict[Record, list[tuple[Record, Source]]]:
+    """By record: the calls that it feeds, and how it comes there."""
+    uses: dict[Record, list[tuple[Record, Source]]] = {}
     for consumer in records:
-        for source in sources[id(consumer)].values():
+        for source in sources[consumer].values():
             for record, _ in source.targets:
-                uses.setdefault(id(record), []).append((consumer, source))
+                uses.setdefault(record, []).append((consumer, source))
     return uses
 
 
-def fuller(
+def with_fewer_zeros(
     record: Record,
     mat: Tensor,
     uses: Sequence[tuple[Record, Source]],
-    found: dict[int, Tensor],
+    found: dict[Record, Tensor],
     n: int,
     tolerance: float,
 ) -> Tensor:
@@ -107,7 +102,7 @@ def fuller(
     """
     total = torch.zeros_like(mat)
     for consumer, source in uses:
-        rows = found.get(id(consumer))
+        rows = found.get(consumer)
         if rows is None or consumer.problem or mixes(consumer):
             return mat
         here = at_input(consumer, source.index, digits(rows.clamp(min=0), n) * (rows >= 0))

@@ -1,4 +1,4 @@
-"""Which sample each row of a call belongs to, where a model merges the batch axis with others."""
+"""Rows and samples: which sample each row of a call belongs to, and tensors of some samples among all."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.call import index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.recording.record import Record
 
 
 @dataclass
 class Attribution:
-    """By `id` of a record: the sample of each row, where rows are not the samples in order, and how many there are."""
+    """By record: the sample of each row, where rows are not the samples in order, and how many there are."""
 
-    samples: dict[int, Tensor] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
+    samples: dict[Record, Tensor] = field(default_factory=dict)
+    sizes: dict[Record, int] = field(default_factory=dict)
     mixed: bool = False
     """Whether samples mix, so that they count as one."""
 
@@ -26,40 +27,40 @@ class Attribution:
 
         Rows that feed no loss have a sample, too (`completed`).
         """
-        samples, n = self.samples.get(id(record)), self.sizes.get(id(record))
+        samples, n = self.samples.get(record), self.sizes.get(record)
         n = record.batch_size if n is None else n
         return None if samples is None else completed(samples, n), n
 
-    def add(self, records: Iterable[Record], rows: Mapping[int, Tensor], n: int) -> None:
-        """What one loss says about the rows of calls, by `id`: whose they are of `n` samples (not named: in order).
+    def add(self, records: Iterable[Record], rows: Mapping[Record, Tensor], n: int) -> None:
+        """What one loss says about the rows of calls, whose they are of `n` samples (not named: in order).
 
         Raises:
             UnsupportedLayer: If another loss says something else.
         """
         for record in records:
-            samples = rows.get(id(record))
+            samples = rows.get(record)
             if samples is not None or self.samples:
                 self.add_one(record, samples, n)
-            elif self.sizes.setdefault(id(record), n) != n:
+            elif self.sizes.setdefault(record, n) != n:
                 raise disagree(record)
 
     def add_one(self, record: Record, samples: Tensor | None, n: int) -> None:
         """The same about one call, where rows are not the samples in order everywhere."""
-        known = self.samples.get(id(record))
+        known = self.samples.get(record)
         if samples is not None and known is not None and len(samples) == len(known):
             if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):
                 raise disagree(record)
             samples = torch.where(samples < 0, known, samples)
-        elif id(record) in self.sizes and (samples is None) != (known is None):
+        elif record in self.sizes and (samples is None) != (known is None):
             raise disagree(record)
-        if self.sizes.setdefault(id(record), n) != n:
+        if self.sizes.setdefault(record, n) != n:
             raise disagree(record)
         if samples is not None:
-            self.samples[id(record)] = samples
+            self.samples[record] = samples
 
     def batch_size(self, record: Record) -> int:
         """`N`."""
-        return self.sizes.get(id(record), record.batch_size)
+        return self.sizes.get(record, record.batch_size)
 
 
 def completed(samples: Tensor, n: int) -> Tensor:
@@ -85,7 +86,7 @@ def disagree(record: Record) -> UnsupportedLayer:
     """The refusal where two losses of one pass see samples differently."""
     return UnsupportedLayer(
         explain(
-            f"Two losses see the samples at '{record.path}' ({type(record.module).__name__}) differently.",
+            f"Two losses see the samples at {record.where} differently.",
             "they have different numbers of samples, or different orders, so that contributions cannot be added up.",
             "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "
             "backward pass for each.",
@@ -94,13 +95,30 @@ def disagree(record: Record) -> UnsupportedLayer:
 
 
 def slots(samples: Tensor) -> Tensor:
-    """`[R]`: the how-manieth row of its sample each row is."""
+    """`[R]`: the number of each row among those of its sample, from 0."""
     order = torch.argsort(samples, stable=True)
     ranked = samples[order]
     first = torch.searchsorted(ranked, ranked)
     result = torch.empty_like(samples)
     result[order] = torch.arange(len(samples), device=samples.device) - first
     return result
+
+
+def along_rows(numbers: Tensor, like: Tensor, axis: int = 0) -> Tensor:
+    """Numbers `[R]` of rows, to be broadcast against a tensor with rows along an axis (1: columns `[V, R, ...]`)."""
+    return numbers.reshape(-1, *[1] * (like.dim() - 1 - axis))
+
+
+def over_batch(mat: Tensor, samples: tuple[int, ...] | None, n: int) -> Tensor:
+    """Columns `[V, K, ...]` of some samples (`None`: all) as columns `[V, N, ...]`, zero for those left out."""
+    if samples is None:
+        return mat
+    return mat.new_zeros(mat.shape[0], n, *mat.shape[2:]).index_copy(1, index_of(samples, mat.device), mat)
+
+
+def of_samples(mat: Tensor, samples: tuple[int, ...] | None) -> Tensor:
+    """Columns `[V, N, ...]` of the whole batch, restricted to some samples (`None`: all)."""
+    return mat if samples is None else mat.index_select(1, index_of(samples, mat.device))
 
 
 def to_samples(rows: Tensor, samples: Tensor, n: int) -> Tensor:

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from bpk.plan.samples.decoding import decode
-from bpk.plan.samples.probing import SourcesOf
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
 def follow_neighbours(
     silent: Mapping[Record, Tensor],
     records: Sequence[Record],
-    sources: SourcesOf,
-    found: dict[int, Tensor],
+    sources: Sources,
+    found: dict[Record, Tensor],
     n: int,
     tolerance: float,
 ) -> None:
@@ -31,23 +31,23 @@ def follow_neighbours(
         before = len(waiting)
         for record in tuple(waiting):
             for other, axis in neighbours(record, records, sources):
-                rows = found.get(id(other))
+                rows = found.get(other)
                 if other in waiting or rows is None:
                     continue
                 if agrees(record, silent[record], axis, rows, n, tolerance):
                     record.shift(axis)
-                    found[id(record)] = rows
+                    found[record] = rows
                     waiting.discard(record)
                     break
 
 
-def neighbours(record: Record, records: Sequence[Record], sources: SourcesOf) -> Iterator[tuple[Record, int]]:
+def neighbours(record: Record, records: Sequence[Record], sources: Sources) -> Iterator[tuple[Record, int]]:
     """The calls that a call is next to, with the batch axis of the tensor that they share."""
-    for source in sources[id(record)].values():
+    for source in sources[record].values():
         for producer, (_, number) in source.targets if source.stretch is None else ():
             yield producer, producer.out_axis(producer.places[number])
     for consumer in records:
-        for index, source in sources[id(consumer)].items():
+        for index, source in sources[consumer].items():
             if source.stretch is None and source.targets[0][0] is record:
                 yield consumer, consumer.axis(index)
 

@@ -7,8 +7,8 @@ row by row at the loss, rows of a parameter are summed before they are squared, 
 mix are left to autograd, whose products are those of the batch.
 
 Sub-sampling means the terms of the loss that belong to the chosen samples, as functions of the whole batch:
-`sum_n J_n^T H_n J_n` with the Jacobian `J_n` of prediction `n`. Where samples are apart, this is the sum over what
-belongs to them alone; and everywhere the sum over all single samples is that of the batch.
+`sum_n J_n^T H_n J_n` with the Jacobian `J_n` of prediction `n`. Where samples are independent, this is the sum over
+what belongs to them alone; and everywhere the sum over all single samples is that of the batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity, is_of_batch
-from bpk.plan.samples.placement import Placement, is_stuck, leave, place
+from bpk.plan.samples.placement import Placement, is_stuck, place
 from bpk.plan.sources import Sources
 from bpk.plan.support import require_support
-from bpk.plan.survey import mixes, upstream
+from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
 
@@ -31,34 +31,34 @@ def place_or_merge(
     roots: Iterable[Record],
     sources: Sources,
     extensions: Sequence[Quantity],
-    by_hand: Callable[[Record], bool],
+    has_module_extension: Callable[[Record], bool],
 ) -> tuple[dict[Record, Placement], bool]:
     """`place`; where samples mix and all of second order are sums over the batch, merge them, behind all losses.
 
     Returns what was found (for first-order extensions, where samples are merged), and whether they are merged.
     """
     second = [e for e in extensions if e.second_order]
-    apart, others = bool([e for e in extensions if e.needs_apart]), [root for root in roots if not root.is_loss]
-    if others or not may_merge(second):
-        return {root: place(root, sources, bool(second), by_hand, apart) for root in roots}, False
-    mixed = {r: None for root in roots for r in upstream(root, sources) if mixes(r) and not by_hand(r)}
+    independent = bool([e for e in extensions if e.needs_independence])
+    if [root for root in roots if not root.is_loss] or not may_merge(second):
+        return {root: place(root, sources, bool(second), has_module_extension, independent) for root in roots}, False
+    mixed = {r: None for root in roots for r in sources.upstream(root) if mixes(r) and not has_module_extension(r)}
     if not mixed:
         twice = bool([e for e in second if not e.linear_in_terms])  # not made of columns of the loss alone
         try:
-            return {root: place(root, sources, True, by_hand, apart, twice) for root in roots}, False
+            return {root: place(root, sources, True, has_module_extension, independent, twice) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
     sampled = [e for e in second if e.subsampling is not None]
     for root in roots if sampled else ():
-        require_rows(root, upstream(root, sources), sampled[0])
-    return {root: merge(root, sources, extensions, by_hand, mixed) for root in roots}, True
+        require_rows(root, sources.upstream(root), sampled[0])
+    return {root: merge(root, sources, extensions, has_module_extension, mixed) for root in roots}, True
 
 
 def merge(
     root: Record,
     sources: Sources,
     extensions: Sequence[Quantity],
-    by_hand: Callable[[Record], bool],
+    has_module_extension: Callable[[Record], bool],
     mixed: Iterable[Record],
 ) -> Placement:
     """Leave to autograd what mixes samples, or has no rule."""
@@ -66,13 +66,12 @@ def merge(
     for record in mixed:
         for extension in first:  # the user is told what they get
             require_support(extension, record, lambda _: True)
-    apart = any(e.needs_apart for e in first)
-    found = place(root, sources, False, by_hand, apart) if first else Placement([], 1)
-    above = upstream(root, sources)
-    left = [r for r in above if not by_hand(r) and (r.rule is None or mixes(r) or is_stuck(r))]
-    modules = [*found.left, *(record.module for record in left)]
-    leave(left, (*above, root), sources)
-    return Placement(upstream(root, sources), found.n, found.rows, modules)
+    independent = any(e.needs_independence for e in first)
+    found = Placement(root, sources, sources.upstream(root), 1)
+    if first:
+        found = place(root, sources, False, has_module_extension, independent)
+    found.leave([r for r in found.above if not has_module_extension(r) and (r.rule is None or mixes(r) or is_stuck(r))])
+    return found
 
 
 def may_merge(second_order: Sequence[Quantity]) -> bool:

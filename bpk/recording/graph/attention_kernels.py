@@ -51,7 +51,7 @@ def attention(is_causal: bool, scale: float | None, grouped: bool) -> FusedAtten
     return module
 
 
-def names_of(node: Node) -> tuple[str, ...]:
+def names_of_call(node: Node) -> tuple[str, ...]:
     """Under which names a node of fused attention keeps its call; nothing for all others.
 
     A name that is missing, or one that is not known, may stand for an option that has been renamed or added: such a
@@ -81,10 +81,10 @@ def misread(module: FusedAttention, inputs: Sequence[Tensor], mask: Tensor, outp
     return not right
 
 
-def recover(edge: Edge) -> Record | None:
+def recover_attention(edge: Edge) -> Record | None:
     """The record of a fused attention kernel, from its node; `None` for all others."""
     node, nr = edge
-    names = names_of(node) if node is not None and nr == 0 else ()
+    names = names_of_call(node) if node is not None and nr == 0 else ()
     if node is None or not names or not can_be_written_down(node, names[0]):
         return None
     query, key, value, output, dropout, is_causal, scale, *masks = (engine.saved(node, name) for name in names)

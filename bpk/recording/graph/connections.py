@@ -10,7 +10,7 @@ from bpk.jacobians.core.products import add_up
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ports import PLAIN, Port, Rows
+from bpk.recording.graph.ports import PLAIN, MatrixLayout, Port
 from bpk.recording.recomputed import Recomputed
 
 
@@ -20,7 +20,7 @@ class Connected:
     `edges` lead to the inputs. `results` are those that are differentiable, by number; `places` says which of them an
     output of the graph node is, and `used` are those that something behind the call has asked for. `binding` says how
     the rule sees them, and which `problem` it has with the call (`""`: none). The batch axis may be found elsewhere,
-    `shifted`. `rows` says where autograd's graph has them in inputs and results (of calls written down from the graph).
+    `shifted`. `layout` says how the matrices of a call that was written down from the graph are rows of features.
     A call is `aligned` if rule and graph see the same tensors, as of most. Where `hooks` are given, tensors are
     computed again on demand.
     """
@@ -37,16 +37,16 @@ class Connected:
         results: dict[int, Tensor],
         places: dict[int, int],
         hooks: engine.SavedTensorHooks | None,
-        rows: Rows | None,
+        layout: MatrixLayout | None,
     ) -> None:
         binding.inputs = ()  # they move on where they are changed in place, maybe to nodes behind this call
         self.binding = binding
         self.problem = binding.problem
         self.edges = edges
         self.places = places
-        self.rows = rows
+        self.layout = layout
         several = len(results) > 1
-        self.as_called = self.aligned = not (several or binding.axes or binding.out_axes or rows is not None)
+        self.as_called = self.aligned = not (several or binding.axes or binding.out_axes or layout is not None)
         self.used: list[int] = [] if several else list(results)
         tensors = (*inputs, *results.values())
         self.versions = [x._version for x in tensors]
@@ -120,7 +120,7 @@ class Connected:
 
     def port(self, axis: int) -> Port:
         """How a tensor with this batch axis is connected."""
-        return Port(axis, rows=self.rows) if axis or self.rows is not None else PLAIN
+        return Port(axis, layout=self.layout) if axis or self.layout is not None else PLAIN
 
     @property
     def sees_gradient(self) -> bool:

@@ -17,7 +17,7 @@ from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.nodes import OPERANDS, Edge
 from bpk.recording.graph.ownership import can_be_written_down, give
-from bpk.recording.graph.parameter_products import TRANSPOSES, is_of_parameters, parameter_behind
+from bpk.recording.graph.parameter_operands import TRANSPOSES, is_of_parameters, parameter_behind
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -26,36 +26,20 @@ OPTIONS = ("transposed", "stride", "padding", "dilation", "groups", "output_padd
 """What its node keeps beside tensors."""
 
 
-class Conv1dFunction(nn.Conv1d, Plain):
-    """Stands for a call of `F.conv1d`."""
+def stand_in(layer: type[nn.Module], function: str) -> type[nn.Module]:
+    """A class of modules that stand for calls of a function, served by the rule of a layer."""
+    return type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
 
 
-class Conv2dFunction(nn.Conv2d, Plain):
-    """Stands for a call of `F.conv2d`."""
-
-
-class Conv3dFunction(nn.Conv3d, Plain):
-    """Stands for a call of `F.conv3d`."""
-
-
-class ConvTranspose1dFunction(nn.ConvTranspose1d, Plain):
-    """Stands for a call of `F.conv_transpose1d`."""
-
-
-class ConvTranspose2dFunction(nn.ConvTranspose2d, Plain):
-    """Stands for a call of `F.conv_transpose2d`."""
-
-
-class ConvTranspose3dFunction(nn.ConvTranspose3d, Plain):
-    """Stands for a call of `F.conv_transpose3d`."""
-
-
-STRAIGHT: tuple[type[nn.Module], ...] = (Conv1dFunction, Conv2dFunction, Conv3dFunction)
-TRANSPOSED: tuple[type[nn.Module], ...] = (ConvTranspose1dFunction, ConvTranspose2dFunction, ConvTranspose3dFunction)
+STRAIGHT = [stand_in(layer, f"F.conv{k}d") for k, layer in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)]
+TRANSPOSED = [
+    stand_in(layer, f"F.conv_transpose{k}d")
+    for k, layer in enumerate((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 1)
+]
 
 
 @lru_cache(maxsize=256)
-def layer_of(axes: int, *options: bool | int | tuple[int, ...]) -> nn.Module:
+def convolution_layer(axes: int, *options: bool | int | tuple[int, ...]) -> nn.Module:
     """What stands for the layer: one for all calls with the same options, so that forms of graphs are found again."""
     known = dict(zip(OPTIONS, options, strict=True))
     kind = (TRANSPOSED if known["transposed"] else STRAIGHT)[axes - 1]
@@ -66,12 +50,12 @@ def layer_of(axes: int, *options: bool | int | tuple[int, ...]) -> nn.Module:
     return module
 
 
-def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
+def recover_convolution(edge: Edge, extended: Container[Tensor]) -> Record | None:
     """The record of a convolution with a parameter, from its node; `None` for all others.
 
     Args:
         edge: Leads to the node.
-        held: The parameters that get fields.
+        extended: The parameters that get fields.
     """
     node = edge[0]
     if node is None or function_name(node) != CONVOLUTION or not can_be_written_down(node, "input"):
@@ -84,7 +68,7 @@ def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
         if above is None and name == "bias":
             continue  # there is none, or it is frozen
         found, walk = parameter_behind(above)
-        if found is None or found not in held or tuple(found.shape) != shape:
+        if found is None or found not in extended or tuple(found.shape) != shape:
             return None
         if any(one.name() in TRANSPOSES for one in walk):
             return None
@@ -95,7 +79,7 @@ def recover_convolution(edge: Edge, held: Container[Tensor]) -> Record | None:
     if is_of_parameters(given[0]):
         return None
     options = (engine.saved(node, name) for name in OPTIONS)
-    module = layer_of(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))
+    module = convolution_layer(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))
     out = x.detach().new_zeros(()).expand(engine.output_shapes(node)[0])  # no rule reads it
     record = Record(
         module, REGISTRY.find(module), Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params

@@ -17,7 +17,8 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph.identity import IDENTITIES, function_name
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, leaf_of
-from bpk.recording.graph.parameter_products import FUNCTIONS, SAME_ORDER, axes_of
+from bpk.recording.graph.parameter_operands import SAME_ORDER, axes_of
+from bpk.recording.graph.parameter_products import FUNCTIONS
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -76,7 +77,7 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
     last, moved = follow((here, 0), tuple(call.output.shape[:2])[:: -1 if record.out_axis(0) else 1])
     for node in products:
         (left, place), (_, right) = OPERANDS[function_name(node)]
-        names = names_of(record, rule.inside, node, sums.get(node), right, read)
+        names = names_in_layer(record, rule.inside, node, sums.get(node), right, read)
         if "weight" not in names:
             continue
         if node is last[0]:
@@ -94,7 +95,7 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
     return found
 
 
-def names_of(
+def names_in_layer(
     record: Record, inside: dict[str, str], node: Node, added: Node | None, right: int, read: dict[Node, int]
 ) -> dict[str, str]:
     """What the layer calls the weight and the bias of a product, where these are used there and nowhere else."""

@@ -22,7 +22,7 @@ Sub Sum T Threshold ToCopy Transpose Unbind UnsafeView Unsqueeze View Where""")
 BILINEAR = words("Bmm Dot Mm Mul Mv")
 """Those that are linear where only one argument is differentiable."""
 
-VIEWS = ("Identity", "UnsafeView", "View")
+RESHAPING = ("Identity", "UnsafeView", "View")
 """What a linear layer does to its result, if that has positions."""
 
 OPERANDS = {
@@ -79,7 +79,7 @@ def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Ten
 def weight_of_product(node: Node) -> Tensor | None:
     """The leaf by which a call multiplies its input, or that it convolves with it, if this is the last that it does."""
     here: Node | None = node
-    while here is not None and function_name(here) in VIEWS:
+    while here is not None and function_name(here) in RESHAPING:
         here = here.next_functions[0][0]
     name = "" if here is None else function_name(here)
     if here is None or name not in (*OF_MATRICES, "Convolution"):

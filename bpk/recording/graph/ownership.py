@@ -1,4 +1,4 @@
-"""Graph nodes own the records of calls: how a node is given one, hands it to a backward pass, and is relieved of it."""
+"""Graph nodes own the records of calls: how a node gets one, gives it to backward passes that arrive, and loses it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def leave_to_autograd(record: Record, node: Node) -> None:
             engine.belongings(inner)[LEFT] = True
     del engine.belongings(node)[OWNER]
     engine.belongings(node)[LEFT] = record.rule is not None
-    if record.left is not None:
-        node.register_prehook(partial(take_away, record.module, record.left))
+    if record.stored is not None:
+        node.register_prehook(partial(take_away, record.module, record.stored))
     record.module = DISSOLVED
 
 

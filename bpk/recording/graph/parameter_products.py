@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
+from bpk.jacobians.core.arrangement import Arrangement
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.function_module import Plain, TimesWeight
 from bpk.jacobians.families.rearranged import Interleaved, PartsOfBias, Rearranged
@@ -27,28 +27,13 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph.computed_bias import Places, put_together
 from bpk.recording.graph.identity import function_name
-from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_of_leaves
+from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge
 from bpk.recording.graph.ownership import can_be_written_down, give
-from bpk.recording.graph.ports import Rows
+from bpk.recording.graph.parameter_operands import RESHAPES, is_of_parameters, parameter_at, weight_of
+from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
-TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
-"""Nodes that exchange axes."""
-CAST = "ToCopyBackward0"
-"""The node that changes the precision (autocast)."""
-RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-SAME_ORDER = (
-    *RESHAPES,
-    "UnsqueezeBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "CloneBackward0",
-    "AliasBackward0",
-    CAST,
-)
-"""Nodes that keep the entries of a tensor in their order."""
-REPEATS = "ExpandBackward0"
 PRODUCTS = (*OF_MATRICES, "Bmm")
 
 
@@ -81,7 +66,7 @@ FUNCTIONS = {True: LinearFunction(), False: ProductFunction()}
 
 
 @lru_cache(maxsize=256)
-def layer_of(arrangement: Arrangement) -> tuple[nn.Module, Rule | None]:
+def linear_layer(arrangement: Arrangement) -> tuple[nn.Module, Rule | None]:
     """What stands for the layer with this weight, and its rule."""
     shape, matrix = arrangement.shape, arrangement.inverse.shape
     in_first, out_first = arrangement.firsts
@@ -99,12 +84,12 @@ def with_parts(arrangement: Arrangement, parts: tuple[tuple[str, Places], ...]) 
     return PartsOfBias(arrangement, {name: torch.tensor(at).reshape(shape) for name, (shape, at) in parts})
 
 
-def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = None) -> Record | None:
+def recover_product(edge: Edge, extended: Container[Tensor], behind: Node | None = None) -> Record | None:
     """The record of a product with a parameter, from its node; `None` for all others.
 
     Args:
         edge: Leads to the node.
-        held: The parameters that get fields.
+        extended: The parameters that get fields.
         behind: The node from which the edge comes, if it is no recorded call.
     """
     node = edge[0]
@@ -124,19 +109,12 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
     params: dict[str, Tensor] = {"weight": weight}
     parts: tuple[tuple[str, Places], ...] = ()
     if len(node.next_functions) > len(operands):
-        if not right or engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1:
+        found_bias = bias_of(node, right, arrangement)
+        if found_bias is None:
             return None
-        constant = node.next_functions[0][0] is None  # a frozen bias, or a buffer
-        bias = parameter_at(node.next_functions[0][0])
-        if bias is None and not constant and arrangement.is_transpose is not None:
-            made = put_together(node.next_functions[0], arrangement.inverse.shape[1])
-            params |= {name: leaf for name, (leaf, _) in made.items()}
-            parts = tuple((name, places) for name, (_, places) in made.items())
-        fits = bias is not None and bias.dim() == 1 and len(bias) == arrangement.inverse.shape[1]
-        if not (constant or parts or fits):
-            return None
-        params |= {} if bias is None else {"bias": bias}
-    if any(p not in held for p in params.values()):
+        params |= found_bias[0]
+        parts = found_bias[1]
+    if any(p not in extended for p in params.values()):
         return None
     x, given = engine.saved_tensor(node, name), node.next_functions[place]
     if x is None or x.is_complex() != weight.is_complex() or x.device != weight.device:
@@ -145,82 +123,39 @@ def recover_product(edge: Edge, held: Container[Tensor], behind: Node | None = N
         return None
     features = x.dim() - (1 if right else 2)
     width, out_width = arrangement.inverse.shape
-    rows = rows_of(x, features, (width, out_width), given[0], behind)
-    x = x if rows is None else rows.to_rule(x[None])[0]
+    layout = layout_of(x, features, (width, out_width), given[0], behind)
+    x = x if layout is None else layout.to_rule(x[None])[0]
     out = x.detach().new_zeros(()).expand(*x.shape[:-1], out_width)  # no rule reads it
-    module, rule = layer_of(arrangement)
+    module, rule = linear_layer(arrangement)
     rule = with_parts(arrangement, parts) if parts else rule
-    record = Record(module, rule, Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params, rows=rows)
+    record = Record(module, rule, Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params, layout=layout)
     give(node, record)
     return record
 
 
-def weight_of(node: Node | None, right: bool) -> tuple[nn.Parameter, Arrangement] | None:
-    """The parameter that an operand is, and how it becomes the matrix `[in, out]`.
+def bias_of(
+    node: Node, right: bool, arrangement: Arrangement
+) -> tuple[dict[str, Tensor], tuple[tuple[str, Places], ...]] | None:
+    """By name: the parameters that are added to a product, and where they are in the bias if it is made of several.
 
-    Several matrices are one where each is the same, or where there is but one; else samples may have their own.
+    There are none of a frozen bias, or a buffer. `None`: something else is added.
     """
-    if node is not None and node.name() == REPEATS:  # one matrix for each row
-        before, after = tuple(engine.saved(node, "self_sym_sizes")), tuple(engine.output_shapes(node)[0])
-        if before[-2:] != after[-2:] or prod(before[:-2]) != 1:
-            return None
-        node = node.next_functions[0][0]
-    weight, walk = parameter_behind(node)
-    if weight is None:
+    if not right or engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1:
         return None
-    shape, steps = tuple(weight.shape), list[Step]()
-    for one in reversed(walk):
-        shape = tuple(engine.output_shapes(one)[0])
-        steps.append((AXES, axes_of(one, len(shape))) if one.name() in TRANSPOSES else (SHAPE, shape))
-    if len(shape) < 2 or prod(shape[:-2]) != 1:
-        return None
-    steps += [(SHAPE, shape[-2:])] if len(shape) > 2 else []
-    steps += [] if right else [(AXES, (1, 0))]
-    return weight, Arrangement(tuple(weight.shape), tuple(steps))
+    edge, width = node.next_functions[0], arrangement.inverse.shape[1]
+    if edge[0] is None:
+        return {}, ()
+    bias = parameter_at(edge[0])
+    if bias is not None:
+        return ({"bias": bias}, ()) if bias.dim() == 1 and len(bias) == width else None
+    made = {} if arrangement.is_transpose is None else put_together(edge, width)
+    parts = tuple((name, places) for name, (_, places) in made.items())
+    return ({name: leaf for name, (leaf, _) in made.items()}, parts) if parts else None
 
 
-def parameter_behind(node: Node | None) -> tuple[nn.Parameter | None, list[Node]]:
-    """The parameter whose entries a node hands out, and the nodes that rearrange them, the last one first.
-
-    They may be cast once, to the precision of the product. Where they are cast back, they were rounded on purpose.
-    """
-    walk: list[Node] = []
-    while node is not None and (node.name() in TRANSPOSES or node.name() in SAME_ORDER):
-        walk.append(node)
-        node = node.next_functions[0][0]
-    casts = sum(one.name() == CAST for one in walk)
-    return parameter_at(node) if casts < 2 else None, walk
-
-
-def is_of_parameters(node: Node | None) -> bool:
-    """Whether an operand is made of parameters: the product computes one of something else, its rows are no samples."""
-    return parameter_behind(node)[0] is not None or is_of_leaves(node)
-
-
-def axes_of(node: Node, dim: int) -> tuple[int, ...]:
-    """The order in which a node hands on axes. Negative axes are kept modulo `2 ** 64`."""
-    if node.name() == "PermuteBackward0":
-        return tuple(from_front(axis, dim) for axis in engine.saved(node, "dims"))
-    order = list(range(dim))
-    if node.name() == "TBackward0":
-        return tuple(reversed(order))
-    one, other = (from_front(engine.saved(node, name), dim) for name in ("dim0", "dim1"))
-    order[one], order[other] = order[other], order[one]
-    return tuple(order)
-
-
-def from_front(axis: int, dim: int) -> int:
-    """An axis, counted from the front."""
-    return axis if axis < dim else (axis - 2**64) % dim
-
-
-def parameter_at(node: Node | None) -> nn.Parameter | None:
-    """The parameter whose gradient a node accumulates."""
-    leaf = node.variable if node is not None and node.name() == engine.ACCUMULATE else None  # type: ignore[attr-defined]
-    return leaf if isinstance(leaf, nn.Parameter) else None
-
-
-def rows_of(x: Tensor, features: int, widths: tuple[int, int], before: Node | None, behind: Node | None) -> Rows | None:
+def layout_of(
+    x: Tensor, features: int, widths: tuple[int, int], before: Node | None, behind: Node | None
+) -> MatrixLayout | None:
     """Where the rows of an operand are, with the axes that they had before it was reshaped (`None`: all as it is).
 
     `widths` are those of the operand's features, and of the result's.
@@ -236,7 +171,7 @@ def rows_of(x: Tensor, features: int, widths: tuple[int, int], before: Node | No
             known, width = tuple(engine.output_shapes(behind)[0]), widths[1]
         around = (1, width) if features == x.dim() - 1 else (width, 1)
         axes = next(split(known, max(others), around), (max(others),)) if known else (max(others),)
-    return None if features == len(others) and axes == others else Rows(features, others, axes)
+    return None if features == len(others) and axes == others else MatrixLayout(features, others, axes)
 
 
 def split(sizes: tuple[int, ...], size: int, around: tuple[int, int]) -> Iterator[tuple[int, ...]]:

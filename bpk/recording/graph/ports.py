@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class MatrixLayout:
     """How a matrix of the graph, or a stack of them, is rows of features: `features` is the axis that goes last.
 
     The sizes of the `others` become those of the `axes` that the rule sees: `N`, then positions.
@@ -37,24 +37,24 @@ class Port:
 
     `axis` is the batch axis of the tensor. Of a call several of whose results are used, the rule sees all of them
     flattened, side by side: `shape` is that of this result without the batch axis, and it lies at `start` of `total`.
-    The graph may see several axes as one, or another one last: `rows` says how.
+    The graph may see several axes as one, or another one last: `layout` says how.
     """
 
     axis: int = 0
     shape: tuple[int, ...] = ()
     start: int = 0
     total: int = 0
-    rows: Rows | None = None
+    layout: MatrixLayout | None = None
 
     @property
     def plain(self) -> bool:
         """Whether rule and graph see the same."""
-        return self.axis == 0 and self.total == 0 and self.rows is None
+        return self.axis == 0 and self.total == 0 and self.layout is None
 
     def to_rule(self, mat: Tensor) -> Tensor:
         """Columns `[V, *tensor]` of the graph as columns `[V, N, *out]` of the rule."""
-        if self.rows is not None:
-            mat = self.rows.to_rule(mat)
+        if self.layout is not None:
+            mat = self.layout.to_rule(mat)
         if self.axis:
             mat = mat.movedim(1 + self.axis, 1)
         if not self.total:
@@ -68,7 +68,7 @@ class Port:
         if self.total:
             mat = mat[..., self.start : self.start + prod(self.shape)].reshape(*mat.shape[:2], *self.shape)
         mat = mat.movedim(1, 1 + self.axis) if self.axis else mat
-        return mat if self.rows is None else self.rows.to_graph(mat)
+        return mat if self.layout is None else self.layout.to_graph(mat)
 
     def one_to_rule(self, x: Tensor) -> Tensor:
         """A single tensor of the graph as the rule sees it."""

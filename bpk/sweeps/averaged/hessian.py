@@ -68,10 +68,9 @@ class AveragedHessian(Averaged):
 
     def modified(self, total: Tensor) -> Tensor:
         """A diagonal `[D]`, or a symmetric matrix `[D, D]`, as the curvature wants it."""
-        if self.curvature is Curvature.HESSIAN:
+        if not self.curvature.is_positive:
             return total
-        change = torch.abs if self.curvature is Curvature.PCH_ABS else torch.relu
         if total.dim() == 1:
-            return change(total)
+            return self.curvature.positive(total)
         values, vectors = eigh((total + total.T) / 2)
-        return (vectors * change(values)) @ vectors.T
+        return (vectors * self.curvature.positive(values)) @ vectors.T

@@ -26,7 +26,6 @@ from torch import Tensor
 from bpk.fields.arrived import Averages
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.averaged.products import (
@@ -40,9 +39,8 @@ from bpk.sweeps.averaged.products import (
     require_samples,
     uses_of_two_kinds,
 )
-from bpk.sweeps.columns.lazy import known, split_rows
-from bpk.sweeps.module_extensions import Hand
-from bpk.sweeps.sweep import Player, Settle, not_by_hand, positive_factor, times_root_of_factor
+from bpk.sweeps.columns.lazy import as_lazy, split_rows
+from bpk.sweeps.sweep import Player, module_extension_refused, positive_factor, times_root_of_factor
 
 Tensors = Step | tuple[int, bool]
 """What blocks belong to: the output of a call, or a parameter (by `id`, and whether its uses see it transposed)."""
@@ -64,8 +62,7 @@ class Averaged(Player):
     def key(self) -> Hashable:
         return ("averaged", self.mc_samples, self.samples)
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
         self.waiting: dict[Tensors, dict[Tensors, Tensor]] = {}
         self.uses_of: dict[int, list[Use]] = {}
         self.whole: dict[Tensors, bool] = {}
@@ -77,8 +74,8 @@ class Averaged(Player):
 
     def start(self, step: Step) -> None:
         """Begin at a loss."""
-        if self.hand is not None and self.hand.serves(step):
-            raise not_by_hand(step.where)
+        if self.module_extensions is not None and self.module_extensions.serves(step):
+            raise module_extension_refused(step.where)
         positive_factor(step)
         joint = step.joint
         rule, call = joint.rule, joint.call
@@ -101,12 +98,12 @@ class Averaged(Player):
         assert step.samples_of_rows is not None
         root = joint.rule.sqrt_hessian(joint.call) if exact else None
         if root is not None:
-            root = split_rows(known({0: root}, None), step.samples_of_rows, step.batch_size).all()[0][0]
+            root = split_rows(as_lazy({0: root}, None), step.samples_of_rows, step.batch_size).all()[0][0]
         else:
             root = joint.rule.sqrt_hessian_sampled(joint.call, self.mc_samples or 1)
         pulled: list[tuple[Step, Tensor]] = []
         for index, part in joint.split(times_root_of_factor(root, step)).items():
-            pulled += behind(step.links[index], part)
+            pulled += at_producers(step.links[index], part)
         for first, half in pulled:
             require_samples(first, half.shape[1] == step.batch_size)
             for second, other in pulled:
@@ -117,8 +114,8 @@ class Averaged(Player):
         """One layer of the recursion."""
         row = in_one_precision(self.close(step, self.waiting.pop(step)), step.call.output)
         matrix = row.pop(step)
-        if self.hand is not None and self.hand.serves(step):
-            self.pass_by_hand(step, matrix, row)
+        if self.module_extensions is not None and self.module_extensions.serves(step):
+            self.apply_module_extension(step, matrix, row)
             return
         require_samples(step, step.samples_of_rows is None)
         for link in step.links.values() if step.rule is STRETCH else ():
@@ -137,12 +134,12 @@ class Averaged(Player):
     def add_residual(self, step: Step) -> None:
         """Add the second derivative of a call, for curvatures that have it."""
 
-    def pass_by_hand(self, step: Step, matrix: Tensor, row: dict[Tensors, Tensor]) -> None:
+    def apply_module_extension(self, step: Step, matrix: Tensor, row: dict[Tensors, Tensor]) -> None:
         """Let a user's module extension pass a call."""
-        assert self.hand is not None
+        assert self.module_extensions is not None
         if row or len(step.links) > 1:
-            raise not_by_hand(step.where)
-        sent = self.hand.apply(step, matrix)
+            raise module_extension_refused(step.where)
+        sent = self.module_extensions.apply(step, matrix)
         for index, link in step.links.items():
             self.add_between(link, link, sent if isinstance(sent, Tensor) else sent[index])
 
@@ -221,7 +218,7 @@ class Averaged(Player):
         return id(step.params[name]), step.rule is not None and step.rule.transposes(name)
 
 
-def behind(link: Link, mat: Tensor) -> list[tuple[Step, Tensor]]:
+def at_producers(link: Link, mat: Tensor) -> list[tuple[Step, Tensor]]:
     """Columns at an input, at the recorded calls that feed it, through the stretch in between if there is one."""
     step = link.producer
     if step.rule is not STRETCH:

@@ -18,7 +18,7 @@ from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Call
 from bpk.plan.step import Step
 from bpk.sweeps.columns.diagonals import can_take
-from bpk.sweeps.columns.position_axes import axes_of_positions, behind, positions_of
+from bpk.sweeps.columns.position_axes import at_producer, axes_of_positions, positions_of
 from bpk.sweeps.sweep import Player
 
 
@@ -34,7 +34,7 @@ def settle_last_layer(player: Player, step: Step) -> bool:
     diag = (diag * step.grad).to(at.call.output.dtype)
     where = positions_of(diag.shape, step.joint.rule.positions(step.joint.call.inputs[0]), diag.device)
     (link,) = step.links.values()
-    producer, mats, numbers = behind(link, diag[None], where)
+    producer, mats, numbers = at_producer(link, diag[None], where)
     if producer is not at or not is_enough(step, at, numbers):
         return False
     if "factors" in player.takes and not has_factor(player, step, at):
@@ -44,12 +44,12 @@ def settle_last_layer(player: Player, step: Step) -> bool:
     total = cache(lambda: (step.joint.rule.sum_hessian(step.joint.call) * step.grad).to(diag.dtype))
     for name, param in at.params.items():
         squares = partial(at.rule.squares_of_diagonal, view, diag, name)
-        found = ClosedForm(squares, partial(factor, at, view, total, name))
-        player.settle(param, [Use(view, at.rule, name, found, of=(at.record, "closed"))], at.batch_size)
+        found = ClosedForm(squares, partial(output_factor, at, view, total, name))
+        player.settle(param, [Use(view, at.rule, name, found, origin=(at.record, "closed"))], at.batch_size)
     return True
 
 
-def factor(at: Step, view: Call, total: Callable[[], Tensor], name: str) -> Tensor:
+def output_factor(at: Step, view: Call, total: Callable[[], Tensor], name: str) -> Tensor:
     """`G = sum_n J^T H_n J` for the Jacobian in a layer's outputs, which is the same for all samples."""
     assert at.rule is not None
     return at.rule.congruence(view, total(), name)
@@ -58,7 +58,7 @@ def factor(at: Step, view: Call, total: Callable[[], Tensor], name: str) -> Tens
 def has_factor(player: Player, step: Step, at: Step) -> bool:
     """Whether a parameter's factor `G` is that of the sum of a loss's Hessian: all samples, one position, one loss.
 
-    Factors of several losses are no sum, but those of the columns of all of them.
+    Factors of several losses do not add up: they are those of the columns of all losses together.
     """
     (link,) = step.links.values()
     aligned = link.producer is at and link.entrance is None
@@ -69,7 +69,7 @@ def has_factor(player: Player, step: Step, at: Step) -> bool:
 
 def last_layer(player: Player, step: Step) -> Step | None:
     """The only call behind a loss, if it can take a diagonal."""
-    if len(step.links) != 1 or step.mixed or player.hand is not None or torch.is_grad_enabled():
+    if len(step.links) != 1 or step.mixed or player.module_extensions is not None or torch.is_grad_enabled():
         return None
     (link,) = step.links.values()
     at = link.producer

@@ -11,21 +11,19 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE, Columns
 from bpk.fields.statistics import Use
-from bpk.plan.plan import Plan
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting, known
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns, as_lazy
 from bpk.sweeps.columns.merging import Merging
-from bpk.sweeps.module_extensions import Hand
-from bpk.sweeps.sweep import Player, Settle
+from bpk.sweeps.sweep import Player
 
 
 class ColumnSweep(Player):
     """Columns that begin at some calls, pass all calls behind these, and are summed up at parameters.
 
-    Where columns begin is up to those that inherit. Before they become too many, those under way go all the way to the
-    end, and others start then. Signed ones that are more than they need to be are merged on the way, if they `merge`.
-    `started` counts columns, and `rounds` how often some went all the way.
+    Subclasses say where columns begin. Before columns become too many, those under way go to the end of the plan, and
+    others start afterwards. A sweep that `merges` makes fewer signed columns of many on the way. `started` counts
+    columns, and `rounds` how often some went to the end.
     """
 
     merges = False
@@ -34,21 +32,23 @@ class ColumnSweep(Player):
     """How many columns begin at the loss, where none begin elsewhere."""
 
     @abstractmethod
-    def starting(self, step: Step) -> list[Starting]:
+    def starting(self, step: Step) -> list[StartingColumns]:
         """The columns that begin at a call: at its inputs, and at parameters that it uses."""
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
         self.run = Run(self)
-        plain = hand is None and not torch.is_grad_enabled()
-        self.merging = Merging(plan, at_most) if self.merges and plain else None
+        plain = self.module_extensions is None and not torch.is_grad_enabled()
+        self.merging = Merging(self.plan, self.at_most) if self.merges and plain else None
 
     def end(self) -> None:
         self.__dict__.pop("run", None)
 
     def visit(self, step: Step) -> None:
-        by_hand = step.is_loss and self.hand is not None and self.hand.serves(step)
-        starting = [self.by_hand(step)] if by_hand else self.starting(step) if step.links or step.params else []
+        starting: list[StartingColumns] = []
+        if step.is_loss and self.module_extensions is not None and self.module_extensions.serves(step):
+            starting = [self.from_module_extension(step)]
+        elif step.links or step.params:
+            starting = self.starting(step)
         if step.is_loss:
             step.reached = True
         if self.merging is not None:
@@ -62,15 +62,15 @@ class ColumnSweep(Player):
                 if self.run.count and self.is_too_much(self.run.count + count):
                     self.run.settle(step)
                     self.make_room(step.number + 1, count)
-                self.run.start(step, (lazy.name, self.plan.name, step.number, number), chunk)
+                self.run.start(step, (lazy.name, self.plan.key, step.number, number), chunk)
         self.run.settle(step)
 
-    def by_hand(self, step: Step) -> LazyColumns:
+    def from_module_extension(self, step: Step) -> LazyColumns:
         """What a user's module extension for a loss returns."""
-        assert self.hand is not None
-        sent = self.hand.apply(step, None)
+        assert self.module_extensions is not None
+        sent = self.module_extensions.apply(step, None)
         mats = [sent] if isinstance(sent, Tensor) else list(sent)
-        return known({index: mats[index] for index in step.links}, None, "loss")
+        return as_lazy({index: mats[index] for index in step.links}, None, "loss")
 
     def make_room(self, number: int, count: int) -> None:
         """If so many more columns would be too many, let those under way go to the end, from step `number` on."""
@@ -133,20 +133,21 @@ class Run:
             shape = next(iter(columns.blocks.values())).shape[2:]
             self.waiting[at] = Columns()
             for number, part in enumerate(mat.split(size)):
-                key = ("merged", self.sweep.plan.name, step.number, number)
+                key = ("merged", self.sweep.plan.key, step.number, number)
                 self.waiting[at].add(key, part.reshape(*part.shape[:2], *shape), signs[number * size :][: len(part)])
         for mine, mat in zip(self.uses.values(), mats[len(self.waiting) :], strict=True):
             use, param = mine[0], Columns()
             for number, part in enumerate(mat.split(size)):
-                key = ("merged", self.sweep.plan.name, step.number, number)
+                key = ("merged", self.sweep.plan.key, step.number, number)
                 rows = part.reshape(*part.shape[:2], *use.call.params[use.name].shape)
                 param.add_to_parameter(use.name, key, rows, signs[number * size :][: len(part)])
             mine[:] = [replace(use, arrived=param)]
 
     def visit(self, step: Step, last: bool = True) -> None:
-        """Let what waits at a call pass it, block by block; if these are the `last`, parameters are settled before.
+        """Let the columns that wait at a call pass it, block by block.
 
-        So a block is let go when it has passed, and columns of two calls are not held at a time.
+        If no others begin at this call (these are the `last`), its parameters are settled first: then each block can be
+        freed when it has passed, and columns of two calls never exist at the same time.
         """
         columns = self.waiting.pop(step, None)
         if columns is None:
@@ -155,9 +156,9 @@ class Run:
         for key, mat in columns.blocks.items():
             if mat.dtype is not step.call.output.dtype:
                 columns.blocks[key] = step.cast(mat)
-        hand = self.sweep.hand
-        if hand is not None and hand.serves(step):
-            self.pass_by_hand(step, columns)
+        written = self.sweep.module_extensions
+        if written is not None and written.serves(step):
+            self.apply_module_extension(step, columns)
             return
         if step.rule is not None and step.rule.inputs_first:
             self.pass_call(step, columns.copy())
@@ -195,11 +196,11 @@ class Run:
             for index, part in step.rule.jac_t_mat_prods(step.view(self.sweep.samples), mat).items():
                 self.send(step.links[index], key, part, columns.signs[key])
 
-    def pass_by_hand(self, step: Step, columns: Columns) -> None:
+    def apply_module_extension(self, step: Step, columns: Columns) -> None:
         """Let a user's module extension do it."""
-        assert self.sweep.hand is not None
+        assert self.sweep.module_extensions is not None
         sizes = [len(mat) for mat in columns.blocks.values()]
-        sent = self.sweep.hand.apply(step, torch.cat(list(columns.blocks.values())))
+        sent = self.sweep.module_extensions.apply(step, torch.cat(list(columns.blocks.values())))
         mats: Sequence[Tensor] = [sent] if isinstance(sent, Tensor) else list(sent or ())
         for index, link in step.links.items():
             for key, mat in zip(columns.blocks, mats[index].split(sizes), strict=True):

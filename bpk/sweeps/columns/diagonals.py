@@ -44,7 +44,7 @@ def tied_inside(step: Step) -> tuple[str, ...]:
     return tuple([name for name in step.last if sum(p is step.params[name] for p in params) > 1])
 
 
-def behind(rule: Rule, view: Call, diag: Tensor) -> LazyColumns:
+def behind_diagonal(rule: Rule, view: Call, diag: Tensor) -> LazyColumns:
     """The columns of a diagonal `[N, *out]` at the input of a call."""
     looks_at, dims = rule.acts_on(view), view.inputs[0].dim()
     axes = 0 if looks_at is None else dims - looks_at - 1

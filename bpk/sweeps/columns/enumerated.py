@@ -25,8 +25,8 @@ class Enumerated:
     @property
     def saves(self) -> bool:
         """Whether results have fewer entries than the inputs that they feed."""
-        apart = [self.step, *self.shapes]
-        if any(step.samples_of_rows is not None for step in apart):
+        steps = [self.step, *self.shapes]
+        if any(step.samples_of_rows is not None for step in steps):
             return False
         return self.count < sum(self.view.sample_shape(index).numel() for index in self.step.links)
 

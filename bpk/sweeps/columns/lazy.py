@@ -16,7 +16,7 @@ Chunk = tuple[Mapping[Wrt, Tensor], Tensor | None]
 """Columns `[K, N, ...]` at inputs and parameters of a call, and signs `[K, N]` (`None`: all ones)."""
 
 
-class Starting(ABC):
+class StartingColumns(ABC):
     """`count` columns that begin at a call; `name` tells several of these from each other."""
 
     count: int
@@ -28,8 +28,8 @@ class Starting(ABC):
 
 
 @dataclass
-class LazyColumns(Starting):
-    """Columns of which `make(start, stop)` gives some. So many in a row as a `unit` says should not be torn apart."""
+class LazyColumns(StartingColumns):
+    """Columns of which `make(start, stop)` gives some. Those of one `unit` (so many) should be made together."""
 
     count: int
     make: Callable[[int, int], Chunk]
@@ -51,7 +51,7 @@ class LazyColumns(Starting):
         return LazyColumns(self.count, lambda start, stop: change(self.make(start, stop)), self.name)
 
 
-def known(columns: Mapping[Wrt, Tensor], signs: Tensor | None, name: Hashable = "residual") -> LazyColumns:
+def as_lazy(columns: Mapping[Wrt, Tensor], signs: Tensor | None, name: Hashable = "residual") -> LazyColumns:
     """Columns that exist already."""
 
     def make(start: int, stop: int) -> Chunk:

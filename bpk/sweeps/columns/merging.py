@@ -57,7 +57,10 @@ class Merging:
         return 3 * saved >= count and saved * self.to_come[step.number] > count * size * (size + TOUCHED)
 
     def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Merged | None:
-        """Fewer columns before `step`, where that pays: first asked with the least that may be left of the entries."""
+        """Fewer columns before `step`, where that pays.
+
+        This is asked twice: with a lower bound for how many distinct entries there are, then with their number.
+        """
         columns, largest = dict[Hashable, int](), 0
         like: Tensor | None = None
         for at, waits in waiting.items():
@@ -130,7 +133,7 @@ def distinct(places: Sequence[Columns]) -> tuple[Tensor, Tensor]:
     return first, same_as
 
 
-def side_by_side(places: Sequence[Columns], entries: Tensor) -> tuple[Tensor, Tensor]:
+def joint_columns(places: Sequence[Columns], entries: Tensor) -> tuple[Tensor, Tensor]:
     """All columns over some entries of all places, `[K, N, E]`, zero where they do not go, and their signs `[K, N]`."""
     known = blocks_of(places)
     sizes, like = [len(mat) for mat, _ in known.values()], next(iter(known.values()))[0]
@@ -162,7 +165,7 @@ def are_same(places: Sequence[Columns], joint: Tensor, same_as: Tensor) -> bool:
 
 def merged(places: Sequence[Columns], first: Tensor, same_as: Tensor) -> Merged | None:
     """The same sum of squares from fewer columns."""
-    joint, signs = side_by_side(places, first)
+    joint, signs = joint_columns(places, first)
     if len(first) < len(same_as) and not are_same(places, joint, same_as):
         return None
     rows = torch.bmm((joint * signs[..., None]).permute(1, 2, 0), joint.transpose(0, 1)).transpose(0, 1).div_(2)

@@ -1,4 +1,4 @@
-"""Which axes of a call tell positions (time steps, pixels) of a loss apart, while its layers treat them one by one."""
+"""Which axes of a call hold the positions of a loss (time steps, pixels), as long as layers treat them one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 
 
-def behind(link: Link, mat: Tensor, where: Tensor) -> tuple[Step | None, Tensor, Tensor]:
+def at_producer(link: Link, mat: Tensor, where: Tensor) -> tuple[Step | None, Tensor, Tensor]:
     """The call that feeds an input, maybe through functions that rearrange entries, with columns there.
 
     `where` `[N, *x]` has the number of the position of each entry.

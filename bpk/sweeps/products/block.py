@@ -14,24 +14,23 @@ import torch
 from torch import Tensor
 
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.call import Wrt, index_of
+from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.losses.loss import Loss
+from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
 from bpk.sweeps.curvature import Curvature
-from bpk.sweeps.products.linearised import Modify
 from bpk.sweeps.products.tape import Frame
 
 
 class BlockProduct:
     """Multiply with the diagonal block of one parameter: one vector `[*p]`, or several, `[V, *p]`."""
 
-    def __init__(self, uses: Uses, curvature: Curvature, modify: Modify | None = None) -> None:
+    def __init__(self, uses: Uses, curvature: Curvature) -> None:
         tape, _ = uses.uses[-1].arrived
         self.frames: list[Frame] = tape.frames[: max(use.arrived[1] for use in uses.uses)]
         self.param = uses.param
         self.curvature = curvature
-        self.modify = modify
         self.differentiable = torch.is_grad_enabled()
         for frame in self.frames if curvature is not Curvature.GGN else ():
             if frame.stretch is not None and frame.stretch.refusal is not None:
@@ -112,7 +111,7 @@ class BlockProduct:
             elif frame.number in adjoints:
                 sent += frame.pull(adjoints.pop(frame.number), inner).items()
             if self.curvature is not Curvature.GGN and not isinstance(frame.rule, Loss):
-                sent += frame.bend(inner, self.modify).items()
+                sent += frame.curve(inner, self.curvature).items()
             for wrt, part in sent:
                 if isinstance(wrt, str):
                     result = result + part if frame.params.get(wrt) == id(self.param) else result
@@ -150,9 +149,8 @@ def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]
     if frame.samples is None:
         product = joint.rule.hessian_mat_prod(joint.call, tangent) * frame.grad
         if frame.terms is not None:
-            product = product * frame.terms.reshape(-1, *[1] * (product.dim() - 2))
+            product = product * along_rows(frame.terms, product, 1)
         return dict(joint.split(product).items())
-    index = index_of(frame.samples, tangent.device)
-    full = tangent.new_zeros(tangent.shape[0], *joint.call.inputs[0].shape).index_copy(1, index, tangent)
+    full = over_batch(tangent, frame.samples, len(joint.call.inputs[0]))
     product = joint.rule.hessian_mat_prod(joint.call, full) * frame.grad
-    return dict(joint.split(product.index_select(1, index)).items())
+    return dict(joint.split(of_samples(product, frame.samples)).items())

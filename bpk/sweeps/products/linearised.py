@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +11,12 @@ from bpk.jacobians.core.call import Wrt, index_of
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import placeholder
 from bpk.plan.graph import Source, pull_columns
+from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.ports import Port
+from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.stretches.no_second_derivative import differentiable_twice, require_curvature, require_products
 from bpk.sweeps.stretches.residual import Group, StretchResidual
-
-Modify = Literal["clip", "abs"]
 
 
 class LinearisedStretch:
@@ -28,6 +27,7 @@ class LinearisedStretch:
 
     Args:
         source: The stretch and the calls that feed it.
+        names: What its inputs (numbers), then its parameters, are called in tangents and adjoints.
         at_input: The tensor at the end of the stretch (for its shape).
         share: The gradient at that tensor, `[N, *in]`.
         samples: The samples considered, or `None`.
@@ -38,6 +38,7 @@ class LinearisedStretch:
     def __init__(
         self,
         source: Source,
+        names: Sequence[Wrt],
         at_input: Tensor,
         share: Tensor,
         samples: tuple[int, ...] | None,
@@ -45,10 +46,11 @@ class LinearisedStretch:
         merged: bool = False,
     ) -> None:
         require_products(source)
+        self.names = names
         self.samples = samples
         self.counts = None if samples is None else times_named(samples, share)
         if self.counts is not None:  # what belongs to a parameter is a sum over samples, each as often as it is named
-            share = share * spread(self.counts, share.dim())
+            share = share * along_rows(self.counts, share)
         self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
         self.cotangent = placeholder(at_input)
         self.pulled = source.gradients(self.cotangent)
@@ -58,25 +60,25 @@ class LinearisedStretch:
             pulled, tangents = [p for p, _ in pairs], [t for _, t in pairs]  # others were overwritten (`x.copy_(y)`)
             self.pushed = torch.autograd.grad(pulled, self.cotangent, tangents, create_graph=True)[0]
         self.probes: Sequence[Tensor] = ()
-        self.bent: Sequence[Tensor | None] = ()
+        self.residual: Sequence[Tensor | None] = ()
         self.columns: Group | None = None
-        self.apart: tuple[Group, Group] | None = None  # columns of what calls hand on alone, and of parameters alone
+        self.separate: tuple[Group, Group] | None = None  # columns of the inputs alone, and of the parameters alone
         self.merged = False  # whether columns have an axis for the only sample
         self.refusal: UnsupportedLayer | None = None
         try:
             if factored:
                 residual = StretchResidual(source, share, merged=merged)
-                self.merged = merged and not residual.keeps_rows_apart
+                self.merged = merged and not residual.keeps_rows_separate
                 residual = residual if merged == self.merged else StretchResidual(source, share)
                 self.columns = residual.columns()
-                self.apart = residual.columns_apart() if self.columns is not None and source.trained else None
+                self.separate = residual.separate_columns() if self.columns is not None and source.trained else None
             else:
                 with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
-                    self.probes, self.bent = self.bend(source, share)
+                    self.probes, self.residual = self.record_residual(source, share)
         except UnsupportedLayer as error:
             self.refusal = error  # products with the GGN do without
 
-    def bend(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+    def record_residual(self, source: Source, share: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """The residual `R w` as a function of probes `w`, one per target (empty where the stretch is linear)."""
         require_curvature(source)
         gradients = source.gradients(share.detach())
@@ -84,14 +86,14 @@ class LinearisedStretch:
             return [], []
         probes = [placeholder(g) for g in gradients]
         curved = [(g, w) for g, w in zip(gradients, probes, strict=True) if g.requires_grad]
-        bent = torch.autograd.grad(
+        gradient = torch.autograd.grad(
             [g for g, _ in curved], source.beginnings(), [w for _, w in curved], create_graph=True, allow_unused=True
         )
-        return probes, list(bent)
+        return probes, list(gradient)
 
-    def push(self, tangents: Sequence[Tensor | None]) -> Tensor:
-        """`J t`: from tangents at the producers' outputs, then at the parameters, to the tangent at the input."""
-        known = next(t for t in tangents if t is not None)
+    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
+        """`J t`: from tangents at the producers' outputs and at the parameters to the tangent at the input."""
+        known = next(iter(tangents.values()))
         full = [
             torch.zeros(known.shape[0], *p.shape, dtype=p.dtype, device=p.device) if t is None else t
             for t, p in zip(self.at_graph(tangents), self.pulled, strict=True)
@@ -99,91 +101,68 @@ class LinearisedStretch:
         parts = [p for p in zip(self.pulled, full, strict=True) if p[0].requires_grad]
         out = derivative([p for p, _ in parts], [self.cotangent], [t for _, t in parts])[0]
         assert out is not None
-        return self.narrow(out)
+        return of_samples(out, self.samples)
 
-    def pull(self, adjoint: Tensor) -> list[Tensor | None]:
-        """`J^T a`, by producer."""
+    def pull(self, adjoint: Tensor) -> dict[Wrt, Tensor]:
+        """`J^T a`, where there is something."""
         if self.counts is not None:
-            adjoint = self.widen(adjoint) * spread(self.counts, adjoint.dim() - 1)
+            adjoint = self.widen(adjoint) * along_rows(self.counts, adjoint, 1)
         return self.each(derivative((self.pushed,), self.tangents, (adjoint,)))
 
-    def curve(self, tangents: Sequence[Tensor | None], modify: Modify | None) -> list[Tensor | None]:
-        """The residual times the tangents, by producer."""
-        if modify is not None:
-            return self.curve_positively(tangents, modify)
+    def curve(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
+        """The residual times the tangents, where there is something."""
+        if curvature.is_positive:
+            return self.curve_positively(tangents, curvature)
         total: list[Tensor | None] = [None] * len(self.tangents)
-        for bent, t in zip(self.bent, self.at_graph(tangents), strict=True) if self.bent else ():
-            if bent is not None and bent.requires_grad and t is not None:
-                extra = derivative((bent,), self.probes, (t,))
+        for gradient, t in zip(self.residual, self.at_graph(tangents), strict=True) if self.residual else ():
+            if gradient is not None and gradient.requires_grad and t is not None:
+                extra = derivative((gradient,), self.probes, (t,))
                 total = [add(p, e) for p, e in zip(total, extra, strict=True)]
         return self.each(total)
 
-    def curve_positively(self, tangents: Sequence[Tensor | None], modify: Modify) -> list[Tensor | None]:
+    def curve_positively(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
         """The same with the residual's negative eigenvalues clipped, or made positive."""
         if self.columns is None:
-            return [None] * len(self.tangents)
+            return {}
         parts, signs = self.columns
-        number = sum(port is not None for port in self.ports)
-        if self.apart is not None and not (any_of(tangents[:number]) and any_of(tangents[number:])):
-            parts, signs = self.apart[any_of(tangents[number:])]
-        names: list[Wrt] = [k if port is not None else f"parameter {k}" for k, port in enumerate(self.ports)]
-        pairs = [(name, t, part) for name, t, part in zip(names, tangents, parts, strict=True) if t is not None]
-        known = {name: self.widen(t) if isinstance(name, int) else t for name, t, _ in pairs}
+        of_inputs = {isinstance(name, int) for name in tangents}
+        if self.separate is not None and len(of_inputs) == 1:
+            parts, signs = self.separate[False in of_inputs]
+        columns = {name: part for name, part in zip(self.names, parts, strict=True) if name in tangents}
+        known = {name: self.widen(tangents[name]) if isinstance(name, int) else tangents[name] for name in columns}
         if self.merged:
             known = {name: t[:, None] if isinstance(name, int) else t for name, t in known.items()}
-        found = through_columns({name: part for name, _, part in pairs}, positive(signs, modify), known)
+        found = through_columns(columns, curvature.positive(signs), known)
         if self.merged:
             found = {name: mat[:, 0] if isinstance(name, int) else mat for name, mat in found.items()}
         if self.samples is not None:
             found = {name: self.once(mat) if isinstance(name, int) else mat for name, mat in found.items()}
-        return [found.get(name) for name in names]
+        return found
 
-    def at_graph(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def at_graph(self, mats: Mapping[Wrt, Tensor]) -> list[Tensor | None]:
         """Columns of each producer over the whole batch, as autograd sees them; those of parameters as they are."""
-        pairs = zip(mats, self.ports, strict=True)
+        pairs = zip(map(mats.get, self.names), self.ports, strict=True)
         return [m if m is None or port is None else port.to_graph(self.widen(m)) for m, port in pairs]
 
-    def each(self, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def each(self, mats: Sequence[Tensor | None]) -> dict[Wrt, Tensor]:
         """Columns of each producer as its rule sees them, restricted to the considered samples."""
-        pairs = zip(mats, self.ports, strict=True)
-        return [m if m is None or port is None else self.once(port.to_rule(m)) for m, port in pairs]
+        parts = zip(self.names, mats, self.ports, strict=True)
+        return {name: m if port is None else self.once(port.to_rule(m)) for name, m, port in parts if m is not None}
 
     def widen(self, mat: Tensor) -> Tensor:
         """Columns over the whole batch, zero for samples that are left out."""
-        if self.samples is None:
-            return mat
-        full = mat.new_zeros(mat.shape[0], self.cotangent.shape[0], *mat.shape[2:])
-        return full.index_copy(1, index_of(self.samples, mat.device), mat)
-
-    def narrow(self, mat: Tensor) -> Tensor:
-        """Columns over the considered samples."""
-        if self.samples is None:
-            return mat
-        return mat.index_select(1, index_of(self.samples, mat.device))
+        return over_batch(mat, self.samples, self.cotangent.shape[0])
 
     def once(self, mat: Tensor) -> Tensor:
         """Columns over the considered samples, from columns in which each counts as often as it is named."""
-        return mat if self.counts is None else self.narrow(mat / spread(self.counts.clamp(min=1), mat.dim() - 1))
-
-
-def any_of(mats: Sequence[Tensor | None]) -> bool:
-    """Whether there are any."""
-    return any(mat is not None for mat in mats)
+        return (
+            mat if self.counts is None else of_samples(mat / along_rows(self.counts.clamp(min=1), mat, 1), self.samples)
+        )
 
 
 def times_named(samples: tuple[int, ...], like: Tensor) -> Tensor:
     """`[N]`: how often each sample of a batch `[N, ...]` is named."""
     return torch.bincount(index_of(samples, like.device), minlength=len(like)).to(like.dtype)
-
-
-def spread(counts: Tensor, dims: int) -> Tensor:
-    """Numbers of samples, to be multiplied with rows `[N, ...]` of so many axes, or with columns of them."""
-    return counts.reshape(-1, *[1] * (dims - 1))
-
-
-def positive(values: Tensor, modify: Modify) -> Tensor:
-    """Clip negative values, or take absolute ones."""
-    return values.clamp(min=0) if modify == "clip" else values.abs()
 
 
 def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:

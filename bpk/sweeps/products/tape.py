@@ -1,6 +1,6 @@
 """The tape of the calls between a parameter and the loss, from which products with curvature blocks are made.
 
-Every call is written down when autograd is there, latest first; `block_product.py` plays the tape both ways.
+Every call is written down when autograd is there, latest first; `block.py` plays the tape both ways.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Alignment, Link, Step, promoted
 from bpk.plan.stretch import StretchCall
-from bpk.recording.changed import Noted, is_changed, note
-from bpk.recording.settings import Settings
-from bpk.sweeps.products.linearised import LinearisedStretch, Modify, positive, through_columns
+from bpk.recording.changed import Stamp, is_changed, stamp
+from bpk.recording.hyperparameters import Hyperparameters
+from bpk.sweeps.curvature import Curvature
+from bpk.sweeps.products.linearised import LinearisedStretch, through_columns
 from bpk.sweeps.sweep import Observer
 
 
@@ -36,8 +37,8 @@ class Feed(Alignment):
 class Frame:
     """What the tape keeps of one call: products with its Jacobians and its residual, both ways.
 
-    `params` are, by name, the `id`s of the parameters that it uses. `settings` has the hyperparameters as they were, of
-    the module or the arguments in `options`.
+    `params` are, by name, the `id`s of the parameters that it uses. `hyperparameters` are those of the call, in the
+    module or among the arguments in `options`.
     """
 
     number: int
@@ -50,15 +51,15 @@ class Frame:
     params: dict[str, int]
     stretch: LinearisedStretch | None = None
     terms: Tensor | None = None
-    settings: Settings | None = None
+    hyperparameters: Hyperparameters | None = None
     options: Any = None
-    noted: list[tuple[Tensor, Noted]] = field(default_factory=list)
-    live: list[tuple[weakref.ref[Tensor], Noted]] = field(default_factory=list)
+    stamps: list[tuple[Tensor, Stamp]] = field(default_factory=list)
+    live: list[tuple[weakref.ref[Tensor], Stamp]] = field(default_factory=list)
 
-    def note(self, leaves: Iterable[Tensor], live: Iterable[Tensor]) -> None:
+    def stamp(self, leaves: Iterable[Tensor], live: Iterable[Tensor]) -> None:
         """Note which tensors must not change; of those that are `live`, the call has its own views."""
-        self.noted = [(x, note(x)) for x in (*leaves, *self.call.inputs, *self.call.params.values())]
-        self.live = [(weakref.ref(x), note(x)) for x in live]
+        self.stamps = [(x, stamp(x)) for x in (*leaves, *self.call.inputs, *self.call.params.values())]
+        self.live = [(weakref.ref(x), stamp(x)) for x in live]
 
     def verify(self) -> None:
         """Refuse if a tensor of the forward pass, or a parameter, was changed since; see hyperparameters as they were.
@@ -66,12 +67,12 @@ class Frame:
         What was computed from parameters that have other memory by now, or from other hyperparameters, is dropped:
         it may read them. Buffers that were changed are refused where a rule reads them.
         """
-        options = self.options if self.settings is None else self.settings.as_called(self.options)
+        options = self.options if self.hyperparameters is None else self.hyperparameters.as_called(self.options)
         parameters = [(ref(), known) for ref, known in self.live]
         moved = any(x is not None and is_changed(x, known) for x, known in parameters)
-        if self.settings is not None and (moved or options is not self.options):
+        if self.hyperparameters is not None and (moved or options is not self.options):
             self.call = self.call.seen_with(options)
-        if any(is_changed(x, known) for x, known in self.noted):
+        if any(is_changed(x, known) for x, known in self.stamps):
             raise RuntimeError(
                 explain(
                     f"Tensors of {self.where} were changed since the backward pass.",
@@ -87,40 +88,31 @@ class Frame:
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
         """`sum_i J_i t_i`: from tangents at inputs and parameters to the output."""
         if self.stretch is not None:
-            return self.stretch.push([tangents.get(wrt) for wrt in self.ends])
+            return self.stretch.push(tangents)
         parts = [self.rule.jac_mat_prod(self.call, t, wrt) for wrt, t in tangents.items()]
         return sum(parts[1:], parts[0])
 
     def pull(self, adjoint: Tensor, wrts: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         """`J_i^T a` for these inputs and parameters."""
         if self.stretch is not None:
-            return self.known(self.stretch.pull(adjoint))
+            return self.stretch.pull(adjoint)
         adjoint = self.cast(adjoint)
         return {wrt: self.rule.jac_t_mat_prod(self.call, adjoint, wrt, sum_batch=True) for wrt in wrts}
 
-    def bend(self, tangents: Mapping[Wrt, Tensor], modify: Modify | None) -> dict[Wrt, Tensor]:
+    def curve(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
         """The residual times the tangents, made positive where that is asked for."""
         if self.stretch is not None:
-            return self.known(self.stretch.curve([tangents.get(wrt) for wrt in self.ends], modify))
+            return self.stretch.curve(tangents, curvature)
         kind = self.rule.residual(self.call, tuple(tangents))
         if kind is Residual.ZERO:
             return {}
-        if modify is None:
+        if not curvature.is_positive:
             return self.rule.residual_mat_prod(self.call, self.grad, tangents)
         if kind is Residual.DIAGONAL and tuple(tangents) == (0,):
             diag = self.rule.residual_diag(self.call, self.grad)
-            return {0: positive(diag, modify) * tangents[0]}
+            return {0: curvature.positive(diag) * tangents[0]}
         columns, signs = self.rule.residual_columns(self.call, self.grad, tuple(tangents))
-        return through_columns(columns, positive(signs, modify), dict(tangents))
-
-    @property
-    def ends(self) -> list[Wrt]:
-        """Where a stretch begins: at its inputs, then at its parameters."""
-        return [*self.feeds, *self.params]
-
-    def known(self, parts: list[Tensor | None]) -> dict[Wrt, Tensor]:
-        """Those of the beginnings of a stretch where there is something."""
-        return {wrt: part for wrt, part in zip(self.ends, parts, strict=True) if part is not None}
+        return through_columns(columns, curvature.positive(signs), dict(tangents))
 
 
 class Tape(Observer):
@@ -153,8 +145,8 @@ class Tape(Observer):
         frame = Frame(step.number, step.rule_at(self.samples), kept, grad, feeds, step.where, samples, params, stretch)
         frame.terms = self.terms(step) if step.is_loss else None
         if stretch is None:
-            frame.settings, frame.options = step.record.settings, step.record.binding.options
-        frame.note(() if step.source is None else step.source.leaves, view.params.values())
+            frame.hyperparameters, frame.options = step.record.hyperparameters, step.record.binding.options
+        frame.stamp(() if step.source is None else step.source.leaves, view.params.values())
         self.frames.append(frame)
         return self, len(self.frames)
 
@@ -168,7 +160,9 @@ class Tape(Observer):
         if not isinstance(call, StretchCall):
             return None
         samples = None if step.mixed else self.samples
-        stretch = LinearisedStretch(call.source, call.output, step.grad, samples, self.factored, call.merged)
+        stretch = LinearisedStretch(
+            call.source, [*step.links, *step.params], call.output, step.grad, samples, self.factored, call.merged
+        )
         if self.factored and stretch.columns is not None and call.samples_of_rows is not None and not call.merged:
             raise UnsupportedLayer(
                 explain(

@@ -16,15 +16,13 @@ from torch import Tensor
 from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
-from bpk.plan.plan import Plan
-from bpk.plan.samples.rows import slots
+from bpk.plan.samples.rows import along_rows, slots
 from bpk.plan.step import Step
 from bpk.sweeps.columns.closed_form import settle_last_layer
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting
-from bpk.sweeps.columns.position_axes import axes_of_positions, behind, positions_of
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns
+from bpk.sweeps.columns.position_axes import at_producer, axes_of_positions, positions_of
 from bpk.sweeps.starts.square_root import SquareRoot
-from bpk.sweeps.sweep import Settle, times_root_of_factor
+from bpk.sweeps.sweep import times_root_of_factor
 
 
 class ByPosition(SquareRoot):
@@ -34,11 +32,11 @@ class ByPosition(SquareRoot):
     the batch axis that tell positions apart.
     """
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
+        super().prepare()
         self.waiting: dict[Step, dict[Hashable, tuple[int, Tensor]]] = {}
 
-    def starting(self, step: Step) -> list[Starting]:
+    def starting(self, step: Step) -> list[StartingColumns]:
         if not step.is_loss:
             return self.pass_positions(step) if step in self.waiting else []
         joint, rows = step.joint, step.samples_of_rows
@@ -50,7 +48,7 @@ class ByPosition(SquareRoot):
         if root is None:
             return super().starting(step)
         where = positions_of(root.shape[1:], joint.rule.positions(joint.call.inputs[0]), root.device)
-        found: list[Starting] = []
+        found: list[StartingColumns] = []
         mat = times_root_of_factor(root, step)
         for number, part in enumerate(mat.split(max(1, self.at_most or len(mat)))):
             index = next(iter(step.links))
@@ -58,9 +56,9 @@ class ByPosition(SquareRoot):
             found += self.send_positions(step, index, ("loss", step.number, number), part, where)
         return found
 
-    def pass_positions(self, step: Step) -> list[Starting]:
+    def pass_positions(self, step: Step) -> list[StartingColumns]:
         """Send columns of all positions through a call; returns those that have to be written out behind it."""
-        found: list[Starting] = []
+        found: list[StartingColumns] = []
         assert step.rule is not None
         for key, (axes, arrived) in self.waiting.pop(step).items():
             step.reached = True
@@ -82,9 +80,11 @@ class ByPosition(SquareRoot):
         for found in uses.values():
             self.settle(step.params[found[0].name], found, 0)
 
-    def send_positions(self, step: Step, index: int, key: Hashable, mat: Tensor, where: Tensor) -> list[Starting]:
+    def send_positions(
+        self, step: Step, index: int, key: Hashable, mat: Tensor, where: Tensor
+    ) -> list[StartingColumns]:
         """Hand columns of all positions to what feeds an input, or return them, if they have to be written out."""
-        producer, mats, numbers = behind(step.links[index], mat, where)
+        producer, mats, numbers = at_producer(step.links[index], mat, where)
         alone = producer is not None and not any(self.plan.is_shared(p) for p in producer.params.values())
         axes = axes_of_positions(producer, numbers) if producer is not None and alone else None
         if producer is None or axes is None:
@@ -98,7 +98,7 @@ def written_out(mat: Tensor, where: Tensor, samples: Tensor | None, index: int, 
     in_row = int(where.max()) // len(where)  # positions of a row
     number = (where - 1) % in_row
     if samples is not None:
-        number = number + in_row * slots(samples).reshape(-1, *[1] * (where.dim() - 1))
+        number = number + in_row * along_rows(slots(samples), where)
     count = int(number.max()) + 1
 
     def make(start: int, stop: int) -> Chunk:

@@ -11,18 +11,15 @@ from bpk.fields.arrived import ClosedForm
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
-from bpk.plan.plan import Plan
 from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.column_sweep import ColumnSweep
-from bpk.sweeps.columns.diagonals import behind, takes, tied_inside
+from bpk.sweeps.columns.diagonals import behind_diagonal, takes, tied_inside
 from bpk.sweeps.columns.enumerated import Enumerated
-from bpk.sweeps.columns.lazy import LazyColumns, Starting, diagonal, known, split_rows
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.columns.lazy import LazyColumns, StartingColumns, as_lazy, diagonal, split_rows
 from bpk.sweeps.stretches.curved import CurvedStretch
-from bpk.sweeps.sweep import Settle
 
 
 class SignedHessian(ColumnSweep):
@@ -38,18 +35,18 @@ class SignedHessian(ColumnSweep):
     def key(self) -> Hashable:
         return ("hessian", self.samples)
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
+        super().prepare()
         self.diagonals: dict[Step, Tensor] = {}
 
-    def starting(self, step: Step) -> list[Starting]:
+    def starting(self, step: Step) -> list[StartingColumns]:
         if step.is_loss:
             return [] if settle_last_layer(self, step) else [self.of_loss(step)]
         if step.rule is STRETCH:
             return list(self.of_stretch(step))
         return [*self.of_diagonal(step), *(self.split(step, lazy) for lazy in self.of_call(step))]
 
-    def of_diagonal(self, step: Step) -> list[Starting]:
+    def of_diagonal(self, step: Step) -> list[StartingColumns]:
         """What a diagonal at the output of a call brings to its parameters, and sends to its input."""
         diag = self.diagonals.pop(step, None)
         if diag is None or step.rule is None:
@@ -58,12 +55,16 @@ class SignedHessian(ColumnSweep):
         step.reached = True
         for name in step.params:
             self.settle_squares(step, name, partial(rule.squares_of_diagonal, view, diag, name))
-        return [behind(rule, view, diag)] if step.links else []
+        return [behind_diagonal(rule, view, diag)] if step.links else []
 
     def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
         """Note what some columns add to the squares of a parameter."""
         use = Use(
-            step.view(self.samples), step.rule_at(self.samples), name, ClosedForm(squares), of=(step.record, "squares")
+            step.view(self.samples),
+            step.rule_at(self.samples),
+            name,
+            ClosedForm(squares),
+            origin=(step.record, "squares"),
         )
         self.settle(step.params[name], [use], step.batch_size)
 
@@ -88,7 +89,7 @@ class SignedHessian(ColumnSweep):
         root, signs = joint.rule.hessian_columns(joint.call)
         size = step.grad.abs().sqrt()
         columns: dict[Wrt, Tensor] = {k: self.rows(mat, 1) * size for k, mat in joint.split(root).items()}
-        return self.split(step, known(columns, self.rows(signs, 1) * step.grad.sign(), "loss"))
+        return self.split(step, as_lazy(columns, self.rows(signs, 1) * step.grad.sign(), "loss"))
 
     def of_call(self, step: Step) -> list[LazyColumns]:
         """The residual of a call, jointly over inputs and parameters that are used elsewhere as well, by calls further
@@ -115,7 +116,7 @@ class SignedHessian(ColumnSweep):
             elif not shared and wrts == joint and (rows := Enumerated(step, self.samples, grad)).saves:
                 found.append(rows.columns())
             else:
-                found.append(known(*rule.signed_columns(view, grad, wrts), ("residual", *wrts)))
+                found.append(as_lazy(*rule.signed_columns(view, grad, wrts), ("residual", *wrts)))
         return found
 
     def of_stretch(self, step: Step) -> list[LazyColumns]:

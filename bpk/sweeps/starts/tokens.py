@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from bpk.fields.tokens import Tokens
-from bpk.plan.plan import Plan
-from bpk.plan.samples.rows import slots
+from bpk.plan.samples.rows import along_rows, slots
 from bpk.plan.step import Step
 from bpk.sweeps.columns.column_sweep import ColumnSweep
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, Starting
-from bpk.sweeps.module_extensions import Hand
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns
 from bpk.sweeps.starts.square_root import SquareRoot
-from bpk.sweeps.sweep import Settle
 
 AT_ONCE = 1 << 19
 """How many numbers columns of tokens have at the largest layer, on a processor: there are many, each is for itself, and
@@ -39,7 +36,7 @@ def numbered(step: Step) -> tuple[Tensor, int]:
     number = torch.arange(count, device=x.device).reshape(sizes).expand(x.shape)
     if rows is not None and len(rows):
         slot = slots(rows)
-        number = number + count * slot.reshape(-1, *[1] * (x.dim() - 1))
+        number = number + count * along_rows(slot, x)
         count *= int(slot.max()) + 1
     return number, count
 
@@ -47,16 +44,17 @@ def numbered(step: Step) -> tuple[Tensor, int]:
 class TokenColumns(ColumnSweep):
     """Columns that are zero at all tokens of a sample but one.
 
-    `columns` gives those of all tokens on top of each other. Those of some tokens begin together, in order; what comes
-    to a parameter knows of which `Tokens` it is by its birthplace. Tokens of several losses count on.
+    `columns` gives those of all tokens on top of each other. Those of some tokens begin together, in order; their key
+    says of which `Tokens` they are, also at a parameter. Tokens of a second loss are numbered after those of the first.
     """
 
     before = 0
 
-    def begin(self, plan: Plan, settle: Settle, at_most: int | None, hand: Hand | None) -> None:
-        if at_most is not None and not self.fields_are_rows and plan.steps[0].call.output.device.type == "cpu":
-            at_most = min(at_most, max(1, AT_ONCE // plan.largest))
-        super().begin(plan, settle, at_most, hand)
+    def prepare(self) -> None:
+        on_processor = self.plan.steps[0].call.output.device.type == "cpu"
+        if self.at_most is not None and not self.fields_are_rows and on_processor:
+            self.at_most = min(self.at_most, max(1, AT_ONCE // self.plan.largest))
+        super().prepare()
 
     @abstractmethod
     def columns(self, step: Step) -> Tensor:
@@ -66,13 +64,13 @@ class TokenColumns(ColumnSweep):
     def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
         """Columns of a loss, times its factor in the objective, by input."""
 
-    def starting(self, step: Step) -> list[Starting]:
+    def starting(self, step: Step) -> list[StartingColumns]:
         if not step.is_loss:
             return []
         columns, (number, count) = self.columns(step), numbered(step)
         each = max(1, self.chunk // max(1, len(columns)))
         starts = range(0, count, each)
-        found: list[Starting] = [self.some(step, columns, number, k, min(k + each, count)) for k in starts]
+        found: list[StartingColumns] = [self.some(step, columns, number, k, min(k + each, count)) for k in starts]
         self.before += count
         return found
 

@@ -92,8 +92,7 @@ def require_products(source: Source) -> None:
     for name in source.functions & UNDEFINED.keys():
         raise UnsupportedLayer(
             explain(
-                f"Products cannot pass a function before '{source.consumer.path}' "
-                f"({type(source.consumer.module).__name__}).",
+                f"Products cannot pass a function before {source.consumer.where}.",
                 UNDEFINED[name],
                 "use a quantity without products (DiagGGNExact, DiagHessian, ...), or write the function with others: "
                 "m + (x - m).exp().cumsum(dim).log(), with m = x.amax(dim, keepdim=True).",
@@ -106,8 +105,7 @@ def require_curvature(source: Source) -> None:
     if source.functions & ONCE_IN_GRADIENTS:
         raise UnsupportedLayer(
             explain(
-                f"A function before '{source.consumer.path}' ({type(source.consumer.module).__name__}) cannot be "
-                "differentiated twice.",
+                f"A function before {source.consumer.where} cannot be differentiated twice.",
                 "it is the gradient of a normalisation, which the forward pass asks for, and torch takes its "
                 "statistics for constants in third derivatives.",
                 "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the normalisation with "
@@ -119,8 +117,7 @@ def require_curvature(source: Source) -> None:
 @contextmanager
 def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
     """Say which function has no second derivative. `grad` is the gradient at the end of the stretch."""
-    what = f"A function before '{source.consumer.path}' ({type(source.consumer.module).__name__}) cannot be "
-    what += "differentiated twice."
+    what = f"A function before {source.consumer.where} cannot be differentiated twice."
     do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
     try:
         if has_users_functions(source):

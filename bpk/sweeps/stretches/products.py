@@ -92,7 +92,7 @@ class StretchProducts:
     def require_values_only(self) -> None:
         """Columns are found by eigenvalues of what autograd gives, and have no graph of their own."""
         if torch.is_grad_enabled():
-            where = f"'{self.source.consumer.path}' ({type(self.source.consumer.module).__name__})"
+            where = self.source.consumer.where
             raise UnsupportedLayer(
                 explain(
                     f"Fields cannot be differentiated behind the nonlinear function before {where}.",

@@ -18,7 +18,7 @@ from bpk.jacobians.second_order.bordered import compressed
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
 from bpk.jacobians.second_order.structure import Blocks, Couplings
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, known
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, as_lazy
 from bpk.sweeps.stretches.by_sample import Group, SampleBySample
 from bpk.sweeps.stretches.no_second_derivative import differentiable_twice
 
@@ -42,7 +42,7 @@ class StretchResidual(SampleBySample):
             alone = self.rows is None and not self.source.trained
             return self.of_targets_alone() if alone else self.by_sample(balanced=False)
 
-    def columns_apart(self) -> tuple[Group, Group]:
+    def separate_columns(self) -> tuple[Group, Group]:
         """Those of the targets without the parameters, and of the parameters without the targets (zero in the others).
 
         Only asked for where `columns` are there.
@@ -74,7 +74,7 @@ class StretchResidual(SampleBySample):
             self.require_values_only()
             if self.rows is not None:
                 parts, signs = self.by_sample(balanced=True)
-                return [known(dict(enumerate(parts)), signs)]
+                return [as_lazy(dict(enumerate(parts)), signs)]
             if not self.source.trained:
                 return [self.without_axis(self.by_position(balanced=True))]
             found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
@@ -102,7 +102,7 @@ class StretchResidual(SampleBySample):
         return LazyColumns(lazy.count, make)
 
     @property
-    def keeps_rows_apart(self) -> bool:
+    def keeps_rows_separate(self) -> bool:
         """Whether the rows of a merged batch are treated one by one, each giving one at the end (or nothing bends)."""
         if self.is_zero:
             return True
@@ -124,7 +124,7 @@ class StretchResidual(SampleBySample):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Along which axes targets are treated apart."""
+        """Along which axes targets are treated one by one."""
         return self.couplings.blocks()
 
     def by_position(self, balanced: bool) -> LazyColumns:
@@ -214,4 +214,4 @@ class StretchResidual(SampleBySample):
             dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
         vectors, signs = factor(torch.stack(dense), balanced)
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]
-        return [known(dict(enumerate([*nothing, *self.by_parameter(vectors)])), signs)]
+        return [as_lazy(dict(enumerate([*nothing, *self.by_parameter(vectors)])), signs)]

@@ -68,7 +68,7 @@ def make_quiet(hooks: MutableMapping[int, Callable[..., Any]] | None, inside: bo
             hooks[key] = Quiet(hook, inside)  # type: ignore[index]  # no key is new
 
 
-class Onlookers:
+class HookedTensors:
     """Tensors between layers that users look at: hooks are made quiet, and what `retain_grad` keeps is put back."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Uses of a parameter in the columns of several losses, for what is no sum over losses (Kronecker factors)."""
+"""Uses that are kept for later: until the last loss is reached (for Kronecker factors), or beyond autograd's graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bpk.plan.stretch import StretchCall
 
 def merged(before: list[Use], uses: list[Use]) -> list[Use]:
     """Uses in the columns of several losses: those of one call are one use."""
-    found = {(use.of, use.name): use for use in before}
+    found = {(use.origin, use.name): use for use in before}
     for use in uses:
-        known = found.get((use.of, use.name))
-        found[use.of, use.name] = use if known is None else replace(use, arrived=known.arrived.merged(use.arrived))
+        known = found.get((use.origin, use.name))
+        found[use.origin, use.name] = use if known is None else replace(use, arrived=known.arrived.merged(use.arrived))
     return list(found.values())
 
 

@@ -11,29 +11,29 @@ from typing import Any
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import WithArguments
-from bpk.recording.changed import Changed, Noted, is_changed, note
+from bpk.recording.changed import Changed, Stamp, is_changed, stamp
 
 PLAIN = frozenset((bool, int, float, str, tuple))
 """Types of hyperparameters."""
 
 
-class Settings:
+class Hyperparameters:
     """What a call depends on beside inputs and parameters.
 
     `plain` are the plain attributes of the module, its mode (training or evaluation) among them, `buffers` its buffers
     with what tells whether they still have their values, and `given` tells so of tensors among the `options`.
     """
 
-    buffers: Mapping[str, tuple[Tensor, Noted]] = MappingProxyType({})
-    given: Mapping[str, Noted] = MappingProxyType({})
+    buffers: Mapping[str, tuple[Tensor, Stamp]] = MappingProxyType({})
+    given: Mapping[str, Stamp] = MappingProxyType({})
 
     def __init__(self, module: nn.Module, options: Any) -> None:
         self.module = module
         self.plain = {name: value for name, value in module.__dict__.items() if type(value) in PLAIN}
         if module._buffers:
-            self.buffers = {name: (x, note(x)) for name, x in module._buffers.items() if x is not None}
+            self.buffers = {name: (x, stamp(x)) for name, x in module._buffers.items() if x is not None}
         if options is not module:
-            self.given = {name: note(x) for name, x in tensors_of(options)}
+            self.given = {name: stamp(x) for name, x in tensors_of(options)}
 
     def as_called(self, options: Any) -> Any:
         """The options as they were; a module shares its parameters with its copy."""
@@ -50,12 +50,12 @@ class Settings:
 
     def module_as_called(self, module: nn.Module) -> nn.Module:
         """The module, or a copy that has the settings of the call."""
-        now, held = module.__dict__, module._buffers
+        now, buffers = module.__dict__, module._buffers
         for name, value in self.plain.items():
             if now.get(name) is not value and now.get(name) != value and not name.startswith("_"):
                 return self.earlier(module)
         for name, (x, known) in self.buffers.items():
-            if held.get(name) is not x or is_changed(x, known):
+            if buffers.get(name) is not x or is_changed(x, known):
                 return self.earlier(module)
         return module
 

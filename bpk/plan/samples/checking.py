@@ -1,0 +1,89 @@
+"""Tests a hypothesis about samples throughout a graph, by gradients of its rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bpk.plan.samples.decoding import digits
+from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
+from bpk.plan.samples.given import follows_data, is_given_data
+from bpk.plan.samples.hypotheses import are_pieces, mixed, reads_tables, require_separate_samples
+from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
+from bpk.plan.samples.silent import follow_neighbours
+from bpk.plan.sources import Sources
+from bpk.recording.record import Record
+
+
+def check_hypothesis(
+    root: Record,
+    above: list[Record],
+    sources: Sources,
+    laid_out: bool,
+    numbers: Tensor,
+    n: int,
+    movable: bool,
+) -> dict[Record, Tensor]:
+    """Test one hypothesis about the rows of the root throughout the graph: those of `n` samples have these numbers.
+
+    The batch axis may be `movable`. With `laid_out`, samples must be where the data of the model has them: data with as
+    many steps as samples may tell which is which, where the graph does not.
+    """
+    numbers = numbers.to(root.inputs[0].device)
+    found: dict[Record, Tensor] = {root: numbers}
+    reached: set[Record] = set()
+    shared: dict[Record, FeedsSeveral] = {}
+    inside: list[Record] = []
+    silent: dict[Record, Tensor] = {}
+    tolerance = tolerance_of(root, above)
+    uses = uses_of((*above, root), sources)
+    for record, mat in send_back(root, above, sources, digits(numbers, n)):
+        reached.add(record)
+        if n > 1 and not mat[0].all():
+            mat = with_fewer_zeros(record, mat, uses[record], found, n, tolerance)
+            if record.as_called and not mat[0][..., None].flatten(1).any(1).all():
+                silent[record] = mat
+        try:
+            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
+            if laid_out and not follows_data(record, rows, mat, n):
+                raise mixed(f"'{root.path}' has them in another order than the data of the model")
+            is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
+            if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
+                # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
+                raise FeedsSeveral(f"row of '{record.path}' may feed several of the {n} samples")
+        except SamplesInside:
+            inside.append(record)
+        except FeedsSeveral as error:
+            if record.reads_data or record.data_axis is not None:  # what the model was given is no table
+                raise mixed(f"one {error}") from None
+            shared[record] = error  # an embedding of positions, or a network of a table of constants
+    joining: list[Record] = []
+    for other, reason in shared.items():
+        alike = [r for r in above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
+        if any(r not in shared for r in alike):  # one step after the other: no table
+            raise mixed(f"one {reason}")
+        feeders = set(sources.producers(other))
+        if feeders - shared.keys() and other.params:
+            raise mixed(f"one {reason}")
+        if feeders - shared.keys():
+            joining.append(other)
+    if joining:
+        raise LastResort(joining)
+    if shared:  # all others agree with this hypothesis
+        others = [r for r in above if r not in shared]
+        certain = any(is_given_data(r) and r.batch_size >= n for r in others)
+        doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
+        if (doubtful and not movable and not certain) or not any(r.params for r in others):
+            raise mixed(f"one row of '{(doubtful or [*shared])[0].path}' feeds several of the {n} samples")
+        raise NotInFront([*shared], len(shared), certain)
+    for record in above:
+        if record not in reached and record.batch_size != n and record.params:
+            raise mixed(f"those of {record.where} cannot be followed to the {n}")
+    if inside:
+        require_separate_samples(inside, sources, found, n)
+        raise AllSamplesInside(inside)
+    follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
+    rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
+    if are_pieces(above, rows_of, n):
+        raise mixed(f"'{root.path}' has {n}, and what was called has one")
+    return rows_of
