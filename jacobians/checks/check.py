@@ -15,9 +15,9 @@ from bpk.jacobians.checks.loss import couples, divisor, loss_hessian
 from bpk.jacobians.checks.reference import Reference
 from bpk.jacobians.checks.report import Report
 from bpk.jacobians.checks.taylor import taylor
-from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import RuleError, explain, raised_at
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.by_autograd import COUPLES
 from bpk.jacobians.losses.loss import Loss
