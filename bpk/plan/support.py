@@ -113,7 +113,8 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
                 f"{extension} needs a scalar loss, but '{record.path}' ({type(record.module).__name__}) returned shape "
                 f"{list(record.output.shape)}.",
                 "second-order quantities are those of one scalar objective.",
-                "use reduction='mean' or reduction='sum'.",
+                "use reduction='mean' or reduction='sum'; to weight samples, a loss module of your own that returns "
+                "the weighted sum, extended.",
             )
         )
     if record.problem:

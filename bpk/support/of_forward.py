@@ -35,7 +35,7 @@ def recorded(model: nn.Module, extensions: Sequence[BackpropExtension], inputs: 
         copy = duplicate(model, None)
         for path in parts_of(model):
             attach(copy.get_submodule(path), path, False)
-        given = Arguments.of(inputs, 0).map(lambda x: x.detach().clone())
+        given = Arguments.of(inputs, 0, model).map(lambda x: x.detach().clone())
         forward = Forward(copy, copy(*given.args, **given.kwargs), extensions)
         return SupportTable(tuple(forward.cells(extensions)))
 
