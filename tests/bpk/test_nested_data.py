@@ -88,6 +88,20 @@ def test_a_loss_of_an_object(make: Callable[..., Any]) -> None:
     check_rows(bpk.extend(model), *problem(), bpk.extend(loss_fn))
 
 
+class Opaque:
+    """What nothing looks into."""
+
+    def __init__(self, **given: Tensor) -> None:
+        vars(self).update(given)
+
+
+def test_a_loss_of_an_object_that_nothing_looks_into() -> None:
+    model, loss_fn = bpk.extend(Model(Layer(Opaque)).double()), bpk.extend(Both())
+    x, y = problem()
+    with bpk.backpack(E.DiagGGNExact()), pytest.raises(RuntimeError, match="in tuples, dictionaries, dataclasses"):
+        loss_fn(model(x), y).backward()
+
+
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_parameters_of_a_layer_that_returns_an_object(make: Callable[..., Any]) -> None:
     """They have fields, with a loss that is not extended, too."""
