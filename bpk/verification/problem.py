@@ -46,7 +46,7 @@ class Arguments:
         if not sizes:
             raise ValueError(
                 explain(
-                    f"verify(...) got no input with a batch axis {axis}: {type(inputs).__name__}.",
+                    f"There is no input with a batch axis {axis}: {type(inputs).__name__}.",
                     "the number of samples is read from the first input tensor that has this axis.",
                     "pass a tensor, a tuple of the arguments of forward(), or a dict of named ones; see batch_axis=.",
                 )
@@ -112,7 +112,7 @@ class Problem:
             if not isinstance(module, nn.Module):
                 raise ValueError(
                     explain(
-                        f"verify(...) got {kind_of(module)} as {what}, which is no module (nn.Module).",
+                        f"The {what} is {kind_of(module)}, which is no module (nn.Module).",
                         "model and loss are extended, which takes modules.",
                         "use for example nn.CrossEntropyLoss() instead of a function or of the class.",
                     )

@@ -122,7 +122,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a module extension": (lambda: E.KFAC().set_module_extension(nn.Linear, 3), "3 for Linear, which is no module ext"),  # type: ignore[arg-type]
     "a loss class": (
         lambda: bpk.verify(nn.Linear(2, 2), nn.MSELoss, torch.ones(2, 2)),
-        "got the class MSELoss as loss",
+        "The loss is the class MSELoss",
     ),  # type: ignore[arg-type]
     "names that are none": (
         lambda: bpk.verify(nn.Linear(2, 2), nn.MSELoss(), {"x": torch.ones(3, 2)}, torch.ones(3, 2)),
@@ -143,6 +143,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "an option of another one": (
         lambda: E.KFLR(mc_samples=3),  # type: ignore[call-arg]
         r"KFLR has no option 'mc_samples'(?s:.*)it takes approximation, subsampling",
+    ),
+    "a loss function in cost": (
+        lambda: bpk.cost(nn.Linear(2, 2), nn.functional.mse_loss, torch.ones(2, 2), torch.ones(2, 2)),  # type: ignore[arg-type]
+        "^The loss is a function",
     ),
     "no batch axis": (lambda: bpk.ntk(nn.Linear(2, 2), torch.ones(2)), "This quantity cannot pass layer"),
     "an array": (product_of_an_array, "got ndarray, which is no tensor"),
