@@ -108,6 +108,28 @@ def test_parameters_of_a_layer_that_returns_an_object(make: Callable[..., Any]) 
     check_rows(bpk.extend(Model(Layer(make)).double()), *problem(), Both())
 
 
+class WithLoss(nn.Module):
+    """Computes its loss itself, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.slope = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.layer(x) * self.slope
+        return {"loss": functional.cross_entropy(logits, y), "logits": logits}
+
+
+def test_a_loss_that_is_a_function_inside_of_the_model() -> None:
+    model, (x, y) = bpk.extend(WithLoss().double()), problem()
+    with bpk.backpack(E.BatchGrad()), pytest.warns(UserWarning, match=r"'slope'(?s:.*)loss inside of the model"):
+        model(x, y)["loss"].backward()
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        loss_fn(model(x, y)["logits"], y).backward()
+    assert model.slope.grad_batch.shape == (5, 3)
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
 def test_a_layer_without_description_that_takes_a_dictionary(beside: bool) -> None:
     """What is inside of it may depend on other layers: the call is autograd's."""
