@@ -48,7 +48,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
 
     Raises:
         ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, a lazy
-            one that was not initialised, a scripted one, or parameters that are spread over processes.
+            one that was not initialised, a scripted one, or parameters that are spread over processes; if an option is
+            no `bool`.
 
     >>> import torch, bpk
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -56,6 +57,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     True
     """
     check_module(module)
+    check_options(debug=debug, use_converter=use_converter)
     if use_converter and REGISTRY.find(module) is None:
         from bpk.converter import convert_if_possible  # torch.fx loads slowly
 
@@ -89,6 +91,19 @@ def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> Conver
     from bpk.converter import convert_module_to_backpack  # torch.fx loads slowly
 
     return convert_module_to_backpack(module, debug)
+
+
+def check_options(**options: object) -> None:
+    """Refuse a second module in the place of an option."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ValueError(
+                explain(
+                    f"extend(...) got {name}={value!r}, which is neither True nor False.",
+                    "it takes one model or loss, and options behind it.",
+                    "extend each by itself: model, loss_fn = bpk.extend(model), bpk.extend(loss_fn).",
+                )
+            )
 
 
 def check_module(module: object) -> None:

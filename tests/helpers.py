@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bpk
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
-from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.nested import tensors_in
 from bpk.utils.ekfac import Eigenbasis, ekfac_to_mat
 
 FIELDS: dict[Callable[[], BackpropExtension], str] = {type(e): e.savefield for e in every_extension()}

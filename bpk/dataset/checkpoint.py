@@ -61,14 +61,19 @@ def settle(folder: Path) -> None:
             os.close(handle)
 
 
-def not_written(path: Path, error: OSError) -> OSError:
+def not_written(
+    path: Path,
+    error: OSError,
+    left: str = "what was written before is as it was; nothing that was added up since is kept",
+    do: str = "start the same run again: it goes on from there",
+) -> OSError:
     """The one error of a full disk, or a folder that cannot be written to."""
     text = explain(
         f"'{path}' could not be written: {error.strerror or error}.",
-        "what was written before is as it was; nothing that was added up since is kept.",
-        "make room (or correct the path), and start the same run again: it goes on from there.",
+        f"{left}.",
+        f"make room (or correct the path), and {do}.",
     )
-    return type(error)(error.errno, text)
+    return type(error)(text) if error.errno is None else type(error)(error.errno, text)
 
 
 def read(path: Path) -> dict[str, Any]:

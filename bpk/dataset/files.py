@@ -36,7 +36,8 @@ def save(path: Path, fields: dict[str, dict[str, Any]], about: dict[str, Any]) -
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
         part.unlink(missing_ok=True)
-        raise not_written(path, error if isinstance(error, OSError) else OSError(None, str(error))) from error
+        known = error if isinstance(error, OSError) else OSError(None, str(error))
+        raise not_written(path, known, "the result is as it was", "save it again") from error
 
 
 def noted(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:

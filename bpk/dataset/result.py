@@ -11,7 +11,9 @@ from typing import Any
 from bpk.dataset.files import load, save
 from bpk.dataset.shown import plot, table_of
 from bpk.extensions.over_batches import Size
+from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.tabular import Table, Tabular
+from bpk.reading import NoField
 
 Fields = dict[str, Any]
 """Values by the name of the field."""
@@ -48,7 +50,20 @@ class Accumulated(Tabular, Mapping[str, Fields]):
         return len(self.fields)
 
     def field(self, name: str) -> dict[str, Any]:
-        """One field of all parameters: `result.field("kfac")["0.weight"]`."""
+        """One field of all parameters: `result.field("kfac")["0.weight"]`.
+
+        Raises:
+            KeyError: If no parameter has it.
+        """
+        there = dict.fromkeys(name for values in self.fields.values() for name in values)
+        if name not in there:
+            raise NoField(
+                explain(
+                    f"The result has no field '{name}'.",
+                    f"it has those of the extensions that were accumulated: {', '.join(there)}.",
+                    "take one of these, or pass the extension that saves it to bpk.accumulate.",
+                )
+            )
         return {param: values[name] for param, values in self.fields.items() if name in values}
 
     def table(self) -> Table:

@@ -17,8 +17,8 @@ from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
 from bpk.extensions.over_batches import Parts, Size
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.core.numeric import wide
-from bpk.jacobians.losses.loss_call import tensors_anywhere
 
 DivisorOf = Callable[[Any], float]
 """By what the loss of a batch divides the sum of its terms."""
@@ -85,7 +85,7 @@ class Runner:
         """Refuse a batch of which no loss can be computed."""
         if self.step is loss_of_pair:
             require_pair(number, batch)
-        first = next(tensors_anywhere(batch), None)
+        first = next(iter(tensors_in(batch)), None)
         if first is not None and first.dim() and not first.shape[0]:
             raise ValueError(not_finite(number, "no samples"))
 

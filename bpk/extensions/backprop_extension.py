@@ -6,14 +6,14 @@ Whatever the field is computed with asks for no more than this, so that nothing 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.module_extension import ModuleExtension
+from bpk.extensions.options import checked_indices, require_options
 from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.jacobians.core.errors import explain
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
@@ -73,6 +73,19 @@ class BackpropExtension:
     """Whether the field is itself what adds up over batches; else, it is the `statistic`."""
     form: Form
     """What the field holds, of an extension that says so by a `definition`."""
+
+    __signature__: inspect.Signature
+    """The options of the class, which `__new__` would hide (Python 3.10)."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        options = inspect.signature(cls.__init__)
+        cls.__signature__ = options.replace(parameters=list(options.parameters.values())[1:])
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Refuse options under a name that is none."""
+        require_options(cls, options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -207,28 +220,3 @@ class BackpropExtension:
         options = inspect.signature(type(self)).parameters.values()
         shown = (f"{o.name}={given[o.name]!r}" for o in options if o.name in given and given[o.name] != o.default)
         return f"{type(self).__name__}({', '.join(shown)})"
-
-
-def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Sample indices as a tuple; refuses negative and non-integer ones."""
-    if subsampling is None:
-        return None
-    given = subsampling.tolist() if isinstance(subsampling, Tensor) else subsampling
-    indices = tuple(given) if isinstance(given, Iterable) else (given,)
-    whole = all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in indices)
-    if not isinstance(given, Iterable) or not whole:
-        raise ValueError(
-            explain(
-                f"subsampling={subsampling!r} is not a list of sample indices.",
-                "each index names one sample of the batch, from 0 to N - 1.",
-                "pass for example subsampling=[0, 2, 5].",
-            )
-        )
-    return tuple(int(i) for i in indices)
-
-
-def positive(name: str, number: int) -> int:
-    """A positive whole number, or a clear refusal."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
-    return number

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bpk.extensions.backprop_extension import positive
+from bpk.extensions.options import positive
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain

@@ -88,7 +88,7 @@ class Kronecker(Posterior):
         require_size(name, sizes, prod(sizes) == uses.param.numel(), uses.param)
         if len(factors) == 1 and factors[0].layout is not torch.strided:
             single = diagonal(factors[0]).view_as(uses.param)
-            return uses.sample_gram(1 / (self.scale * single + self.prior_precision))
+            return uses.sample_gram(variances_of(name, 1 / (self.scale * single + self.prior_precision), uses.param))
         values, bases = zip(*(eigh(dense(factor), "a Kronecker factor") for factor in factors), strict=True)
         values = tuple(value.clamp(min=0) for value in values)
         if self.damped_factors and len(factors) == 2:
@@ -130,6 +130,14 @@ class Eigenbases(Posterior):
 
 def in_eigenbasis(uses: Uses, bases: Sequence[Tensor], precisions: Tensor) -> Tensor:
     """The covariance `[N, C, C]` for the inverse of a matrix with these eigenvectors and eigenvalues."""
+    if not bool((precisions > 0).all()):
+        raise ValueError(
+            explain(
+                f"The posterior has a precision that is not positive ({float(precisions.min()):g}).",
+                "its inverse is a variance.",
+                "pass prior_precision= above zero, and curvature of a GGN that is finite.",
+            )
+        )
     if len(bases) == 1:
         directions = bases[0].T / precisions.sqrt()[:, None]
         rows = uses.along(directions.reshape(-1, *uses.param.shape)).transpose(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -157,7 +157,10 @@ def parts_of(vectors: Any, shapes: Shapes, dtype: torch.dtype, name: str) -> tup
                 raise refused(name, f"a dictionary of {', '.join(map(str, vectors)) or 'nothing'}", shapes)
             given = [vectors[key] for key in shapes]
         else:
-            given = list(vectors)
+            given = list(vectors) if isinstance(vectors, Iterable) else [vectors]
+        strange = [type(x).__name__ for x in given if not isinstance(x, Tensor)]
+        if strange:
+            raise refused(name, f"{strange[0]}, which is no tensor", shapes)
         if len(given) != len(shapes) or not given:
             raise refused(name, f"{len(given)} tensors", shapes)
         several = given[0].dim() == len(next(iter(shapes.values()))) + 1

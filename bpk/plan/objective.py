@@ -179,9 +179,10 @@ def require_fields(
             f"{who} of {type(model).__name__} {'gets' if one else 'get'} no field of "
             f"{', '.join(map(str, stops or warns))}.",
             f"the objective uses {'it' if one else 'them'} behind or beside the extended losses (a weight of the loss, "
-            "a penalty); that gradient passes none of them, and is not split into samples.",
-            "write the whole objective as one loss module that is given the parameter as a part of the prediction, or "
-            f"do without {'its' if one else 'their'} fields (first-order ones of all others are right).",
+            "a penalty, a loss inside of the model that is a function); that gradient passes none of them, and is not "
+            "split into samples.",
+            "write the whole objective as one loss module behind the model that is given the parameter as a part of "
+            f"the prediction, or do without {'its' if one else 'their'} fields (first order of all others is right).",
         )
         if stops:
             raise UnsupportedLayer(message)

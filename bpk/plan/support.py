@@ -14,7 +14,7 @@ from torch import nn
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
 from bpk.jacobians.families.autodiff import Autodiff
-from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.losses.loss import HAS_PARAMETERS, MAKE_LAYER, Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.quantity import FAIL_ERROR, FAIL_SILENT, Quantity, is_of_batch
 from bpk.recording.record import Record
@@ -112,13 +112,16 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
             explain(
                 f"{extension} needs a scalar loss, but {record.where} returned shape {list(record.output.shape)}.",
                 "second-order quantities are those of one scalar objective.",
-                "use reduction='mean' or reduction='sum'.",
+                "use reduction='mean' or reduction='sum'; to weight samples, a loss module of your own that returns "
+                "the weighted sum, extended.",
             )
         )
     if record.problem:
         answer = Support(Kind.REFUSED, record.problem, record.binding.do)
     elif rule is None and record.output.dim() == 0:
-        answer = Support(Kind.REFUSED, NO_LOSS, WRITE_LOSS.format(name=type(record.module).__name__))
+        own = ", ".join(name for name, p in record.params.items() if p.requires_grad)
+        write = WRITE_LOSS.format(name=type(record.module).__name__)
+        answer = Support(Kind.REFUSED, *((f"{HAS_PARAMETERS} ({own}).", MAKE_LAYER) if own else (NO_LOSS, write)))
     else:
         asks = rule is not None and (extension.second_order or rule.may_mix)
         answer = support(extension, rule, record.call() if asks else None, type(record.module).__name__)

@@ -30,7 +30,7 @@ def take_up(now: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
 
 def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
     """Refuse a saved state that is not one of these parameters, or lacks what steps depend on."""
-    strange = sorted(set(state["means"]) - set(params))
+    strange = sorted(set(state.get("means", ())) - set(params))
     if strange:
         raise ValueError(
             explain(
@@ -39,12 +39,12 @@ def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None
                 "build the same model: its parameters need the same names.",
             )
         )
-    missing = {"orders", "looked_at"} - set(state)
+    missing = {"means", "orders", "looked_at"} - set(state)
     if missing:
         raise ValueError(
             explain(
                 f"The state lacks {' and '.join(sorted(missing))}.",
-                "it was written by an earlier version, which did not save in which order factors have the entries.",
+                "it is none of a preconditioner, or of an earlier version, which did not save all of it.",
                 "go on with a new preconditioner: it looks at curvature in its first step.",
             )
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.engine import untraced
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.core.random_state import RandomState
 from bpk.recording import engine
 from bpk.recording.activations import nothing
@@ -186,7 +186,7 @@ def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
     The nodes of its results keep the shapes, for calls that are written down from the graph.
     """
     if CTX.called is module:
-        for x in tensors_in(tuple(output.values()) if isinstance(output, Mapping) else output):
+        for x in tensors_in(output):
             if x.grad_fn is not None and CTX.given:
                 engine.belongings(x.grad_fn)[GIVEN] = CTX.given
         CTX.called, CTX.given, CTX.data = None, (), None

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.nested import tensors_in
 from bpk.recording.membership import path_of
 
 Stamp = tuple[int, int | torch.SymInt, tuple[int, ...], UntypedStorage] | None

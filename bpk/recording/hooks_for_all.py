@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.nested import tensors_in
 from bpk.recording import engine
 
 

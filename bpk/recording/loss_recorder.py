@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.engine import untraced
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.losses.loss import Loss, is_loss
-from bpk.jacobians.losses.loss_call import tensors_anywhere
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
@@ -54,4 +54,4 @@ def is_recorded_loss(node: Node) -> bool:
 
 def beginnings(arguments: Any) -> set[Node]:
     """The nodes of the tensors among the arguments."""
-    return {x.grad_fn for x in tensors_anywhere(arguments) if x.grad_fn is not None}
+    return {x.grad_fn for x in tensors_in(arguments) if x.grad_fn is not None}

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn, strided
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.binding import Binding, substitute, tensors_in
+from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.engine import untraced
 from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.nested import substitute, tensors_in
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss, is_loss
@@ -70,7 +71,8 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         if treatment is Treatment.RECORD and params is not None:
             changed = write_down(module, rule, binding, results, params, before)
             return substitute(output, changed) if changed else None
-    leave_unrecorded(module, binding.inputs, tensors, None if before is None else before.kept)
+    inputs = binding.inputs or tensors_in((*args, *kwargs.values()))
+    leave_unrecorded(module, inputs, tensors, None if before is None else before.kept)
     return mark_results(module, output) if treatment is Treatment.PASSAGE else None
 
 
@@ -227,8 +229,7 @@ def passage(module: nn.Module, result: Tensor) -> Tensor:
 def bind(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
     """How the rule sees the arguments; tensors that all samples share must not depend on other layers."""
     if rule is None:  # a layer of a user's, who may give it lists: all that is behind it must be seen
-        given = [tuple(x.values()) if isinstance(x, Mapping) else x for x in (*args, *kwargs.values())]
-        return Binding(module, tuple(tensors_in(given)))
+        return Binding(module, tuple(tensors_in((*args, *kwargs.values()))))
     binding = rule.bind(module, args, kwargs)
     for k, x in enumerate(binding.inputs):
         if x.is_nested:

@@ -39,8 +39,8 @@ def treatment_of(
                 return Treatment.LEAVE
     if binding.problem and isinstance(module, FunctionModule):  # autograd takes any function of parameters
         return Treatment.PASSAGE
-    if rule is not None and not binding.inputs and not binding.problem:  # it passes on a tuple inside a tuple
-        return Treatment.LEAVE
+    if rule is not None and not binding.inputs and not binding.problem:  # its tensors are inside of other arguments
+        return Treatment.PASSAGE if params else Treatment.LEAVE
     if rule is None and len(results) > 1:  # autograd knows which result depends on what
         return Treatment.LEAVE if module._parameters else Treatment.PASSAGE
     return Treatment.RECORD

@@ -10,9 +10,9 @@ from torch import nn
 
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
-from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.core.series import Series
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from bpk.extending import attach, check_module
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.jacobians.core.binding import Binding, tensors_in
+from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.plan.graph import Source
 from bpk.plan.samples.placement import place
@@ -34,7 +35,7 @@ def recorded(model: nn.Module, extensions: Sequence[BackpropExtension], inputs: 
         copy = duplicate(model, None)
         for path in parts_of(model):
             attach(copy.get_submodule(path), path, False)
-        given = Arguments.of(inputs, 0).map(lambda x: x.detach().clone())
+        given = Arguments.of(inputs, 0, model).map(lambda x: x.detach().clone())
         forward = Forward(copy, copy(*given.args, **given.kwargs), extensions)
         return SupportTable(tuple(forward.cells(extensions)))
 
@@ -43,8 +44,7 @@ class Forward:
     """One recorded forward pass, looked at from its output."""
 
     def __init__(self, model: nn.Module, output: Any, extensions: Sequence[BackpropExtension]) -> None:
-        parts = output.values() if isinstance(output, Mapping) else [output]
-        live = [x for part in parts for x in tensors_in(part) if x.requires_grad]
+        live = [x for x in tensors_in(output) if x.requires_grad]
         kept = [keep(x) for x in live]
         whole = Binding(nn.Identity(), tuple(x for x, _ in kept))
         self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})

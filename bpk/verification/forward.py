@@ -26,7 +26,7 @@ def derivatives_of(
     model: nn.Module, inputs: Any, wanted: Sequence[Derivative], effort: Effort, seed: int, dtype: torch.dtype | None
 ) -> list[Row]:
     """One row for each quantity, at so many entries of the output."""
-    given = Arguments.of(inputs, 0)
+    given = Arguments.of(inputs, 0, model)
     x = given.args[0] if len(given.args) == 1 and not given.kwargs else None
 
     def compute(quantity: Derivative) -> Found:

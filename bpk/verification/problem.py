@@ -37,15 +37,16 @@ class Arguments:
     n: int
 
     @classmethod
-    def of(cls, inputs: Any, axis: int) -> Arguments:
-        """From a tensor, a sequence of positional, or a mapping of named arguments."""
+    def of(cls, inputs: Any, axis: int, model: nn.Module) -> Arguments:
+        """From a tensor, a sequence of positional, or a mapping of named arguments, for the model."""
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
+        require_names(model, named)
         args = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         sizes = [x.shape[axis] for x in tensors_of([*args, *named.values()]) if x.dim() > axis]
         if not sizes:
             raise ValueError(
                 explain(
-                    f"verify(...) got no input with a batch axis {axis}: {type(inputs).__name__}.",
+                    f"There is no input with a batch axis {axis}: {type(inputs).__name__}.",
                     "the number of samples is read from the first input tensor that has this axis.",
                     "pass a tensor, a tuple of the arguments of forward(), or a dict of named ones; see batch_axis=.",
                 )
@@ -67,6 +68,22 @@ class Arguments:
             return x.index_select(self.axis, taken.to(x.device)) if batched else x
 
         return self.map(change)
+
+
+def require_names(model: nn.Module, named: Mapping[str, Any]) -> None:
+    """Refuse a dictionary that does not name arguments of the model."""
+    try:
+        if named:
+            inspect.signature(model.forward).bind(**named)
+    except TypeError as error:
+        kind = type(model).__name__
+        raise ValueError(
+            explain(
+                f"The inputs {list(named)} do not name the arguments of {kind}.forward: {error}.",
+                "a dict as inputs is taken for arguments by name.",
+                f"name those of {kind}.forward; if it takes the dict itself, pass a tuple: (inputs,).",
+            )
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ class Problem:
             if not isinstance(module, nn.Module):
                 raise ValueError(
                     explain(
-                        f"verify(...) got {kind_of(module)} as {what}, which is no module (nn.Module).",
+                        f"The {what} is {kind_of(module)}, which is no module (nn.Module).",
                         "model and loss are extended, which takes modules.",
                         "use for example nn.CrossEntropyLoss() instead of a function or of the class.",
                     )
@@ -105,7 +122,7 @@ class Problem:
         return cls(
             duplicate(model, dtype),
             duplicate(loss, dtype),
-            Arguments.of(inputs, axis).map(lambda x: cast(x, dtype)),
+            Arguments.of(inputs, axis, model).map(lambda x: cast(x, dtype)),
             with_tensors(given, lambda x: cast(x, dtype)),
             seed,
         )

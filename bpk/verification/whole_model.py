@@ -61,7 +61,7 @@ class JacobianRows:
         cls, model: nn.Module, inputs: Any, effort: Effort, batch_axis: int, seed: int, dtype: torch.dtype | None
     ) -> JacobianRows:
         """From what the user has."""
-        given, draw = Arguments.of(inputs, batch_axis), torch.Generator().manual_seed(seed)
+        given, draw = Arguments.of(inputs, batch_axis, model), torch.Generator().manual_seed(seed)
         if given.kwargs or given.axis or not all(isinstance(x, Tensor) for x in given.args):
             raise NoReference("the model is not called with tensors whose first axis counts samples")
         some = torch.randperm(given.n, generator=draw)[: effort.samples].sort().values

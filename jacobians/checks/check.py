@@ -15,9 +15,9 @@ from bpk.jacobians.checks.loss import couples, divisor, loss_hessian
 from bpk.jacobians.checks.reference import Reference
 from bpk.jacobians.checks.report import Report
 from bpk.jacobians.checks.taylor import taylor
-from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import RuleError, explain, raised_at
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.by_autograd import COUPLES
 from bpk.jacobians.losses.loss import Loss
@@ -100,7 +100,7 @@ def check_rule(
                         raise
                     report.failures.append(raised(product or f"the layer of {rule.name}", about, error))
     if report.failures:
-        raise RuleError(_message(report))
+        raise RuleError(report.message(SHOWN))
     if not report.checks and torch.float64 in dtypes:  # torch evaluates some layers in no shorter format
         what, do = f"Nothing of {rule.name} could be checked.", "give examples to which this does not apply."
         raise RuleError(explain(what, f"{'; '.join(report.skipped)}.", do))
@@ -239,11 +239,3 @@ def _draws_random_numbers(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     with torch.no_grad():
         module(*[x.clone() for x in inputs])
     return not torch.equal(before, torch.get_rng_state())
-
-
-def _message(report: Report) -> str:
-    found = report.failures
-    errors = "1 error" if len(found) == 1 else f"{len(found)} errors"
-    head = f"check_rule found {errors} in {report.rule}; {report.checks} checks passed."
-    more = [f"... and {len(found) - SHOWN} more."] if len(found) > SHOWN else []
-    return "\n\n".join([head, *found[:SHOWN], *more])

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.jacobians.core.again import with_tied
-from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core import engine
-from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.nested import tensors_in
 
 INSIDE = "module"
 """Under which name `Unhooked` holds the module."""

@@ -119,22 +119,3 @@ def in_front(x: Tensor, axis: Axis, n: int) -> Tensor:
     if axis is None:
         return x.expand(n, *x.shape)
     return x if axis == 0 else x.movedim(axis, 0)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of nested tuples and lists, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [x for part in value for x in tensors_in(part)]
-    return []
-
-
-def substitute(output: Any, changed: Mapping[int, Tensor]) -> Any:
-    """Nested results with some tensors replaced."""
-    if isinstance(output, Tensor):
-        return changed.get(id(output), output)
-    if isinstance(output, (tuple, list)):
-        parts = [substitute(part, changed) for part in output]
-        return type(output)(parts) if type(output) in (tuple, list) else type(output)(*parts)  # a named tuple
-    return output

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.binding import Binder, tensors_in
+from bpk.jacobians.core.binding import Binder
 from bpk.jacobians.core.engine import is_transformed
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.core.numeric import sum_of_squares
 from bpk.jacobians.core.of_columns import OfColumns
 from bpk.jacobians.core.random_state import RandomState

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _vmap_internals, nn
@@ -20,11 +19,12 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.autograd.variable import Variable
 from torch.nn.modules import module as of_all
 
-P = ParamSpec("P")
-T = TypeVar("T")
+H = TypeVar("H", bound=Callable[..., Any])
 
 ENTRIES = (
-    "torch._C._dynamo.eval_frame.set_eval_frame",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame._FrameAction.SKIP",
     "torch._C._are_functorch_transforms_active",
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.variable.Variable._execution_engine.run_backward",
@@ -89,23 +89,17 @@ def is_checkpointed(node: Node, name: str) -> bool:
     return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
 
 
-def untraced(hook: Callable[P, T]) -> Callable[P, T]:
+def untraced(hook: H) -> H:
     """A hook that runs as it is, where `torch.compile` has compiled the module: what it writes down is no part of that.
 
-    As `torch.compiler.disable`, whose import takes seconds. If it goes: that.
+    As `torch.compiler.disable`, whose import takes seconds: the compiler neither compiles the hook and what it calls,
+    nor looks into it from the module. If it goes: that.
     """
-
-    @wraps(hook)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        before = torch._C._dynamo.eval_frame.set_eval_frame(None)
-        if before is None:
-            return hook(*args, **kwargs)
-        try:
-            return hook(*args, **kwargs)
-        finally:
-            torch._C._dynamo.eval_frame.set_eval_frame(before)
-
-    return run
+    frames = torch._C._dynamo.eval_frame
+    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(hook.__code__, skipped)
+    vars(hook)["_torchdynamo_disable"] = True
+    return hook
 
 
 def is_transformed() -> bool:

@@ -10,16 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.nested import Slot, fill
+
 
 class Plain:
     """Mixed into a module that is no layer: `extend` does not record its calls, autograd carries columns through it."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in nested arguments. Those of a step number inputs of the module, its parameters, and earlier results."""
-
-    index: int
 
 
 @dataclass(frozen=True)
@@ -138,23 +133,6 @@ class TimesWeight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else x @ self.weight + self.bias
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested tuples, lists, dictionaries and slices, with all that they hold changed."""
-    if isinstance(value, dict):
-        return {name: mapped(part, change) for name, part in value.items()}
-    if isinstance(value, slice):
-        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, (tuple, list)):
-        parts = [mapped(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple, or others
-    return change(value)
-
-
-def fill(template: Any, known: Sequence[Any]) -> Any:
-    """Nested arguments, with what is known in their slots."""
-    return mapped(template, lambda part: known[part.index] if isinstance(part, Slot) else part)
 
 
 def spell(step: Step) -> str:

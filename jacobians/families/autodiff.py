@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.func import jvp, vmap
 
 from bpk.jacobians.core.again import call_again
-from bpk.jacobians.core.binding import Binding, WithArguments, tensors_in
+from bpk.jacobians.core.binding import Binding, WithArguments
 from bpk.jacobians.core.call import Call, Options, Wrt
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.core.numeric import is_differentiated, slices
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.series import Series
@@ -26,8 +27,6 @@ from bpk.jacobians.second_order.taylor import by_nesting
 
 INPUT = object()
 """Stands for an input among the arguments of a call."""
-
-UNPACK = "give each tensor as an argument of its own."
 
 BLOCK = 1 << 22
 """How many numbers a block of columns holds at most."""
@@ -56,7 +55,7 @@ class Autodiff(Rule):
         given = dict(enumerate(args)) | dict(kwargs)
         inputs = tuple([x for x in given.values() if isinstance(x, Tensor)])
         if len(tensors_in(list(given.values()))) > len(inputs):
-            return Binding(module, inputs, problem="it was given tensors inside a tuple or list.", do=UNPACK)
+            return Binding(module, ())  # autograd, to which the call is left, looks inside of all arguments
         places = {key: INPUT if isinstance(x, Tensor) else x for key, x in given.items()}
         return Binding(WithArguments(module, places), inputs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Options
-from bpk.jacobians.core.function_module import Slot, fill, mapped
+from bpk.jacobians.core.nested import Slot, fill, mapped
 from bpk.jacobians.core.side_by_side import taken_apart
 
 Filled = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -28,7 +28,7 @@ class Arguments(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of one call of a loss, with slots in place of tensors (anywhere in tuples, lists, dictionaries)."""
+    """The arguments of one call of a loss, with slots in place of tensors (anywhere in nested ones)."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -88,14 +88,3 @@ def evaluate(filled: Filled, dtype: torch.dtype) -> Tensor:
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Change the precision of floating-point numbers only."""
     return x.to(dtype) if x.is_floating_point() else x
-
-
-def tensors_anywhere(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and dictionaries, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_anywhere(part)
-    elif isinstance(value, dict):
-        yield from tensors_anywhere(list(value.values()))

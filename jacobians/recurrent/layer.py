@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.binding import Binding, arguments_in_order, tensors_in
+from bpk.jacobians.core.binding import Binding, arguments_in_order
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.engine import flat_weight_names
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.families.redrawn import agrees
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.recurrent.cells import Cell

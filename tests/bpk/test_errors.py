@@ -92,7 +92,7 @@ def test_unknown_loss_is_fine_for_first_order(extension: type) -> None:
 def test_loss_is_not_scalar(extension: type) -> None:
     model, loss_fn = extended(loss=nn.CrossEntropyLoss(reduction="none"))
     x, y = data()
-    with refuses(model, ValueError, "scalar", "Why:", "Do:", "reduction"):
+    with refuses(model, ValueError, "scalar", "Why:", "Do:", "reduction", "a loss module of your own"):
         loss = loss_fn(model(x), y)
         with bpk.backpack(extension()):
             loss.sum().backward()

@@ -372,6 +372,10 @@ def test_refusals() -> None:
             bpk.predictive_covariance(one, torch.randn(N, 1), posterior)
     with pytest.raises(ValueError, match="negative variance"):
         bpk.predictive_covariance(one, torch.randn(N, 1), Diagonal({"weight": -torch.ones(4, 1)}))
+    single, pair = [torch.eye(4)], [torch.eye(4), torch.eye(1)]
+    for factors, prior in ((single, -2.0), (pair, -2.0), (pair, -1.0)):
+        with pytest.raises(ValueError, match=r"precision that is not positive \((-1|0)\)(?s:.*)above zero"):
+            bpk.predictive_covariance(one, torch.randn(N, 1), Kronecker({"weight": factors}, prior))
     with pytest.raises(ValueError, match="No parameter of Linear requires gradients"):
         bpk.ntk(nn.Linear(3, 2).requires_grad_(False), x)
     with pytest.raises(ValueError, match="one tensor of real numbers"):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk.extensions.registry import every_extension
-from bpk.jacobians.core.binding import tensors_in
+from bpk.jacobians.core.nested import tensors_in
 from tests.helpers import backward, extended
 from tests.references.compare import Assembled, check, rand
 

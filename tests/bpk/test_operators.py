@@ -209,6 +209,9 @@ def test_forms_of_vectors() -> None:
         [torch.ones(27, 2)] * 4,
         {"0.weight": torch.ones(3, 4)},
         torch.ones(27, dtype=DOUBLE),
+        [None] * 4,
+        3.0,
+        nn.Linear(2, 2),
     ],
 )
 def test_vectors_that_do_not_fit_are_refused(vectors: Any) -> None:

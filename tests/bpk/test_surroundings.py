@@ -272,10 +272,26 @@ def test_compiled_autograd(compiler: Any) -> None:
     assert saved(model) == set()
 
 
+def test_a_compiled_backward_pass(compiler: Any) -> None:
+    model, loss_fn = extended()
+    x, y = data()
+
+    @compiler
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_fn(model(x), y).backward()
+
+    refused = told(RuntimeError, r"in a function that torch\.compile has compiled(?s:.*)compile the model only")
+    with refused, bpk.backpack(E.BatchGrad()):
+        step(x, y)
+    assert saved(model) == set()
+
+
 def test_a_compiled_model(compiler: Any) -> None:
+    """Hooks run as they are, and the compiler has nothing to say of them."""
     model, loss_fn = extended()
     x, y = data()
     fast = torch.compile(model, backend="eager")
+    warnings.filterwarnings("error", message="Dynamo does not know")
     with bpk.backpack(E.BatchGrad()):
         loss_fn(fast(x), y).backward()
     for p in model.parameters():

@@ -107,8 +107,8 @@ def two_results(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: (d[0], nn.functional.cross_entropy, *d[2:]), "as loss, which is no module"),
-        (lambda d: (nn.Linear, *d[1:]), "as model, which is no module"),
+        (lambda d: (d[0], nn.functional.cross_entropy, *d[2:]), "The loss is a function, which is no module"),
+        (lambda d: (nn.Linear, *d[1:]), "The model is the class Linear, which is no module"),
         (lambda d: (d[0], nn.CrossEntropyLoss(reduction="none"), *d[2:]), "needs a scalar loss"),
         (
             lambda d: (Assembled(two_results, a=nn.Linear(4, 3)), *d[1:]),

@@ -122,8 +122,32 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a module extension": (lambda: E.KFAC().set_module_extension(nn.Linear, 3), "3 for Linear, which is no module ext"),  # type: ignore[arg-type]
     "a loss class": (
         lambda: bpk.verify(nn.Linear(2, 2), nn.MSELoss, torch.ones(2, 2)),
-        "got the class MSELoss as loss",
+        "The loss is the class MSELoss",
     ),  # type: ignore[arg-type]
+    "names that are none": (
+        lambda: bpk.verify(nn.Linear(2, 2), nn.MSELoss(), {"x": torch.ones(3, 2)}, torch.ones(3, 2)),
+        r"\['x'\] do not name the arguments of Linear\.forward(?s:.*)pass a tuple: \(inputs,\)",
+    ),
+    "names in support": (
+        lambda: bpk.support(nn.Linear(2, 2), inputs={"x": torch.ones(3, 2)}),
+        r"\['x'\] do not name the arguments",
+    ),
+    "a loss in the place of an option": (
+        lambda: bpk.extend(nn.Linear(2, 2), nn.MSELoss()),  # type: ignore[arg-type]
+        r"debug=MSELoss\(\)(?s:.*)extend\(model\), bpk\.extend\(loss_fn\)",
+    ),
+    "an option that is none": (
+        lambda: E.BatchGrad(subsample=[0]),  # type: ignore[call-arg]
+        r"BatchGrad has no option 'subsample'(?s:.*)did you mean 'subsampling'\?",
+    ),
+    "an option of another one": (
+        lambda: E.KFLR(mc_samples=3),  # type: ignore[call-arg]
+        r"KFLR has no option 'mc_samples'(?s:.*)it takes approximation, subsampling",
+    ),
+    "a loss function in cost": (
+        lambda: bpk.cost(nn.Linear(2, 2), nn.functional.mse_loss, torch.ones(2, 2), torch.ones(2, 2)),  # type: ignore[arg-type]
+        "^The loss is a function",
+    ),
     "no batch axis": (lambda: bpk.ntk(nn.Linear(2, 2), torch.ones(2)), "This quantity cannot pass layer"),
     "an array": (product_of_an_array, "got ndarray, which is no tensor"),
 }

@@ -16,6 +16,7 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.families.elementwise import Elementwise
 from bpk.jacobians.losses.loss import AutodiffLoss
 from bpk.jacobians.losses.pointwise import PointwiseLoss
 from bpk.jacobians.rule import Rule
@@ -285,6 +286,12 @@ def test_losses_that_are_none(rule: Rule, message: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("bpk.jacobians.checks.check.SHOWN", 100)
     with pytest.raises(RuleError, match=message):
         check_rule(rule)
+
+
+def test_an_error_that_a_rule_raises_everywhere_is_shown_once() -> None:
+    with pytest.raises(RuleError, match=r"reads 'slope'(?s:.*)more alike") as told:
+        check_rule(Elementwise("slope * x", nn.Tanh))
+    assert str(told.value).count("\nforward is wrong") == 1 and str(told.value).count("reads 'slope'") <= 3
 
 
 def test_what_a_loss_divides_by_is_checked() -> None:

@@ -27,9 +27,9 @@ from bpk.custom_module.scale_module import ScaleModule, Shift
 from bpk.custom_module.shape import Unsqueeze
 from bpk.custom_module.slicing import Slicing
 from bpk.custom_module.split import Chunk, Unbind
-from bpk.jacobians.core.binding import tensors_in
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.generated import HOME, Generated
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.families.elementwise import Elementwise
 from bpk.rules import REGISTRY
 from tests.bpk.test_matrix import ROWS, SEED, Row, close, refused_or_finite, run

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.extensions.backprop_extension import positive
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.options import positive
 from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.fields.axes import axis_moments
 from bpk.fields.statistics import Uses

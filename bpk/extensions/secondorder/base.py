@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bpk.extensions.backprop_extension import BackpropExtension, positive
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.options import positive
 from bpk.sweeps.module_extension_sweep import ModuleExtensionSweep
 from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep

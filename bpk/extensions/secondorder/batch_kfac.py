@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bpk.extensions.backprop_extension import checked_indices, positive
 from bpk.extensions.definition import Form
 from bpk.extensions.factors import FactorRows
+from bpk.extensions.options import checked_indices, positive
 from bpk.extensions.over_batches import OverBatches, Parts
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.factors_by_sample import factors_by_sample

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from bpk.extensions.backprop_extension import positive
 from bpk.extensions.definition import Form
+from bpk.extensions.options import positive
 from bpk.extensions.over_batches import OverBatches, Parts, Size, Sums
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.eigenbasis import eigenbasis, moments_in

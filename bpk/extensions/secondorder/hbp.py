@@ -7,10 +7,10 @@ from enum import Enum
 
 from torch import Tensor
 
-from bpk.extensions.backprop_extension import positive
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.definition import Form
 from bpk.extensions.factors import Factors, named
+from bpk.extensions.options import positive
 from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
 from bpk.fields.eigenbasis import Orders, note_order

@@ -104,9 +104,10 @@ def require_plain_pass(path: str, grads: tuple[Tensor | None, ...]) -> None:
     if engine.is_compiled():
         raise RuntimeError(
             explain(
-                "backward() runs as compiled autograd.",
-                "it traces a backward pass instead of running it, so there are no values to compute with.",
-                "call loss.backward() outside of compiled autograd (torch._dynamo.config.compiled_autograd = False).",
+                "backward() runs in a function that torch.compile has compiled, or as compiled autograd.",
+                "these trace a backward pass instead of running it, so there are no values to compute with.",
+                "compile the model only: model = torch.compile(bpk.extend(model)), and leave the step as it is, with "
+                "torch._dynamo.config.compiled_autograd = False.",
             )
         )
     if in_reentrant_checkpoint():
