@@ -18,8 +18,8 @@ class Slot:
     index: int
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors, in order.
+def tensors_in(value: Any, around: tuple[Any, ...] = ()) -> list[Tensor]:
+    """All tensors, in order (`around` are the instances of dataclasses that the value is in: one may refer to itself).
 
     >>> tensors_in(({"x": Tensor([1.0])}, [2, Tensor([3.0])]))
     [tensor([1.]), tensor([3.])]
@@ -27,22 +27,22 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [x for part in value for x in tensors_in(part)]
+        return [x for part in value for x in tensors_in(part, around)]
     if isinstance(value, MutableMapping):
-        return tensors_in(list(value.values()))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return tensors_in(list(held_by(value).values()))
+        return tensors_in(list(value.values()), around)
+    if is_instance(value) and not is_in(value, around):
+        return tensors_in(list(held_by(value).values()), (*around, value))
     return []
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any], around: tuple[Any, ...] = ()) -> Any:
     """The same structure (slices, too) with all that it holds changed; types stay, also those with attributes.
 
     >>> mapped({"x": (1, [2])}, lambda part: part + 1)
     {'x': (2, [3])}
     """
     if isinstance(value, MutableMapping):
-        parts = {name: mapped(part, change) for name, part in value.items()}
+        parts = {name: mapped(part, change, around) for name, part in value.items()}
         made = copy.copy(value)
         try:
             for name, part in parts.items():
@@ -51,14 +51,14 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
             return parts
         return made
     if isinstance(value, slice):
-        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
+        return slice(*(mapped(part, change, around) for part in (value.start, value.stop, value.step)))
     if isinstance(value, (tuple, list)):
-        found = [mapped(part, change) for part in value]
+        found = [mapped(part, change, around) for part in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)  # a named tuple, or others
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Slot)):
+    if is_instance(value) and not isinstance(value, Slot) and not is_in(value, around):
         copied = copy.copy(value)
         for name, part in held_by(value).items():
-            object.__setattr__(copied, name, mapped(part, change))  # a frozen one, too
+            object.__setattr__(copied, name, mapped(part, change, (*around, value)))  # a frozen one, too
         return copied
     return change(value)
 
@@ -71,6 +71,16 @@ def fill(template: Any, known: Sequence[Any]) -> Any:
 def substitute(value: Any, changed: Mapping[int, Tensor]) -> Any:
     """The same structure with some tensors replaced, by their `id`."""
     return mapped(value, lambda part: changed.get(id(part), part))
+
+
+def is_instance(value: Any) -> bool:
+    """Whether it is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def is_in(value: Any, around: tuple[Any, ...]) -> bool:
+    """Whether it is one of these."""
+    return any(value is other for other in around)
 
 
 def held_by(value: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict
 
 from bpk.jacobians.core.nested import Slot, fill, mapped, substitute, tensors_in
@@ -39,3 +40,18 @@ def test_slots_are_filled() -> None:
     filled = fill(template, "abc")
     assert fill(immutable_dict(x=Slot(1)), "abc") == {"x": "b"}
     assert filled["x"].x == "b" and filled["cut"] == slice("c", None)
+
+
+@dataclass
+class Cell:
+    """Refers to itself by its neighbour."""
+
+    x: Tensor
+    neighbour: Cell | None = None
+
+
+def test_an_instance_that_refers_to_itself_is_looked_into_once() -> None:
+    first, second = Cell(torch.ones(1)), Cell(torch.zeros(1))
+    first.neighbour, second.neighbour = second, first
+    assert [x.item() for x in tensors_in(first)] == [1.0, 0.0]
+    assert substitute(first, {id(second.x): torch.tensor([2.0])}).neighbour.x.item() == 2.0
