@@ -211,7 +211,7 @@ def sizes_of(
     mine = None if noted is None else noted.told()
     if mine is not None and divisor is not None:
         mine = mine[0], [None if isinstance(divisor, str) else float(divisor)], ""
-    told: list[Any] = objects(mine, group)
+    told = objects(mine, group)
     known: Sequence[tuple[int, list[float | None], str]] = [one for one in told if one is not None]
     problem = next((problem for _, divisors, problem in known if problem), "")
     if problem:
