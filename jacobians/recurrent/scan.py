@@ -83,11 +83,6 @@ class Trace:
         return self.scan.turned(self.hidden)
 
     @property
-    def h_n(self) -> Tensor:
-        """The last hidden state `[N, P]`."""
-        return self.hidden[-1]
-
-    @property
     def c_n(self) -> Tensor | None:
         """The last cell state `[N, H]`."""
         if self._c_n is None and self.cell.memory:
