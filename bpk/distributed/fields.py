@@ -103,9 +103,10 @@ def gather(
     >>> model = bpk.extend(torch.nn.Linear(4, 3))
     >>> bpk.distributed.gather(model, bpk.extensions.BatchGrad())  # in one process, nothing happens
     """
-    rules = {e.savefield: rule_of(e, False) for e in extensions}
+    rules: dict[str, Rows] = {}
     for extension in extensions:
-        if not isinstance(rules[extension.savefield], Rows):
+        rule = rule_of(extension, False)
+        if not isinstance(rule, Rows):
             raise ValueError(
                 explain(
                     f"{extension} has no rows of samples that could be gathered.",
@@ -113,6 +114,7 @@ def gather(
                     "call bpk.distributed.all_reduce(model, ...) for it.",
                 )
             )
+        rules[extension.savefield] = rule
     if not are_there() or dist.get_world_size(group) == 1:
         return
     params, local = dict(model.named_parameters()), local_of(model, rules, gathers=True)
@@ -122,7 +124,7 @@ def gather(
     for field, by_name in local.items():
         for name, known in by_name.items():
             rule, rows = rules[field], vars(params[name])[field]
-            assert isinstance(rule, Rows) and size is not None
+            assert size is not None
             given = known.parts if known.parts is not None else {"": rows}
             rows = rows if known.done else rule.whole(rule.scaled(given, size), whole)
             for number, part in enumerate(rows if isinstance(rows, list) else [rows]):
@@ -131,13 +133,9 @@ def gather(
     found: dict[Any, list[Tensor]] = rows_of_all(mine, count, next(iter(params.values())).device, group)
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     for (field, name, number), parts in found.items():
-        rule = rules[field]
-        assert isinstance(rule, Rows)
-        values.setdefault((field, name), {})[str(number)] = torch.cat(parts).movedim(0, rule.axis)
+        values.setdefault((field, name), {})[str(number)] = torch.cat(parts).movedim(0, rules[field].axis)
     for (field, name), value in values.items():
-        rule = rules[field]
-        assert isinstance(rule, Rows)
-        put(params[name], field, rule.field(value), None)
+        put(params[name], field, rules[field].field(value), None)
 
 
 def put(param: Tensor, field: str, value: Any, noted: Noted | None) -> None:
