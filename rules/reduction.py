@@ -138,11 +138,6 @@ def read_roll(input: Any, shifts: Any, dims: Any = None) -> Conversion:
     return Conversion(Roll(shifts, axes(dims)), (input,))
 
 
-def read_flip(input: Any, *dims: Any) -> Conversion:
-    """`input.flip(dims)`."""
-    return Conversion(Flip(axes(one_by_one(dims))), (input,))
-
-
 def read_repeat_each(input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Conversion:
     """`input.repeat_interleave(repeats, dim)`."""
     if not isinstance(repeats, int):
@@ -182,7 +177,7 @@ RULES: tuple[Rule, ...] = (
     AlongAxes(
         Flip,
         axes_of=attrgetter("dims"),
-        functions=reading(read_flip, torch.flip, T.flip),
+        functions=reading(lambda input, *dims: Conversion(Flip(axes(one_by_one(dims))), (input,)), torch.flip, T.flip),
         examples=(case(Flip, (1,), shape=(3, 4)), case(Flip, (-1, 1), shape=(2, 2, 3))),
     ),
     AlongAxes(
