@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bpk.distributed.processes import are_there
+from bpk.distributed.processes import are_several
 from bpk.distributed.rows import rows_of_all
 from bpk.distributed.statistics import Statistics, objects, over_processes, together
 from bpk.extensions.backprop_extension import BackpropExtension
@@ -55,7 +55,7 @@ def all_reduce(
     >>> bpk.distributed.all_reduce(model, *extensions)  # in one process, nothing happens
     """
     rules = {e.savefield: rule_of(e, batch_averages) for e in extensions}
-    if not are_there() or dist.get_world_size(group) == 1:
+    if not are_several(group):
         return
     params, local = dict(model.named_parameters()), local_of(model, rules)
     sizes = sizes_of(local, divisor, group)
@@ -115,7 +115,7 @@ def gather(
                 )
             )
         rules[extension.savefield] = rule
-    if not are_there() or dist.get_world_size(group) == 1:
+    if not are_several(group):
         return
     params, local = dict(model.named_parameters()), local_of(model, rules, gathers=True)
     sizes = sizes_of(local, divisor, group)

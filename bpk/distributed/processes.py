@@ -21,6 +21,11 @@ def are_there() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def are_several(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether there are other processes."""
+    return are_there() and dist.get_world_size(group) > 1
+
+
 def join() -> bool:
     """Whether there is a group of processes; inside of `torchrun`, it is made from the environment.
 

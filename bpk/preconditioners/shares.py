@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bpk.distributed.processes import are_there
+from bpk.distributed.processes import are_several
 from bpk.distributed.statistics import shared_out
 from bpk.jacobians.core.errors import explain
 from bpk.utils.damped import eigenvectors
@@ -18,11 +18,6 @@ Place = tuple[str, int]
 
 Pair = tuple[Tensor, Tensor]
 """Eigenvalues, and eigenvectors as columns."""
-
-
-def are_several(group: dist.ProcessGroup | None) -> bool:
-    """Whether there are other processes."""
-    return are_there() and dist.get_world_size(group) > 1
 
 
 def decomposed(factors: Mapping[Place, Tensor], group: dist.ProcessGroup | None) -> dict[Place, Pair]:
