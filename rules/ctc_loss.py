@@ -8,6 +8,7 @@ belong together (Graves et al., 2006, equations 6 to 16).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,9 +79,7 @@ def named(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any)
     return log_probs, targets, input_lengths, target_lengths
 
 
-def log_softmax(x: Tensor) -> Tensor:
-    """Log-probabilities."""
-    return x.log_softmax(-1)
+LOG_PROBABILITIES = partial(torch.log_softmax, dim=-1)
 
 
 def sentences(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,8 +97,8 @@ RULES = (
         not_convex="it is not convex in its prediction, so the GGN is not positive semi-definite",
         least_axes=3,
         examples=[
-            *both(nn.CTCLoss, (5, 3, 3), sentences, domain=log_softmax),
-            case(nn.CTCLoss, zero_infinity=True, shape=(2, 4, 3), target=sentences, domain=log_softmax),
+            *both(nn.CTCLoss, (5, 3, 3), sentences, domain=LOG_PROBABILITIES),
+            case(nn.CTCLoss, zero_infinity=True, shape=(2, 4, 3), target=sentences, domain=LOG_PROBABILITIES),
         ],
     ),
 )

@@ -8,60 +8,25 @@ from torch import nn
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.linear_map import RandomScale
 
-RULES = (
+LAYERS = (
+    (nn.Dropout, F.dropout, (3, 5)),
+    (nn.Dropout1d, F.dropout1d, (3, 4, 2)),
+    (nn.Dropout2d, F.dropout2d, (2, 4, 2, 2)),
+    (nn.Dropout3d, F.dropout3d, (2, 4, 1, 2, 1)),
+    (nn.AlphaDropout, F.alpha_dropout, (3, 4)),
+    (nn.FeatureAlphaDropout, F.feature_alpha_dropout, (2, 4, 2, 2)),
+)
+"""With their functions, and the shape of inputs in examples."""
+
+RULES = tuple(
     RandomScale(
-        nn.Dropout,
-        functions=(F.dropout,),
+        layer,
+        functions=(function,),
         examples=(
-            case(nn.Dropout, 0.3, shape=(3, 5)),
-            case(nn.Dropout, 0.3, shape=(3, 5), train=True),
-            case(nn.Dropout, 0.5, inplace=True, shape=(2, 2, 3), train=True),
-            case(nn.Dropout, 0.0, shape=(2, 3), train=True),
-            case(nn.Dropout, 1.0, shape=(2, 3), train=True),
+            case(layer, 0.3, shape=shape),
+            *(case(layer, rate, shape=shape, train=True) for rate in (0.0, 0.4, 1.0)),
+            case(layer, 0.4, inplace=True, shape=shape, train=True),
         ),
-    ),
-    RandomScale(
-        nn.Dropout1d,
-        functions=(F.dropout1d,),
-        examples=(
-            case(nn.Dropout1d, 0.3, shape=(3, 4, 2)),
-            case(nn.Dropout1d, 0.4, shape=(3, 4, 2), train=True),
-        ),
-    ),
-    RandomScale(
-        nn.Dropout2d,
-        functions=(F.dropout2d,),
-        examples=(
-            case(nn.Dropout2d, 0.3, shape=(2, 4, 2, 2)),
-            case(nn.Dropout2d, 0.4, shape=(2, 4, 2, 2), train=True),
-            case(nn.Dropout2d, 0.4, inplace=True, shape=(2, 3, 1, 2), train=True),
-        ),
-    ),
-    RandomScale(
-        nn.Dropout3d,
-        functions=(F.dropout3d,),
-        examples=(
-            case(nn.Dropout3d, 0.3, shape=(2, 4, 1, 2, 1)),
-            case(nn.Dropout3d, 0.4, shape=(2, 4, 1, 2, 1), train=True),
-        ),
-    ),
-    RandomScale(
-        nn.AlphaDropout,
-        functions=(F.alpha_dropout,),
-        examples=(
-            case(nn.AlphaDropout, 0.3, shape=(3, 4)),
-            case(nn.AlphaDropout, 0.3, shape=(3, 4), train=True),
-            case(nn.AlphaDropout, 0.0, shape=(3, 4), train=True),
-            case(nn.AlphaDropout, 1.0, shape=(3, 4), train=True),
-            case(nn.AlphaDropout, 0.5, inplace=True, shape=(2, 2, 3), train=True),
-        ),
-    ),
-    RandomScale(
-        nn.FeatureAlphaDropout,
-        functions=(F.feature_alpha_dropout,),
-        examples=(
-            case(nn.FeatureAlphaDropout, 0.3, shape=(2, 4, 2, 2)),
-            case(nn.FeatureAlphaDropout, 0.4, shape=(2, 4, 2, 2), train=True),
-        ),
-    ),
+    )
+    for layer, function, shape in LAYERS
 )

@@ -142,16 +142,6 @@ class Cutting(SeveralOutputs, ZeroResidual):
 
 
 # ---- how functions are read --------------------------------------------------------------------------
-def read_cat(tensors: Any, dim: Any = 0) -> Conversion:
-    """`torch.cat(tensors, dim)`."""
-    return Conversion(Concat(behind_batch(dim)), listed(tensors))
-
-
-def read_stack(tensors: Any, dim: Any = 0) -> Conversion:
-    """`torch.stack(tensors, dim)`."""
-    return Conversion(Stack(behind_batch(dim)), listed(tensors))
-
-
 def listed(tensors: Any) -> tuple[Any, ...]:
     """The entries of a list or tuple of tensors."""
     if not isinstance(tensors, (list, tuple)):
@@ -172,17 +162,15 @@ def read_split(input: Any, split_size_or_sections: Any = None, dim: Any = 0, *, 
     return Conversion(Split(sizes, behind_batch(dim)), (input,))
 
 
-def read_unbind(input: Any, dim: Any = 0) -> Conversion:
-    """`torch.unbind(input, dim)`."""
-    return Conversion(Unbind(behind_batch(dim)), (input,))
-
-
 PAIR = ((2, 2, 3), (2, 1, 3))
 
 RULES: tuple[Rule, ...] = (
     Joining(
         Concat,
-        functions=reading(read_cat, torch.cat, torch.concat, torch.concatenate),
+        functions=reading(
+            lambda tensors, dim=0: Conversion(Concat(behind_batch(dim)), listed(tensors)),
+            *(torch.cat, torch.concat, torch.concatenate),
+        ),
         examples=(
             case(Concat, shapes=PAIR),
             case(Concat, dim=-1, shapes=((2, 2), (2, 3), (2, 1))),
@@ -191,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Stacking(
         Stack,
-        functions=reading(read_stack, torch.stack),
+        functions=reading(lambda tensors, dim=0: Conversion(Stack(behind_batch(dim)), listed(tensors)), torch.stack),
         examples=(case(Stack, shapes=((3, 2), (3, 2))), case(Stack, -1, shapes=((2, 2, 2), (2, 2, 2), (2, 2, 2)))),
     ),
     Cutting(
@@ -209,7 +197,7 @@ RULES: tuple[Rule, ...] = (
     Cutting(
         Unbind,
         torch.stack,
-        functions=reading(read_unbind, torch.unbind, T.unbind),
+        functions=reading(lambda input, dim=0: Conversion(Unbind(behind_batch(dim)), (input,)), torch.unbind, T.unbind),
         examples=(case(Unbind, shape=(3, 2, 2)), case(Unbind, -1, shape=(2, 2, 3))),
     ),
 )

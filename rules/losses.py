@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 from torch import Tensor, nn
 
@@ -26,11 +28,6 @@ from bpk.jacobians.losses.targets import (
 )
 
 # ---- weights of terms ---------------------------------------------------------------------------
-
-
-def own_weight(call: Call) -> Tensor | None:
-    """The loss's option `weight`."""
-    return call.options.weight
 
 
 def class_mean_weight(call: Call) -> Tensor | float:
@@ -93,7 +90,7 @@ RULES = (
     PointwiseLoss(
         "(1 - t) * x + (1 + (pos_weight - 1) * t) * softplus(-x)",
         nn.BCEWithLogitsLoss,
-        weight=own_weight,
+        weight=attrgetter("options.weight"),
         draw=bernoulli_score,
         examples=[
             *both(BCE, (4,), labels),
@@ -114,7 +111,7 @@ RULES = (
     PointwiseLoss(
         "-t * log(x) - (1 - t) * log(1 - x)",
         nn.BCELoss,
-        weight=own_weight,
+        weight=attrgetter("options.weight"),
         examples=[
             case(nn.BCELoss, shape=(3, 2), target=labels, domain=torch.sigmoid),
             case(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +31,30 @@ def pad_without_value(options: Options, x: Tensor) -> Tensor:
 
 Pad = layer("Pad", pad, home="pad")
 
+Sizes = dict[int, list[tuple[Any, tuple[int, ...]]]]
+"""Examples for layers over so many axes: what is added, and to which shape."""
+
+ADDED: Sizes = {
+    1: [(2, (3, 2, 3)), ((0, 3), (2, 1, 4))],
+    2: [(1, (2, 2, 2, 3)), ((2, 0, 1, 2), (2, 1, 3, 3))],
+    3: [((1, 0, 0, 1, 1, 1), (2, 1, 2, 2, 2))],
+}
+CROPPED: Sizes = {
+    1: [((-1, 2), (2, 2, 4))],
+    2: [((1, -1, 2, 0), (2, 1, 2, 3))],
+    3: [((1, 0, 0, 1, 2, -1), (2, 2, 2, 2, 1))],
+}
+ALL = {axes: ADDED[axes] + CROPPED[axes] for axes in ADDED}
+
+
+def over_axes(modules: Iterable[type[nn.Module]], sizes: Sizes, *value: float, **options: Any) -> list[LinearMap]:
+    """The rules of layers over one, two and three axes, which may take a `value` to pad with."""
+    return [
+        LinearMap(m, axes=axes, examples=[case(m, size, *value, shape=s) for size, s in sizes[axes]], **options)
+        for axes, m in enumerate(modules, 1)
+    ]
+
+
 RULES = (
     LinearMap(
         Pad,
@@ -39,94 +64,15 @@ RULES = (
             case(Pad, (2, 1), shape=(2, 3)),
             case(Pad, (1, -1, 0, 2), value=1.5, shape=(2, 2, 3)),
             case(Pad, (1, 2, 0, 1, 1, 0), value=-1.0, shape=(2, 1, 2, 2)),
+            case(Pad, (0, 1), value=float("-inf"), shape=(2, 3)),
             case(Pad, (2, 1), mode="reflect", shape=(2, 2, 3)),
             case(Pad, (1, 0, 2, 1), mode="replicate", shape=(2, 1, 2, 3)),
             case(Pad, (1, 1, 0, 2), mode="circular", shape=(2, 1, 3, 2)),
         ),
     ),
-    LinearMap(
-        nn.ConstantPad1d,
-        linear=pad_with_zeros,
-        axes=1,
-        examples=(
-            case(nn.ConstantPad1d, 2, 1.5, shape=(3, 2, 3)),
-            case(nn.ConstantPad1d, (3, -1), -2.0, shape=(2, 2, 4)),
-            case(nn.ConstantPad1d, (0, 1), float("-inf"), shape=(2, 3)),
-        ),
-    ),
-    LinearMap(
-        nn.ConstantPad2d,
-        linear=pad_with_zeros,
-        axes=2,
-        examples=(
-            case(nn.ConstantPad2d, 1, 0.5, shape=(2, 2, 2, 3)),
-            case(nn.ConstantPad2d, (1, 0, -1, 2), 3.0, shape=(2, 1, 3, 2)),
-        ),
-    ),
-    LinearMap(
-        nn.ConstantPad3d,
-        linear=pad_with_zeros,
-        axes=3,
-        examples=(
-            case(nn.ConstantPad3d, 1, 2.0, shape=(2, 1, 2, 1, 2)),
-            case(nn.ConstantPad3d, (1, 0, 0, 2, -1, 1), 1.0, shape=(2, 2, 2, 2, 2)),
-        ),
-    ),
-    LinearMap(
-        nn.ZeroPad1d,
-        axes=1,
-        examples=(case(nn.ZeroPad1d, 2, shape=(3, 2, 3)), case(nn.ZeroPad1d, (-1, 2), shape=(2, 2, 4))),
-    ),
-    LinearMap(
-        nn.ZeroPad2d,
-        axes=2,
-        examples=(case(nn.ZeroPad2d, 1, shape=(2, 2, 2, 3)), case(nn.ZeroPad2d, (1, -1, 2, 0), shape=(2, 1, 2, 3))),
-    ),
-    LinearMap(nn.ZeroPad3d, axes=3, examples=(case(nn.ZeroPad3d, (1, 0, 0, 1, 2, -1), shape=(2, 2, 2, 2, 1)),)),
-    LinearMap(
-        nn.ReflectionPad1d,
-        axes=1,
-        examples=(case(nn.ReflectionPad1d, 2, shape=(3, 2, 3)), case(nn.ReflectionPad1d, (0, 3), shape=(2, 1, 4))),
-    ),
-    LinearMap(
-        nn.ReflectionPad2d,
-        axes=2,
-        examples=(
-            case(nn.ReflectionPad2d, 1, shape=(2, 2, 2, 3)),
-            case(nn.ReflectionPad2d, (2, 0, 1, 2), shape=(2, 1, 3, 3)),
-        ),
-    ),
-    LinearMap(
-        nn.ReflectionPad3d, axes=3, examples=(case(nn.ReflectionPad3d, (1, 0, 0, 1, 1, 1), shape=(2, 1, 2, 2, 2)),)
-    ),
-    LinearMap(
-        nn.ReplicationPad1d,
-        axes=1,
-        examples=(case(nn.ReplicationPad1d, 2, shape=(3, 2, 2)), case(nn.ReplicationPad1d, (0, 3), shape=(2, 1, 2))),
-    ),
-    LinearMap(
-        nn.ReplicationPad2d,
-        axes=2,
-        examples=(
-            case(nn.ReplicationPad2d, 1, shape=(2, 2, 2, 3)),
-            case(nn.ReplicationPad2d, (3, 0, 1, 2), shape=(2, 1, 2, 2)),
-        ),
-    ),
-    LinearMap(
-        nn.ReplicationPad3d, axes=3, examples=(case(nn.ReplicationPad3d, (1, 0, 0, 2, 1, 1), shape=(2, 1, 2, 2, 2)),)
-    ),
-    LinearMap(
-        nn.CircularPad1d,
-        axes=1,
-        examples=(case(nn.CircularPad1d, 2, shape=(3, 2, 3)), case(nn.CircularPad1d, (0, 3), shape=(2, 1, 3))),
-    ),
-    LinearMap(
-        nn.CircularPad2d,
-        axes=2,
-        examples=(
-            case(nn.CircularPad2d, 1, shape=(2, 2, 2, 3)),
-            case(nn.CircularPad2d, (2, 0, 1, 2), shape=(2, 1, 3, 2)),
-        ),
-    ),
-    LinearMap(nn.CircularPad3d, axes=3, examples=(case(nn.CircularPad3d, (1, 0, 0, 2, 1, 1), shape=(2, 1, 2, 2, 2)),)),
+    *over_axes((nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d), ALL, 1.5, linear=pad_with_zeros),
+    *over_axes((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), ALL),
+    *over_axes((nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d), ADDED),
+    *over_axes((nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d), ADDED),
+    *over_axes((nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d), ADDED),
 )

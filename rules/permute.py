@@ -116,16 +116,6 @@ def read_transpose(input: Any, dim0: Any, dim1: Any) -> Conversion:
     return Conversion(Permute(behind_batch(dim0), behind_batch(dim1), init_transpose=True), (input,))
 
 
-def read_swapaxes(input: Any, axis0: Any, axis1: Any) -> Conversion:
-    """`input.swapaxes(axis0, axis1)`."""
-    return read_transpose(input, axis0, axis1)
-
-
-def read_adjoint(input: Any) -> Conversion:
-    """`input.adjoint()` of real tensors."""
-    return read_transpose(input, -2, -1)
-
-
 def read_t(input: Any) -> Conversion:
     """`input.t()`."""
     raise CannotConvert("it moves the batch axis.")
@@ -145,8 +135,8 @@ RULES: tuple[Rule, ...] = (
         order=order_of_permute,
         functions=reading(read_permute, torch.permute, T.permute)
         | reading(read_transpose, torch.transpose, T.transpose, torch.swapdims, T.swapdims)
-        | reading(read_swapaxes, torch.swapaxes, T.swapaxes)
-        | reading(read_adjoint, torch.adjoint, T.adjoint)
+        | reading(lambda input, axis0, axis1: read_transpose(input, axis0, axis1), torch.swapaxes, T.swapaxes)
+        | reading(lambda input: read_transpose(input, -2, -1), torch.adjoint, T.adjoint)
         | reading(read_t, torch.t, T.t),
         examples=(
             case(Permute, 0, 2, 1, shape=(2, 3, 2)),

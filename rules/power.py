@@ -97,16 +97,6 @@ def clip(input: Any, min: Any = None, max: Any = None) -> Conversion:
     return Conversion(Clamp(-math.inf if min is None else min, math.inf if max is None else max), (input,))
 
 
-def clip_below(input: Any, min: Any) -> Conversion:
-    """`torch.clamp_min(input, min)`."""
-    return clip(input, min)
-
-
-def clip_above(input: Any, max: Any) -> Conversion:
-    """`torch.clamp_max(input, max)`."""
-    return clip(input, None, max)
-
-
 def away_from_zero(x: Tensor) -> Tensor:
     """Divisors: at least one half in size."""
     return torch.where(x < 0, x - 0.5, x + 0.5)
@@ -133,8 +123,8 @@ RULES: tuple[Rule, ...] = (
         "where(x < low, low, where(x > high, high, x))",
         Clamp,
         functions=reading(clip, torch.clamp, torch.clip, T.clamp, T.clip)
-        | reading(clip_below, torch.clamp_min, T.clamp_min)
-        | reading(clip_above, torch.clamp_max, T.clamp_max),
+        | reading(lambda input, min: clip(input, min), torch.clamp_min, T.clamp_min)
+        | reading(lambda input, max: clip(input, None, max), torch.clamp_max, T.clamp_max),
         examples=(case(Clamp, -0.5, 0.3, shape=(3, 4)), case(Clamp, low=-0.1, shape=(2, 3, 4))),
     ),
 )

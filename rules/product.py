@@ -100,16 +100,6 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Conversi
     return times(input, 1 / other)
 
 
-def maximum(input: Any, other: Any) -> Conversion:
-    """`torch.maximum(input, other)`."""
-    return Conversion(Maximum(), (input, other))
-
-
-def minimum(input: Any, other: Any) -> Conversion:
-    """`torch.minimum(input, other)`."""
-    return Conversion(Minimum(), (input, other))
-
-
 PAIR = ((3, 4), (3, 4))
 FIRST_REPEATED = ((2, 1, 3), (2, 2, 3))
 SECOND_REPEATED = ((2, 2, 2), (2, 2, 1))
@@ -143,13 +133,13 @@ RULES: tuple[Rule, ...] = (
     Pairwise(
         Maximum,
         derivatives=of_maximum,
-        functions=reading(maximum, torch.maximum, T.maximum),
+        functions=reading(lambda input, other: Conversion(Maximum(), (input, other)), torch.maximum, T.maximum),
         examples=(case(Maximum, shapes=PAIR), case(Maximum, shapes=FIRST_REPEATED)),
     ),
     Pairwise(
         Minimum,
         derivatives=of_minimum,
-        functions=reading(minimum, torch.minimum, T.minimum),
+        functions=reading(lambda input, other: Conversion(Minimum(), (input, other)), torch.minimum, T.minimum),
         examples=(case(Minimum, shapes=PAIR), case(Minimum, shapes=SECOND_REPEATED)),
     ),
 )

@@ -17,37 +17,20 @@ is refused; single layers with `nn.Dropout` in between serve as well.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from bpk.jacobians.core.example import case
-from bpk.jacobians.recurrent.cells import Cell, Elman, Gru, Lstm
+from bpk.jacobians.recurrent.cells import Elman, Gru, Lstm
 from bpk.jacobians.recurrent.recurrent import Recurrent, RecurrentStep
 
 NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 STEP_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
-def elman(options: Any) -> Cell:
-    """Tanh or ReLU."""
-    return Elman(relu=options.nonlinearity == "relu")
-
-
-def lstm(options: Any) -> Cell:
-    """Input, forget and output gates; a cell state."""
-    return Lstm()
-
-
-def gru(options: Any) -> Cell:
-    """Reset and update gates."""
-    return Gru()
-
-
 RULES = (
     Recurrent(
         nn.RNN,
-        cell=elman,
+        cell=Elman,
         params=NAMES,
         examples=(
             case(nn.RNN, 2, 3, batch_first=True, shape=(3, 4, 2)),
@@ -57,7 +40,7 @@ RULES = (
     ),
     Recurrent(
         nn.LSTM,
-        cell=lstm,
+        cell=Lstm,
         params=NAMES,
         examples=(
             case(nn.LSTM, 2, 3, batch_first=True, shape=(3, 3, 2)),
@@ -68,7 +51,7 @@ RULES = (
     ),
     Recurrent(
         nn.GRU,
-        cell=gru,
+        cell=Gru,
         params=NAMES,
         examples=(
             case(nn.GRU, 2, 3, batch_first=True, shape=(3, 3, 2)),
@@ -78,7 +61,7 @@ RULES = (
     ),
     RecurrentStep(
         nn.RNNCell,
-        cell=elman,
+        cell=Elman,
         params=STEP_NAMES,
         examples=(
             case(nn.RNNCell, 2, 3, shape=(4, 2)),
@@ -87,13 +70,13 @@ RULES = (
     ),
     RecurrentStep(
         nn.GRUCell,
-        cell=gru,
+        cell=Gru,
         params=STEP_NAMES,
         examples=(case(nn.GRUCell, 2, 3, shape=(4, 2)), case(nn.GRUCell, 2, 2, bias=False, shapes=((4, 2), (4, 2)))),
     ),
     RecurrentStep(
         nn.LSTMCell,
-        cell=lstm,
+        cell=Lstm,
         params=STEP_NAMES,
         examples=(case(nn.LSTMCell, 2, 3, shape=(4, 2)), case(nn.LSTMCell, 3, 2, bias=False, shape=(4, 3))),
     ),

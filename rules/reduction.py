@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -99,16 +100,6 @@ class Reduction(AlongAxes):
         return mat.expand(mat.shape[0], *shape)
 
 
-def dim_of(options: Options) -> Axes:
-    """The axes under the name that most functions of torch give them."""
-    return options.dim
-
-
-def dims_of(options: Options) -> Axes:
-    """The axes of `roll` and `flip`."""
-    return options.dims
-
-
 # ---- how functions are read --------------------------------------------------------------------------
 def axes(dim: Any) -> Axes:
     """Axes that are known, and are not the batch axis."""
@@ -147,11 +138,6 @@ def read_roll(input: Any, shifts: Any, dims: Any = None) -> Conversion:
     return Conversion(Roll(shifts, axes(dims)), (input,))
 
 
-def read_flip(input: Any, *dims: Any) -> Conversion:
-    """`input.flip(dims)`."""
-    return Conversion(Flip(axes(one_by_one(dims))), (input,))
-
-
 def read_repeat_each(input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Conversion:
     """`input.repeat_interleave(repeats, dim)`."""
     if not isinstance(repeats, int):
@@ -162,7 +148,7 @@ def read_repeat_each(input: Any, repeats: Any, dim: Any = None, *, output_size: 
 RULES: tuple[Rule, ...] = (
     Reduction(
         Mean,
-        axes_of=dim_of,
+        axes_of=attrgetter("dim"),
         functions=reading(read_mean, torch.mean, T.mean),
         examples=(
             case(Mean, 1, shape=(2, 3, 2)),
@@ -172,31 +158,31 @@ RULES: tuple[Rule, ...] = (
     ),
     Reduction(
         Sum,
-        axes_of=dim_of,
+        axes_of=attrgetter("dim"),
         functions=reading(read_sum, torch.sum, T.sum),
         examples=(case(Sum, 1, shape=(2, 3, 2)), case(Sum, (1, 3), True, shape=(2, 2, 2, 3))),
     ),
     AlongAxes(
         Cumsum,
-        axes_of=dim_of,
+        axes_of=attrgetter("dim"),
         functions=reading(read_cumsum, torch.cumsum, T.cumsum),
         examples=(case(Cumsum, 1, shape=(2, 3, 2)), case(Cumsum, -1, shape=(3, 4))),
     ),
     AlongAxes(
         Roll,
-        axes_of=dims_of,
+        axes_of=attrgetter("dims"),
         functions=reading(read_roll, torch.roll, T.roll),
         examples=(case(Roll, 1, 1, shape=(3, 4)), case(Roll, (1, -1), (1, 2), shape=(2, 2, 3))),
     ),
     AlongAxes(
         Flip,
-        axes_of=dims_of,
-        functions=reading(read_flip, torch.flip, T.flip),
+        axes_of=attrgetter("dims"),
+        functions=reading(lambda input, *dims: Conversion(Flip(axes(one_by_one(dims))), (input,)), torch.flip, T.flip),
         examples=(case(Flip, (1,), shape=(3, 4)), case(Flip, (-1, 1), shape=(2, 2, 3))),
     ),
     AlongAxes(
         RepeatInterleave,
-        axes_of=dim_of,
+        axes_of=attrgetter("dim"),
         functions=reading(read_repeat_each, torch.repeat_interleave, T.repeat_interleave),
         examples=(case(RepeatInterleave, 2, 1, shape=(2, 2, 3)), case(RepeatInterleave, 3, -1, shape=(3, 2))),
     ),

@@ -134,11 +134,6 @@ def read_squeeze(input: Any, *dim: Any) -> Conversion:
     return Conversion(Squeeze(dims if len(dims) > 1 else dims[0]), (input,))
 
 
-def read_unsqueeze(input: Any, dim: Any) -> Conversion:
-    """`input.unsqueeze(dim)`."""
-    return Conversion(Unsqueeze(behind_batch(dim)), (input,))
-
-
 RULES: tuple[Rule, ...] = (
     Reshaping(
         nn.Identity,
@@ -186,7 +181,9 @@ RULES: tuple[Rule, ...] = (
     ),
     OneEntryAxes(
         Unsqueeze,
-        functions=reading(read_unsqueeze, torch.unsqueeze, T.unsqueeze),
+        functions=reading(
+            lambda input, dim: Conversion(Unsqueeze(behind_batch(dim)), (input,)), torch.unsqueeze, T.unsqueeze
+        ),
         examples=(case(Unsqueeze, 1, shape=(2, 3)), case(Unsqueeze, -1, shape=(2, 3))),
     ),
 )

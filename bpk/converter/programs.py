@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of, name_of
-from bpk.converter.tracing import exchanged, nodes_in
+from bpk.converter.tracing import nodes_in
 from bpk.converter.tree import Tree
 from bpk.jacobians.core.function_module import (
     FunctionModule,
@@ -119,7 +119,7 @@ def step_of(node: fx.Node, slots: dict[fx.Node, Slot], module: nn.Module, tree: 
         function = Tensor.reshape  # layers before it may have another memory layout than the functions had
     elif node.target is operator.iadd and not node.meta.get(VERBATIM):
         function = operator.add
-    args, kwargs = exchanged((node.args, node.kwargs), slots.__getitem__)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), slots.__getitem__)  # type: ignore[arg-type]
     return Step(function, args, kwargs, other)
 
 

@@ -214,9 +214,4 @@ def nodes_in(value: Any) -> list[fx.Node]:
 def numbered(value: Any) -> Any:
     """Nested arguments with a `Slot` for each node, in order: independent of what later takes their position."""
     number = count()
-    return exchanged(value, lambda _: Slot(next(number)))
-
-
-def exchanged(value: Any, change: Callable[[fx.Node], Any]) -> Any:
-    """Nested arguments with something else in the place of nodes."""
-    return fx.map_arg(value, change)
+    return fx.map_arg(value, lambda _: Slot(next(number)))  # type: ignore[arg-type,return-value]

@@ -108,7 +108,7 @@ def deal(loader: Iterable[Any], processes: Processes, split: bool | None, keeper
 
 def combine(processes: Processes, totals: Totals, device: torch.device, result: str) -> None:
     """Let totals be those of all processes."""
-    told: list[Any] = processes.tell((totals.size, totals.batches, totals.loss))
+    told = processes.tell((totals.size, totals.batches, totals.loss))
     sizes: list[Size | None] = [size for size, _, _ in told]
     if not any(sizes):
         raise ValueError(nothing())
@@ -121,7 +121,7 @@ def combine(processes: Processes, totals: Totals, device: torch.device, result: 
 
 def collect(kept: InMemory, processes: Processes) -> None:
     """Let a process have the rows of all, in the order of batches."""
-    told: list[Any] = processes.tell(kept.sizes)
+    told = processes.tell(kept.sizes)
     mine: dict[Hashable, Tensor] = {key: torch.cat(parts) for key, parts in kept.kept.items()}
     found: dict[Any, list[Tensor]] = rows_of_all(mine, kept.count, torch.device("cpu"), processes.control)
     kept.kept = {

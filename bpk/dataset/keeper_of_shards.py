@@ -37,16 +37,12 @@ class KeeperOfShards(Keeper):
     def take_up(self) -> None:
         """Go on after the last round that all processes have written, or begin."""
         known: dict[int, tuple[Path, dict[str, Any]]] = {}
-        problem: ValueError | None = None
-        for path in () if self.path is None else (ahead_of(self.path), self.path):
-            try:
+        with self.processes.agreeing(ValueError):
+            for path in () if self.path is None else (ahead_of(self.path), self.path):
                 if path.exists():
                     state = read(path)
                     known[state["round"]] = path, state
-            except ValueError as error:
-                problem = error
-        self.processes.require_none(problem)
-        told: list[Any] = self.processes.tell((self.path is not None, set(known)))
+        told = self.processes.tell((self.path is not None, set(known)))
         written = [rounds for _, rounds in told]
         common = set.intersection(*written)
         if len({wanted for wanted, _ in told}) > 1 or (any(written) and not common):
@@ -54,11 +50,8 @@ class KeeperOfShards(Keeper):
         if not common:
             self.begin()
             return
-        try:
+        with self.processes.agreeing(ValueError):
             self.restore(*known[max(common)])
-        except ValueError as error:
-            problem = error
-        self.processes.require_none(problem)
 
     def restore(self, path: Path, state: dict[str, Any]) -> None:
         self.rounds = state["round"]
@@ -80,12 +73,8 @@ class KeeperOfShards(Keeper):
     def write(self, done: bool) -> None:
         if self.path is None:
             return
-        problem: Exception | None = None
-        try:
+        with self.processes.agreeing(OSError, ValueError):
             write(ahead_of(self.path), self.state(done))
-        except (OSError, ValueError) as error:
-            problem = error
-        self.processes.require_none(problem)
         try:
             os.replace(ahead_of(self.path), self.path)
             settle(self.path.parent)

@@ -78,24 +78,15 @@ class ShardedRunner(Runner):
 
     def checked(self, number: int, loss: Any) -> float:
         """Whatever is wrong is known to all before any of them waits for the others' gradients."""
-        value, problem = 0.0, None
-        try:
-            value = super().checked(number, loss)
-        except ValueError as error:
-            problem = error
-        self.processes.require_none(problem)
-        return value
+        with self.processes.agreeing(ValueError):
+            return super().checked(number, loss)
 
     def add_up(self, sharded: Sharded) -> None:
         """FSDP2 has ended its pass."""
-        size, problem = None, None
-        try:
+        with self.processes.agreeing(ValueError, RuntimeError):
             size = self.size_of(self.number, self.batch)
             if not all_finite(sharded.on_whole(Total.field)):
                 raise ValueError(not_finite(self.number, "a gradient that is not finite"))
-        except (ValueError, RuntimeError) as error:
-            problem = error
-        self.processes.require_none(problem)
         self.size = sharded.add_up(size if self.counts else None)
 
     def taken(self, number: int) -> dict[str, dict[str, Parts]]:
@@ -125,16 +116,12 @@ def add_up_in_rounds(batches: Batches, keeper: Keeper, runner: ShardedRunner, sh
             totals.merge(one.fields, runner.size)
             progress.step(runner.size.samples)
             keeper.added()
-        problem = None
-        try:
+        with runner.processes.agreeing(ValueError):
             totals.require_finite()
-        except ValueError as error:
-            problem = error
-        runner.processes.require_none(problem)
         if totals.size is not None:
             keeper.write(done=True)
         progress.close()
-    told: list[Any] = runner.processes.tell((totals.batches, totals.loss))
+    told = runner.processes.tell((totals.batches, totals.loss))
     if totals.size is None:
         raise ValueError(nothing())
     totals.batches, totals.loss = sum(n for n, _ in told), sum(loss for _, loss in told)
@@ -144,20 +131,16 @@ def rounds(batches: Iterable[tuple[int, Any]], runner: ShardedRunner) -> Iterato
     """Number and batch, and whether it counts: as long as any process has one, all of them pass something."""
     own, processes = iter(batches), runner.processes
     while True:
-        mine, problem = None, None
-        try:
+        with processes.agreeing(Exception):
             mine = next(own, None)
             if mine is not None:
                 runner.look(*mine)
-        except Exception as error:
-            problem = error
-        processes.require_none(problem)
         having = [rank for rank, has in enumerate(processes.tell(mine is not None)) if has]
         if not having:
             return
         lent = mine
         if len(having) < processes.world:
-            offers: list[Any] = processes.tell(mine if processes.rank == having[0] else None)
+            offers = processes.tell(mine if processes.rank == having[0] else None)
             lent = mine or offers[having[0]]
         assert lent is not None
         yield *lent, mine is not None

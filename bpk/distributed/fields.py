@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bpk.distributed.processes import are_there
+from bpk.distributed.processes import are_several
 from bpk.distributed.rows import rows_of_all
 from bpk.distributed.statistics import Statistics, objects, over_processes, together
 from bpk.extensions.backprop_extension import BackpropExtension
@@ -55,7 +55,7 @@ def all_reduce(
     >>> bpk.distributed.all_reduce(model, *extensions)  # in one process, nothing happens
     """
     rules = {e.savefield: rule_of(e, batch_averages) for e in extensions}
-    if not are_there() or dist.get_world_size(group) == 1:
+    if not are_several(group):
         return
     params, local = dict(model.named_parameters()), local_of(model, rules)
     sizes = sizes_of(local, divisor, group)
@@ -103,9 +103,10 @@ def gather(
     >>> model = bpk.extend(torch.nn.Linear(4, 3))
     >>> bpk.distributed.gather(model, bpk.extensions.BatchGrad())  # in one process, nothing happens
     """
-    rules = {e.savefield: rule_of(e, False) for e in extensions}
+    rules: dict[str, Rows] = {}
     for extension in extensions:
-        if not isinstance(rules[extension.savefield], Rows):
+        rule = rule_of(extension, False)
+        if not isinstance(rule, Rows):
             raise ValueError(
                 explain(
                     f"{extension} has no rows of samples that could be gathered.",
@@ -113,7 +114,8 @@ def gather(
                     "call bpk.distributed.all_reduce(model, ...) for it.",
                 )
             )
-    if not are_there() or dist.get_world_size(group) == 1:
+        rules[extension.savefield] = rule
+    if not are_several(group):
         return
     params, local = dict(model.named_parameters()), local_of(model, rules, gathers=True)
     sizes = sizes_of(local, divisor, group)
@@ -122,7 +124,7 @@ def gather(
     for field, by_name in local.items():
         for name, known in by_name.items():
             rule, rows = rules[field], vars(params[name])[field]
-            assert isinstance(rule, Rows) and size is not None
+            assert size is not None
             given = known.parts if known.parts is not None else {"": rows}
             rows = rows if known.done else rule.whole(rule.scaled(given, size), whole)
             for number, part in enumerate(rows if isinstance(rows, list) else [rows]):
@@ -131,13 +133,9 @@ def gather(
     found: dict[Any, list[Tensor]] = rows_of_all(mine, count, next(iter(params.values())).device, group)
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     for (field, name, number), parts in found.items():
-        rule = rules[field]
-        assert isinstance(rule, Rows)
-        values.setdefault((field, name), {})[str(number)] = torch.cat(parts).movedim(0, rule.axis)
+        values.setdefault((field, name), {})[str(number)] = torch.cat(parts).movedim(0, rules[field].axis)
     for (field, name), value in values.items():
-        rule = rules[field]
-        assert isinstance(rule, Rows)
-        put(params[name], field, rule.field(value), None)
+        put(params[name], field, rules[field].field(value), None)
 
 
 def put(param: Tensor, field: str, value: Any, noted: Noted | None) -> None:
@@ -211,7 +209,7 @@ def sizes_of(
     mine = None if noted is None else noted.told()
     if mine is not None and divisor is not None:
         mine = mine[0], [None if isinstance(divisor, str) else float(divisor)], ""
-    told: list[Any] = objects(mine, group)
+    told = objects(mine, group)
     known: Sequence[tuple[int, list[float | None], str]] = [one for one in told if one is not None]
     problem = next((problem for _, divisors, problem in known if problem), "")
     if problem:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,11 @@ from bpk.jacobians.core.errors import explain
 def are_there() -> bool:
     """Whether there is a group of processes."""
     return dist.is_available() and dist.is_initialized()
+
+
+def are_several(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether there are other processes."""
+    return are_there() and dist.get_world_size(group) > 1
 
 
 def join() -> bool:
@@ -62,7 +69,7 @@ class Processes:
         except RuntimeError as error:
             raise RuntimeError(lost(self.rank, "")) from error
 
-    def tell(self, thing: object) -> list[object]:
+    def tell(self, thing: object) -> list[Any]:
         """What each process says, by rank, once all are there."""
         self.meet()
         return objects(thing, self.control)
@@ -82,12 +89,22 @@ class Processes:
 
     def require_none(self, problem: Exception | None) -> None:
         """Raise the own problem, or say that another process has one: all of them end here, if any does."""
-        said: list[object] = self.tell("" if problem is None else str(problem) or repr(problem))
+        said = self.tell("" if problem is None else str(problem) or repr(problem))
         if problem is not None:
             raise problem
         first = next((rank for rank, text in enumerate(said) if text), None)
         if first is not None:
             raise Elsewhere(f"Rank {first} cannot go on, and others cannot do without it. {said[first]}")
+
+    @contextmanager
+    def agreeing(self, *errors: type[Exception]) -> Iterator[None]:
+        """What raises one of these errors inside ends here in all processes, as `require_none` says."""
+        problem = None
+        try:
+            yield
+        except errors as error:
+            problem = error
+        self.require_none(problem)
 
     def gone(self) -> list[int]:
         """The ranks to which there is no connection any more."""
@@ -101,7 +118,7 @@ class Processes:
 
     def require_same(self, mine: Mapping[str, str]) -> None:
         """Refuse processes that run something else; names the first one that differs from rank 0, and in what."""
-        first, *others = (known for known in self.tell(mine) if isinstance(known, Mapping))
+        first, *others = self.tell(mine)
         for rank, known in enumerate(others, 1):
             for key in dict.fromkeys((*first, *known)):
                 if first.get(key) != known.get(key):

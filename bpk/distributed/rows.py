@@ -17,7 +17,7 @@ def rows_of_all(
 ) -> dict[Hashable, list[Tensor]]:
     """The rows of each process, by rank; zeros for one of `count` samples that has no rows under a key."""
     here = {key: (tuple(rows.shape[1:]), rows.dtype, len(rows)) for key, rows in mine.items()}
-    told = [known for known in objects((count, here), group) if isinstance(known, tuple)]
+    told = objects((count, here), group)
     everywhere = {key: form for _, known in told for key, form in known.items()}
     for key, (shape, _, _) in ((key, form) for _, known in told for key, form in known.items()):
         if shape != everywhere[key][0]:

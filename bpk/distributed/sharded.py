@@ -95,7 +95,7 @@ class Sharded:
         `size` is that of the own batch (`None`: it does not count). Returns the size of all batches. Rows stay those
         of the own batch.
         """
-        sizes: list[Any] = objects(size, None)
+        sizes = objects(size, None)
         known, mine = self.known(), dict[str, dict[str, Any]]()
         for shard, _ in known.values():
             for field in self.rules:

@@ -42,7 +42,7 @@ class Share:
         self.splits = given is None if split is None else split
         self.own: DataLoader[Any] | None = None
         self.seen = hashlib.sha256()
-        self.seed = first_of(processes.tell(int(torch.randint(1 << 62, ()))))
+        self.seed = processes.tell(int(torch.randint(1 << 62, ())))[0]
         if self.splits and has_indices(loader):
             self.own = only(loader, common_order(loader, processes)[self.rank :: self.world])
 
@@ -122,12 +122,7 @@ def common_order(loader: DataLoader[Any], processes: Processes) -> list[Any]:
     flat = [index for batch in order for index in batch]
     require_equal(processes.tell(hashed(in_order(flat))), "sampler gave it other samples")
     same = len(set(map(str, processes.tell(hashed(flat) + hashed(map(len, order)))))) == 1
-    return order if same else first_of(processes.tell(order if processes.rank == 0 else None))
-
-
-def first_of(told: list[Any]) -> Any:
-    """What rank 0 says."""
-    return told[0]
+    return order if same else processes.tell(order if processes.rank == 0 else None)[0]
 
 
 def require_equal(told: list[object], what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.utils.kroneckers import sparse_diagonal
+
+Key = TypeVar("Key", str, tuple[str, int])
 
 Statistics = dict[str, dict[str, Parts]]
 """By field and parameter: what adds up over batches."""
@@ -35,9 +38,9 @@ class Form:
         return torch.zeros(self.shape[:1] if self.diagonal else self.shape, dtype=self.dtype, device=device)
 
 
-def objects(thing: object, group: dist.ProcessGroup | None) -> list[object]:
+def objects(thing: object, group: dist.ProcessGroup | None) -> list[Any]:
     """What each process has got, by rank."""
-    found: list[object] = [None] * dist.get_world_size(group)
+    found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, thing, group)
     return found
 
@@ -46,7 +49,7 @@ def share_orders(orders: Orders, params: Mapping[str, Tensor], group: dist.Proce
     """Give all processes the orders of entries that some of them have noted: not each has used every parameter."""
     noted = objects({name for name, param in params.items() if orders.get(param) is not None}, group)
     for name, param in params.items():
-        known = [isinstance(names, set) and name in names for names in noted]
+        known = [name in names for names in noted]
         if any(known) and not all(known):
             order = orders.get(param)
             if order is None:
@@ -71,9 +74,7 @@ def form_of(x: Tensor) -> Form:
 def common_forms(mine: Statistics, group: dist.ProcessGroup | None) -> dict[Place, Form]:
     """The parts that any process has, in one order for all."""
     forms: dict[Place, Form] = {}
-    every = objects({place: form_of(x) for place, x in places(mine)}, group)
-    for rank, known in enumerate(every):
-        assert isinstance(known, dict)
+    for rank, known in enumerate(objects({place: form_of(x) for place, x in places(mine)}, group)):
         for place, form in known.items():
             before = forms.setdefault(place, form)
             if before != form:
@@ -93,10 +94,15 @@ def owners_of(forms: Mapping[Place, Form], world: int) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for (_, name, _), form in forms.items():
         sizes[name] = sizes.get(name, 0) + form.zeros(torch.device("meta")).numel()
-    load, owners = [0] * world, dict[str, int]()
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = load.index(min(load))
-        load[owners[name]] += sizes[name]
+    return shared_out(sizes, world)
+
+
+def shared_out(costs: Mapping[Key, int], world: int) -> dict[Key, int]:
+    """Who takes what, so that all have about as much; the costliest first."""
+    load, owners = [0] * world, dict[Key, int]()
+    for key in sorted(costs, key=lambda key: (-costs[key], key)):
+        owners[key] = load.index(min(load))
+        load[owners[key]] += costs[key]
     return owners
 
 
@@ -139,7 +145,7 @@ def over_processes(
             if part != rule.leading and shard is not None and not forms[place].diagonal:
                 parts[part] = shard(place, x)
             elif part != rule.leading:
-                rest.append(Addend(x, rule.symmetric and is_square(x), owners.get(name)))
+                rest.append(Addend(x, rule.symmetric and x.dim() == 2 and len(x) == x.shape[1], owners.get(name)))
     add_up(rest, group)
     found: Statistics = {}
     for (field, name), parts in fields.items():
@@ -157,11 +163,6 @@ def held_of(x: Tensor | None, form: Form, device: torch.device) -> Tensor:
     if form.diagonal:
         return x.coalesce().values()
     return x.to_dense() if x.is_sparse else x.contiguous()
-
-
-def is_square(x: Tensor) -> bool:
-    """Whether it is a square matrix."""
-    return x.dim() == 2 and x.shape[0] == x.shape[1]
 
 
 def together(sizes: Sequence[Size | None]) -> Size:

@@ -83,14 +83,9 @@ def add_up(addends: Iterable[Addend], group: dist.ProcessGroup | None = None) ->
 def take(bucket: list[Addend], flat: Tensor, work: dist.Work) -> None:
     """Wait for the sums of a bucket."""
     work.wait()
-    sizes = [n * (n + 1) // 2 if a.symmetric else a.tensor.numel() for a in bucket for n in [len_of(a.tensor)]]
+    sizes = [(a.tensor.numel() + len(a.tensor)) // 2 if a.symmetric else a.tensor.numel() for a in bucket]
     for addend, part in zip(bucket, flat.split(sizes), strict=True):
         addend.unpack(part)
-
-
-def len_of(x: Tensor) -> int:
-    """Of the first axis."""
-    return len(x) if x.dim() else 1
 
 
 def buckets(addends: Iterable[Addend]) -> Iterator[list[Addend]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives, finished
+from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives
 from bpk.jacobians.core.errors import explain
 
 
@@ -46,4 +46,4 @@ def hessian_vector_product(
     gradient = None if grad_params is None else as_vectors(grad_params, params, "parameters (grad_params)", where)
     if gradient is None or not any(g.requires_grad for g in gradient):  # perhaps computed without create_graph
         gradient = list(derivatives([f], params, [torch.ones_like(f)], create_graph=True))
-    return finished(derivatives(gradient, params, v, create_graph=not detach), detach)
+    return derivatives(gradient, params, v, create_graph=not detach)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives, finished
+from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives
 
 
 def L_op(ys: Tensors, xs: Tensors, ws: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
@@ -27,7 +27,7 @@ def L_op(ys: Tensors, xs: Tensors, ws: Tensors, retain_graph: bool = True, detac
     """
     ys, xs = as_list(ys), as_list(xs)
     ws = as_vectors(ws, ys, "functions", "transposed_jacobian_vector_product")
-    return finished(derivatives(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph), detach)
+    return derivatives(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph)
 
 
 def transposed_jacobian_vector_product(

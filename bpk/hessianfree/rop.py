@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives, finished
+from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives
 from bpk.jacobians.core.numeric import placeholder
 
 
@@ -35,7 +35,7 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     vs = as_vectors(vs, xs, "variables", "jacobian_vector_product")
     ws = [placeholder(y) for y in ys]
     pulled = derivatives(ys, xs, ws, create_graph=True)
-    return finished(derivatives(pulled, ws, vs, create_graph=not detach, retain_graph=retain_graph), detach)
+    return derivatives(pulled, ws, vs, create_graph=not detach, retain_graph=retain_graph)
 
 
 def jacobian_vector_product(

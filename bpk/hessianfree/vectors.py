@@ -52,7 +52,7 @@ def derivatives(
     create_graph: bool,
     retain_graph: bool = True,
 ) -> tuple[Tensor, ...]:
-    """`(d ys / d xs)^T vectors`; zeros where nothing depends on an `x`."""
+    """`(d ys / d xs)^T vectors`, cut off any graph unless one is created; zeros where nothing depends on an `x`."""
     live = [(y, v) for y, v in zip(ys, vectors, strict=True) if y.requires_grad]
     wanted = [k for k, x in enumerate(xs) if x.requires_grad]
     found: dict[int, Tensor | None] = {}
@@ -66,10 +66,5 @@ def derivatives(
                 retain_graph=retain_graph or create_graph,
                 allow_unused=True,
             )
-        found = dict(zip(wanted, grads, strict=True))
+        found = dict(zip(wanted, (g if create_graph or g is None else g.detach() for g in grads), strict=True))
     return tuple(torch.zeros_like(x) if (g := found.get(k)) is None else g for k, x in enumerate(xs))
-
-
-def finished(products: Sequence[Tensor], detach: bool) -> tuple[Tensor, ...]:
-    """The products as they leave the library."""
-    return tuple(p.detach() for p in products) if detach else tuple(products)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,6 @@ from bpk.utils.damped import DampedInverse, positive_damping, split_damping
 from bpk.utils.kroneckers import inv_kfac_mat_prod, kfac_mat_prod, reordered
 
 Product = Callable[[Tensor], Tensor]
-
-
-def divided(mat: Tensor, by: float) -> Tensor:
-    """The damped inverse of zero."""
-    return mat / by
 
 
 class BlockDiagonal(SymmetricOperator):
@@ -105,7 +99,8 @@ class KFAC(BlockDiagonal):
                 factor is damped and inverted by itself, `kron((G + g I)^-1, (A + a I)^-1)` with `g a = damping`
                 (Martens and Grosse, section 6.3): cheaper, and another matrix.
         """
-        products: dict[str, Product] = dict.fromkeys(self.params, partial(divided, by=positive_damping(damping)))
+        positive_damping(damping)
+        products: dict[str, Product] = dict.fromkeys(self.params, lambda mat: mat / damping)  # of a block of zeros
         for name, factors in self.factors.items():
             if split:
                 products[name] = inv_kfac_mat_prod(factors, split_damping(factors, damping))

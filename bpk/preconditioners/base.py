@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 
 from bpk.context import backpack, disable
 from bpk.distributed import all_reduce
+from bpk.distributed.processes import are_several
 from bpk.distributed.statistics import share_orders
 from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
@@ -22,7 +23,6 @@ from bpk.extensions.factors import require_form
 from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.parameters import require_fits, take_up, trained
-from bpk.preconditioners.shares import are_several
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import is_sharded, may_shard
 from bpk.utils.damped import positive_damping

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from bpk.distributed.fields import sizes_of
+from bpk.distributed.processes import are_several
 from bpk.distributed.statistics import over_processes, together
 from bpk.extensions.factors import Factors, named, require_form
 from bpk.extensions.over_batches import Parts, Size, Sums
@@ -19,7 +20,7 @@ from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
 from bpk.preconditioners.base import Means, Preconditioner, Schedule, both
-from bpk.preconditioners.shares import are_several, decomposed
+from bpk.preconditioners.shares import decomposed
 from bpk.utils.ekfac import Eigenbasis, times
 
 MOMENTS = "moments"

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bpk.distributed.processes import are_there
+from bpk.distributed.processes import are_several
+from bpk.distributed.statistics import shared_out
 from bpk.jacobians.core.errors import explain
 from bpk.utils.damped import eigenvectors
 
@@ -19,27 +20,14 @@ Pair = tuple[Tensor, Tensor]
 """Eigenvalues, and eigenvectors as columns."""
 
 
-def are_several(group: dist.ProcessGroup | None) -> bool:
-    """Whether there are other processes."""
-    return are_there() and dist.get_world_size(group) > 1
-
-
-def dealt(factors: Mapping[Place, Tensor], world: int) -> dict[Place, int]:
-    """Which process decomposes a factor, so that all have about as much to do: it grows with the cube of the size."""
-    load, owners = [0] * world, dict[Place, int]()
-    for place in sorted(factors, key=lambda place: (-len(factors[place]), place)):
-        owners[place] = load.index(min(load))
-        load[owners[place]] += len(factors[place]) ** 3
-    return owners
-
-
 def decomposed(factors: Mapping[Place, Tensor], group: dist.ProcessGroup | None) -> dict[Place, Pair]:
     """Eigenvalues and eigenvectors of factors, which are the same in all processes: each decomposes its share."""
     whole = {place: f for place, f in factors.items() if f.layout is torch.strided and are_several(group)}
     found = {place: eigenvectors(f, name_of(place)) for place, f in factors.items() if place not in whole}
     if not whole:
         return found
-    owners, rank = dealt(whole, dist.get_world_size(group)), dist.get_rank(group)
+    work = {place: len(f) ** 3 for place, f in whole.items()}
+    owners, rank = shared_out(work, dist.get_world_size(group)), dist.get_rank(group)
     packed, problems = {place: f.new_full((len(f), len(f) + 1), torch.nan) for place, f in whole.items()}, []
     for place in (place for place, owner in owners.items() if owner == rank):
         try:
@@ -48,9 +36,9 @@ def decomposed(factors: Mapping[Place, Tensor], group: dist.ProcessGroup | None)
         except ValueError as error:  # what others wait for is sent nevertheless
             problems.append(error)
     works = [dist.broadcast(x, group=group, group_src=owners[place], async_op=True) for place, x in packed.items()]
-    for work in works:
-        assert work is not None
-        work.wait()
+    for sent in works:
+        assert sent is not None
+        sent.wait()
     for place, x in packed.items():
         if not x.isfinite().all():
             told = f"Rank {owners[place]} found no eigendecomposition of {name_of(place)}."

@@ -78,7 +78,7 @@ def eigenvectors(factor: Tensor, where: str = "a Kronecker factor") -> tuple[Ten
     """Eigenvalues, and eigenvectors as columns; of a sparse diagonal matrix the sparse identity."""
     if factor.layout is torch.strided:
         values, vectors = eigh((wide(factor) + wide(factor).T) / 2, where)
-        return values.to(factor.dtype), vectors.to(factor.dtype)
+        return values.to(factor.dtype), vectors.to(factor.dtype).contiguous()
     values = diagonal(factor)
     return values, sparse_diagonal(torch.ones_like(values))
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
-from bpk.utils.kroneckers import apply_kfac_mat_prod, dense, diagonal, is_diagonal, kfacs_to_mat, sparse_diagonal
+from bpk.utils.damped import eigenvectors
+from bpk.utils.kroneckers import apply_kfac_mat_prod, dense, is_diagonal, kfacs_to_mat
 
 
 class Eigenbasis(NamedTuple):
@@ -88,18 +88,9 @@ def kfacs_to_ekfac(factors: Sequence[Tensor]) -> Eigenbasis:
     >>> kfacs_to_ekfac([torch.tensor([[2.0]]), torch.tensor([[3.0]])]).moments
     tensor([[6.]])
     """
-    found = [decomposed(factor) for factor in factors]
+    found = [eigenvectors(dense(f) if not is_diagonal(f) else f) for f in factors]
     moments = reduce(lambda left, right: left[..., None] * right, (values for values, _ in found))
     return Eigenbasis([vectors for _, vectors in found], moments)
-
-
-def decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors."""
-    if is_diagonal(factor):
-        values = diagonal(factor)
-        return values, sparse_diagonal(torch.ones_like(values))
-    values, vectors = eigh(dense(factor), "a Kronecker factor")
-    return values, vectors.contiguous()
 
 
 def bases_of(model: nn.Module, factors: Mapping[str, Sequence[Tensor]]) -> dict[Tensor, list[Tensor]]:

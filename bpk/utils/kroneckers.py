@@ -172,8 +172,8 @@ def inverse(factor: Tensor, shift: float) -> Tensor:
 
 def sparse_diagonal(values: Tensor) -> Tensor:
     """The sparse matrix with this diagonal."""
-    size, index = len(values), torch.arange(len(values), device=values.device).expand(2, -1)
-    return torch.sparse_coo_tensor(index, values, (size, size), is_coalesced=True, check_invariants=False)
+    index = torch.arange(len(values), device=values.device).expand(2, -1)
+    return torch.sparse_coo_tensor(index, values, [len(values)] * 2, is_coalesced=True, check_invariants=False)
 
 
 def diagonal(sparse: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, 
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
 from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
-from bpk.verification.problem import NoReference, Problem
+from bpk.verification.problem import NoReference, Problem, derivatives, differentiable_twice
 from bpk.verification.progress import Progress
 from bpk.verification.quantities import Check, Mismatch
-from bpk.verification.reference import Reference, derivatives
+from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
 from bpk.verification.structure import in_words, tensors_of
 
@@ -141,8 +141,10 @@ def rows_of(
         else:
             found, place = measurement.read[name], check.at(place)
             try:
-                expected = check.expected(reference, place, found[0])
-                pairs.append(Pair(place, found, expected, check.scales(reference, place, expected)))
+                with derivatives():
+                    expected = check.expected(reference, place, found[0])
+                    scales = check.scales(reference, place, expected)
+                pairs.append(Pair(place, found, expected, scales))
             except NoReference as error:
                 ended[name] = Verdict.UNCHECKED, str(error)
             except Mismatch as error:
@@ -154,6 +156,7 @@ def rows_of(
     return [done[name] for name in places]
 
 
+@differentiable_twice()
 def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
     """How large the problem is, and the gradient of each parameter; refuses models and losses that fail."""
     n, sizes = max(1, problem.inputs.n), [1]

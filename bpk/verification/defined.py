@@ -29,10 +29,10 @@ class Defined(Check):
         self.of_loss_hessian = not self.sampled or extension.sweep().of_loss_hessian
 
     def expected(self, ref: Reference, place: Place, found: Read) -> Read:
-        return [AtPlace(ref, place, self.extension.form).evaluate(self.extension.definition)]
+        return [self.extension.definition(AtPlace(ref, place, self.extension.form))]
 
     def scales(self, ref: Reference, place: Place, expected: Read) -> list[float]:
-        size = AtPlace(ref, place, self.extension.form).evaluate(self.extension.magnitude)
+        size = self.extension.magnitude(AtPlace(ref, place, self.extension.form))
         return super().scales(ref, place, expected) if size is None else [largest(size)]
 
 

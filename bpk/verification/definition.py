@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch import Tensor
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.verification.place import Place
 from bpk.verification.problem import NoReference
-from bpk.verification.reference import Reference, derivatives
+from bpk.verification.reference import Reference
 from bpk.verification.tokens import TokenTerms
-
-T = TypeVar("T")
 
 MATRIX = 10
 """How many entries the side of a whole matrix may have, for each backward pass that is allowed."""
@@ -32,30 +29,25 @@ class AtPlace(PlainAutograd):
         self.samples = place.numbers if form.by_sample else place.chosen
         self.batch_size = place.n
 
-    def evaluate(self, definition: Callable[[PlainAutograd], T]) -> T:
-        """The value of a definition; what plain autograd cannot do is told as `NoReference`."""
-        with derivatives():
-            return definition(self)
-
-    def every_entry(self, passes: int) -> Tensor:
-        """All entries, if so many backward passes for a whole matrix, and its size, are not too many."""
+    def require_passes(self, passes: int) -> None:
+        """Refuse all entries, if so many backward passes for a whole matrix, or its size, are too many."""
         size = self.place.shape.numel()
         if passes > self.ref.passes or size > MATRIX * self.ref.passes:
             raise NoReference(f"all {size} entries of the parameter are too many (passes=)")
-        return torch.arange(size, device=self.place.entries.device)
 
     @cached_property
     def gradients(self) -> Tensor:
-        of = self.ref.whole_gradient if self.form.of_every_entry else self.ref.gradient
-        return torch.stack([of(self.name, n) for n in self.samples])
+        if self.form.of_every_entry:
+            return torch.stack([self.ref.whole_gradient(self.name, n) for n in self.samples])
+        return torch.stack([self.ref.gradients(n)[self.name][0] for n in self.samples])
 
     @cached_property
     def norms(self) -> Tensor:
-        return torch.stack([self.ref.norm(self.name, n) for n in self.samples])
+        return torch.stack([self.ref.gradients(n)[self.name][1] for n in self.samples])
 
     @cached_property
     def total_norms(self) -> Tensor:
-        each = [[self.ref.norm(name, n) for name in self.ref.trained] for n in self.samples]
+        each = [[self.ref.gradients(n)[name][1] for name in self.ref.places] for n in self.samples]
         return torch.stack([torch.stack(norms).sum() for norms in each])
 
     @property
@@ -80,12 +72,10 @@ class AtPlace(PlainAutograd):
     def jacobian_squares(self) -> Tensor:
         split, drawn = self.ref.split, self.ref.drawn
         if drawn is None:
-            return split.by_sample(self.columns.square()).T[list(self.samples)]
-        return (
-            torch.stack([split.by_sample(self.columns * signs).square() for signs in drawn])
-            .sum(0)
-            .T[list(self.samples)]
-        )
+            found = split.by_sample(self.columns.square())
+        else:
+            found = torch.stack([split.by_sample(self.columns * signs).square() for signs in drawn]).sum(0)
+        return found.T[list(self.samples)]
 
     @cached_property
     def output_jacobian_squares(self) -> Tensor:
@@ -99,8 +89,9 @@ class AtPlace(PlainAutograd):
         """`[E, P]`: columns of the Jacobian."""
         if not self.form.of_every_entry:
             return self.ref.columns(self.name)
-        passes = min(self.place.shape.numel(), self.ref.split.pred.numel())
-        return self.ref.columns_at(self.name, self.every_entry(passes))
+        size = self.place.shape.numel()
+        self.require_passes(min(size, self.ref.split.pred.numel()))
+        return self.ref.columns_at(self.name, torch.arange(size, device=self.place.entries.device))
 
     @cached_property
     def ggn(self) -> Tensor:
@@ -119,8 +110,9 @@ class AtPlace(PlainAutograd):
 
     def of_hessian(self, samples: Sequence[int], parts: int) -> Tensor:
         """`[E]`: the diagonal of the Hessian of some samples, which is one of so many parts of what is wanted."""
-        entries = self.every_entry(self.place.shape.numel()) if self.form.of_every_entry else None
-        return self.ref.hessian_diagonal(self.name, samples, parts, entries is not None, entries)
+        if self.form.of_every_entry:
+            self.require_passes(self.place.shape.numel())
+        return self.ref.hessian_diagonal(self.name, samples, parts, self.form.of_every_entry)
 
     @property
     def vector(self) -> Tensor:
@@ -128,8 +120,8 @@ class AtPlace(PlainAutograd):
 
     @cached_property
     def ggn_product(self) -> Tensor:
-        return self.ref.ggn_product(self.name, self.vector, self.samples)
+        return self.ref.ggn_product(self.name, self.samples)
 
     @cached_property
     def hessian_product(self) -> Tensor:
-        return self.ref.hessian_product(self.name, self.vector, self.samples)
+        return self.ref.hessian_product(self.name, self.samples)

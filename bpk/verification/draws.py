@@ -18,7 +18,7 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
 from bpk.sweeps.starts.square_root import random_signs
 from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
-from bpk.verification.problem import Problem
+from bpk.verification.problem import Problem, differentiable_twice
 from bpk.verification.split import Split
 from bpk.verification.structure import tensors_of
 
@@ -71,6 +71,7 @@ class Draws:
         self.known: tuple[str, int] | None = None
 
     @classmethod
+    @differentiable_twice()
     def of(cls, problem: Problem) -> Draws | None:
         """From one evaluation; `None` where what is drawn cannot be known."""
         objective = Objective(problem, watch=True)

@@ -16,9 +16,7 @@ from bpk.verification.operands import TABLES
 from bpk.verification.place import Place, unravel
 from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
-from bpk.verification.reference import Reference, derivatives
-from bpk.verification.rounding import noise_of
-from bpk.verification.split import grads
+from bpk.verification.reference import Reference
 
 RESOLVED = 1e-4
 """Of eigenvalues, relative to the mean one: of smaller ones the vectors are not compared."""
@@ -54,7 +52,8 @@ class InEigenbasis(Check):
         moments = []
         for vectors in zip(*found[1:], strict=True):
             along = as_parameter(ref, place, list(vectors))
-            moments.append((product(ref, place.name, along, place) * along).sum())
+            [curved] = ref.ggn_times({place.name: along}, place.chosen)
+            moments.append((curved * along).sum())
         return [torch.stack(moments), *self.scaled(ref, place, found[1:])]
 
     def scaled(self, ref: Reference, place: Place, vectors: list[Tensor]) -> list[Tensor]:
@@ -63,8 +62,8 @@ class InEigenbasis(Check):
             return [torch.stack([unit(vectors[0].T, int(k)) for k in place.entries])]
         if len(vectors) == 1:
             tried = torch.cat([vectors[0], probe(vectors[0])])
-            along = [product(ref, place.name, v.reshape(place.shape), place) for v in tried]
-            return [eigen(vectors[0], along, noise_of(ref))]
+            along = [ref.ggn_times({place.name: v.reshape(place.shape)}, place.chosen)[0] for v in tried]
+            return [eigen(vectors[0], along, ref.noise)]
         sides = ref.layers.sides.get(place.name, [])
         side = sides[0] if len(sides) == 1 and place.name not in ref.layers.used_elsewhere else None
         if side is None or side.bias is None or side.sizes[1] > MATRIX * ref.passes:
@@ -76,10 +75,11 @@ class InEigenbasis(Check):
         for vector in (*outputs, *probe(outputs)):
             padded = torch.zeros_like(bias)
             padded[side.offset : side.offset + len(vector)] = vector
-            columns.append(product(ref, bias_of(place.name), padded, place)[side.offset :][: len(vector)])
+            [curved] = ref.ggn_times({bias_of(place.name): padded}, place.chosen)
+            columns.append(curved[side.offset :][: len(vector)])
         moment = ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.split, ref.n, place.chosen)
         rows = list(torch.cat([inputs, probe(inputs)]) @ moment)
-        expected = [eigen(outputs, columns, noise_of(ref)), eigen(inputs, rows)]
+        expected = [eigen(outputs, columns, ref.noise), eigen(inputs, rows)]
         return expected[::-1] if turned else expected
 
     def is_drawn(self, factor: int) -> bool:
@@ -130,15 +130,3 @@ def as_parameter(ref: Reference, place: Place, vectors: list[Tensor]) -> Tensor:
         parts = matrix.reshape(groups, outputs, module.in_channels // groups, -1)
         return parts.transpose(1, 2).reshape(place.shape)
     return matrix.reshape(place.shape)
-
-
-def product(ref: Reference, name: str, vector: Tensor, place: Place) -> Tensor:
-    """The GGN's block, summed over samples, times a vector; with draws in place of the Hessian where known."""
-    with derivatives():
-        split = ref.split
-        tangent = split.forward((ref.pulled[name] * vector).sum())
-        if ref.drawn is None:
-            curved = split.loss_product(tangent)
-        else:
-            curved = (ref.drawn * split.by_sample(ref.drawn * tangent)[:, split.owner]).sum(0)
-        return grads(split.pred, [ref.params[name]], split.of_samples(place.chosen, curved))[0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bpk.forward.derivatives import input_hessian_diag, laplacian, taylor
 from bpk.jacobians.second_order.fused import Composed
 from bpk.verification.compare import FEWER, Effort, Found, of_function
-from bpk.verification.problem import Arguments, NoReference, cast, differentiable_twice, duplicate
+from bpk.verification.problem import Arguments, NoReference, cast, derivatives, duplicate
 from bpk.verification.result import Row
 
 Derivative = Callable[..., Any]
@@ -80,7 +80,7 @@ class InputDerivatives:
                 found = self.at(input_hessian_diag, self.model, self.x, chunk_size=AT_ONCE)
                 found = found.flatten(-self.x[0].dim()) if self.x.dim() > 1 else found[..., None]
         rows = []
-        with differentiable_twice():
+        with derivatives():
             x = self.x.clone().requires_grad_()
             out = self.at(self.model, x).reshape(len(x), -1)
             for n, o in zip(samples.tolist(), outputs.tolist(), strict=True):
@@ -102,7 +102,7 @@ class InputDerivatives:
             first, *others = self.at(taylor, self.model, self.x, directions, ORDER)
         found = torch.stack([c.flatten(2)[:, samples, outputs] for c in (first.expand(CURVES, *first.shape), *others)])
         columns = []
-        with differentiable_twice(), Composed():  # torch's third derivatives of its fused normalisations are wrong
+        with derivatives(), Composed():  # torch's third derivatives of its fused normalisations are wrong
             for direction in directions:
                 t = torch.zeros((), dtype=self.x.dtype, device=self.x.device, requires_grad=True)
                 out = self.at(self.model, self.x + t * direction).reshape(len(self.x), -1)
@@ -119,8 +119,4 @@ def derivative(value: Tensor, x: Tensor, last: bool = False) -> Tensor:
     """The gradient of a number, zero where it depends on nothing."""
     if not value.requires_grad:
         return torch.zeros_like(x)
-    try:
-        found = torch.autograd.grad(value, x, retain_graph=True, create_graph=not last, allow_unused=True)[0]
-    except (RuntimeError, NotImplementedError) as error:
-        raise NoReference(f"plain autograd has no such derivative: {str(error).splitlines()[0]}") from error
-    return torch.zeros_like(x) if found is None else found
+    return torch.autograd.grad(value, x, retain_graph=True, create_graph=not last, materialize_grads=True)[0]

@@ -22,7 +22,6 @@ from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
 from bpk.verification.reference import Reference
-from bpk.verification.rounding import noise_of
 
 PROPERTIES = "no more than symmetry and positive curvature is checked"
 
@@ -75,7 +74,7 @@ class Factors(Check):
         for part in found:
             if not part.numel() or not bool(torch.isfinite(part).all()):
                 continue
-            rounding = max(torch.finfo(part.dtype).eps ** 0.5 * float(part.abs().max()), noise_of(ref))
+            rounding = max(torch.finfo(part.dtype).eps ** 0.5 * float(part.abs().max()), ref.noise)
             if float((part - part.T).abs().max()) > rounding:
                 raise Mismatch("a factor is not symmetric")
             if self.definite and float(torch.linalg.eigvalsh(part.double())[0]) < -rounding:

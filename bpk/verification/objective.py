@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.losses.loss import Loss
-from bpk.jacobians.second_order.graph import between
-from bpk.jacobians.second_order.group_norm import inputs_of_group_norms
 from bpk.rules import REGISTRY
 from bpk.verification.problem import Arguments, Problem
 from bpk.verification.structure import tensors_of, with_tensors
@@ -147,11 +144,9 @@ def gradients_of(
     """`J^T vector` of a value, or the gradient of a scalar; `None` where it does not depend."""
     if not wrt or not value.requires_grad:
         return [None] * len(wrt)
-    edges = [get_gradient_edge(x) for x in wrt]
-    ends = {edge.node for edge in edges}
-    edges += inputs_of_group_norms(between(get_gradient_edge(value).node, ends.__contains__))
-    found = torch.autograd.grad(value, edges, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    return list(found[: len(wrt)])
+    return list(
+        torch.autograd.grad(value, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    )
 
 
 def same(left: Tensor | None, right: Tensor | None) -> bool:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.extending import detach
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.second_order.fused import StandIns
+from bpk.jacobians.second_order.fused import StandIns, group_norm
 from bpk.jacobians.second_order.twice import TWICE
 from bpk.verification.structure import tensors_of, with_tensors
 
@@ -201,15 +202,29 @@ def undisturbed(dtype: torch.dtype | None, devices: Sequence[torch.device]) -> I
         torch.set_default_dtype(default)
 
 
+STAND_INS: dict[Any, Callable[..., Tensor]] = {**TWICE, F.group_norm: group_norm, torch.group_norm: group_norm}
+"""By the function that they stand for; torch's own group normalisation may end the process (`group_norm.py`)."""
+
+
 @contextmanager
 def differentiable_twice() -> Iterator[None]:
-    """Kernels of torch that have second derivatives, where there is a choice."""
+    """Kernels of torch that have all derivatives, where there is a choice."""
     mkldnn = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)[0]
     try:
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False), StandIns(TWICE):
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False), StandIns(STAND_INS):
             yield
     finally:
         torch.backends.mkldnn.set_flags(_enabled=mkldnn, _fp32_precision=None)
+
+
+@contextmanager
+def derivatives() -> Iterator[None]:
+    """The same; where torch has no such derivative, there is no reference."""
+    try:
+        with differentiable_twice():
+            yield
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoReference(f"plain autograd cannot: {str(error).splitlines()[0]}") from error
 
 
 def kind_of(thing: object) -> str:

@@ -16,42 +16,32 @@ import torch
 from torch import Tensor, nn
 
 from bpk.verification.layers import Layers, bias_of
-from bpk.verification.objective import Objective
+from bpk.verification.objective import Objective, gradients_of
 from bpk.verification.place import Place
-from bpk.verification.problem import NoReference, Problem, differentiable_twice
+from bpk.verification.problem import NoReference, Problem, derivatives, differentiable_twice
 from bpk.verification.split import Split, grads
 
 KEPT_GRAPHS = 3
 """How many gradients are kept with the graph that makes them differentiable."""
-
+ROUNDINGS = 100
+"""So many of the largest product, or fewer, are none."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def once(compute: Callable[Concatenate[Reference, P], T]) -> Callable[Concatenate[Reference, P], T]:
-    """A method whose value is computed once for the same names and samples (each name has one vector)."""
+    """A method whose value is computed once for the same names and samples."""
 
     @wraps(compute)
     def get(self: Reference, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = compute.__name__, *(x for x in args if not isinstance(x, Tensor)), *kwargs.items()
+        key = compute.__name__, *args, *kwargs.items()
         if key not in self.known:
-            with derivatives():
-                self.known[key] = compute(self, *args, **kwargs)
+            self.known[key] = compute(self, *args, **kwargs)
         found: T = self.known[key]
         return found
 
     return get
-
-
-@contextmanager
-def derivatives() -> Iterator[None]:
-    """Say so where torch has no second derivative."""
-    try:
-        with differentiable_twice(), torch.enable_grad():
-            yield
-    except (RuntimeError, NotImplementedError) as error:
-        raise NoReference(f"plain autograd cannot: {str(error).splitlines()[0]}") from error
 
 
 class Reference:
@@ -68,7 +58,7 @@ class Reference:
         self.problem, self.say, self.passes = problem, say, passes
         self.layers = Layers(problem.model if factors else nn.Module())
         self.entries = {name: place.entries for name, place in places.items()}
-        self.trained = tuple(places)
+        self.places = places
         self.share = passes // max(1, len(places))
         named = dict(problem.model.named_parameters())
         self.params: dict[str, Tensor] = {name: named[name] for name in places}
@@ -103,23 +93,14 @@ class Reference:
     @cached_property
     def used(self) -> dict[str, bool]:
         """Which parameters the prediction depends on."""
-        total = self.whole.pred.sum()
-        found = torch.autograd.grad(total, list(self.params.values()), retain_graph=True, allow_unused=True)
+        found = gradients_of(self.whole.pred.sum(), list(self.params.values()))
         return {name: g is not None for name, g in zip(self.params, found, strict=True)}
-
-    def gradient(self, name: str, n: int) -> Tensor:
-        """`[E]`: the gradient of `L_n` at the chosen entries."""
-        return self.gradients(n)[name][0]
 
     @once
     def whole_gradient(self, name: str, n: int) -> Tensor:
-        """The same at all entries."""
+        """`[P]`: the gradient of `L_n` at all entries."""
         slope = self.whole.of_samples([n], self.whole.slope.detach())
         return grads(self.whole.pred, [self.params[name]], slope)[0].flatten()
-
-    def norm(self, name: str, n: int) -> Tensor:
-        """The squared norm of the gradient of `L_n`."""
-        return self.gradients(n)[name][1]
 
     @once
     def gradients(self, n: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -145,12 +126,15 @@ class Reference:
         return self.blocks(self.columns(name))
 
     def blocks(self, columns: Tensor) -> Tensor:
-        """`[N, E, E]`: columns `[E, P]` of the Jacobian times the Hessian of the loss (or of its draws), by sample."""
+        """`[N, E, E]`: columns `[E, P]` of the Jacobian times the Hessian of the loss, by sample."""
+        rows = [self.split.by_sample(columns * self.curved(column)) for column in columns]
+        return torch.stack(rows).permute(2, 0, 1)
+
+    def curved(self, vector: Tensor) -> Tensor:
+        """The Hessian of the loss, or `S S^T` of its draws, times a vector `[P]`."""
         if self.drawn is None:
-            rows = [self.split.by_sample(columns * self.split.loss_product(column)) for column in columns]
-            return torch.stack(rows).permute(2, 0, 1)
-        roots = torch.stack([self.split.by_sample(columns * one) for one in self.drawn])
-        return torch.einsum("men,mfn->nef", roots, roots)
+            return self.split.loss_product(vector)
+        return (self.drawn * self.split.by_sample(self.drawn * vector)[:, self.split.owner]).sum(0)
 
     @contextmanager
     def sampled(self, drawn: Tensor | None) -> Iterator[None]:
@@ -197,9 +181,8 @@ class Reference:
 
     def columns_at(self, name: str, entries: Tensor) -> Tensor:
         """`[E, P]`: the Jacobian at these entries; a backward pass for each, or for each of the prediction."""
-        with derivatives():
-            few = self.split.pred.numel() < len(entries)
-            return self.columns_by_rows({name: entries})[name] if few else self.columns_by_products(name, entries)
+        few = self.split.pred.numel() < len(entries)
+        return self.columns_by_rows({name: entries})[name] if few else self.columns_by_products(name, entries)
 
     def affordable(self, name: str, each: int) -> int:
         """How many of a parameter's entries can be looked at, if each takes so many backward passes."""
@@ -210,12 +193,32 @@ class Reference:
         """`J^T u` by parameter, which gives products with `J`."""
         return self.pulled_back(self.split, self.split.cotangent, create_graph=True)
 
+    def ggn_times(self, vectors: Mapping[str, Tensor], chosen: Sequence[int]) -> list[Tensor]:
+        """`sum_n J_n^T H_n J_n v` for a vector over some parameters."""
+        pulled = torch.stack([(self.pulled[name] * v).sum() for name, v in vectors.items()]).sum()
+        curved = self.split.of_samples(chosen, self.curved(self.split.forward(pulled)))
+        return grads(self.split.pred, [self.params[name] for name in vectors], curved)
+
     @once
-    def ggn_product(self, name: str, vector: Tensor, chosen: Sequence[int]) -> Tensor:
-        """`sum_n J_n^T H_n J_n v` for a parameter's block."""
+    def ggn_product(self, name: str, chosen: Sequence[int]) -> Tensor:
+        """The same for a parameter's block and its vector."""
         self.say(f"GGN product of {name}")
-        curved = self.split.loss_product(self.split.forward((self.pulled[name] * vector).sum()))
-        return grads(self.split.pred, [self.params[name]], self.split.of_samples(chosen, curved))[0]
+        return self.ggn_times({name: self.places[name].vector}, chosen)[0]
+
+    @cached_property
+    def noise(self) -> float:
+        """Up to which size a curvature is zero but for rounding, such as that along biases of keys.
+
+        A product of the GGN with all parameters at once tells; where autograd cannot, none is taken for zero.
+        """
+        vectors = {name: torch.linspace(1, 2, p.numel()).to(p).reshape(p.shape) for name, p in self.params.items()}
+        try:
+            with derivatives(), self.sampled(None):
+                found = self.ggn_times(vectors, range(self.n))
+        except NoReference:
+            return 0.0
+        largest = max((float(g.abs().max()) for g in found if g.numel()), default=0.0)
+        return ROUNDINGS * torch.finfo(self.split.pred.dtype).eps * largest
 
     # ---- Hessian -----------------------------------------------------------------------------------
     def live_gradient(self, name: str, chosen: Sequence[int]) -> Tensor:
@@ -233,17 +236,15 @@ class Reference:
         return self._live[key][name]
 
     @once
-    def hessian_product(self, name: str, vector: Tensor, chosen: Sequence[int]) -> Tensor:
-        """`H v` for a parameter's block, of the loss of some samples."""
+    def hessian_product(self, name: str, chosen: Sequence[int]) -> Tensor:
+        """`H v` for a parameter's block and its vector, of the loss of some samples."""
         self.say(f"Hessian product of {name}")
-        return grads((self.live_gradient(name, chosen) * vector).sum(), [self.params[name]])[0]
+        return grads((self.live_gradient(name, chosen) * self.places[name].vector).sum(), [self.params[name]])[0]
 
     @once
-    def hessian_diagonal(
-        self, name: str, chosen: Sequence[int], parts: int, every: bool = False, entries: Tensor | None = None
-    ) -> Tensor:
+    def hessian_diagonal(self, name: str, chosen: Sequence[int], parts: int, every: bool) -> Tensor:
         """`[E]`: the Hessian's diagonal for some samples, at `every` entry, or at as many as so many `parts` allow."""
         self.say(f"Hessian of {name}")
         gradient = self.live_gradient(name, chosen).flatten()
-        some = entries if every and entries is not None else self.entries[name][: self.affordable(name, parts)]
+        some = range(len(gradient)) if every else self.entries[name][: self.affordable(name, parts)]
         return torch.stack([grads(gradient[e], [self.params[name]])[0].flatten()[e] for e in some])

@@ -97,6 +97,4 @@ def rows_of(split: Split) -> tuple[Tensor, int, Tensor]:
 
 def first_along(owner: Tensor, axis: int) -> Tensor:
     """The first entry at each index of an axis."""
-    for k in range(owner.dim()):
-        owner = owner if k == axis else owner.narrow(k, 0, 1)
-    return owner
+    return owner[tuple(slice(None if k == axis else 1) for k in range(owner.dim()))]

@@ -13,7 +13,7 @@ from bpk.kernels.ntk import ntk
 from bpk.kernels.posteriors import LowRank
 from bpk.kernels.predictive import predictive_covariance
 from bpk.verification.compare import FEWER, Effort, Found, of_function
-from bpk.verification.problem import Arguments, NoReference, cast, duplicate
+from bpk.verification.problem import Arguments, NoReference, cast, differentiable_twice, duplicate
 from bpk.verification.result import Row
 
 OfModel = Callable[..., Any]
@@ -57,6 +57,7 @@ class JacobianRows:
     fewer: bool
 
     @classmethod
+    @differentiable_twice()
     def of(
         cls, model: nn.Module, inputs: Any, effort: Effort, batch_axis: int, seed: int, dtype: torch.dtype | None
     ) -> JacobianRows:

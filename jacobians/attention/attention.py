@@ -125,11 +125,15 @@ class Heads:
             return self.p.new_zeros(t.v.shape[0], *self.p.shape)
         return along(self.p, ts)
 
-    def pull_scores(self, c: Tensor | None, cp: Tensor | None) -> Tensor:
-        """From columns at output `[V, N, H, L, d]` and weights `[V, N, H, L, S]` (or one of them) to the scores."""
+    def pull_weights(self, c: Tensor | None, cp: Tensor | None) -> Tensor:
+        """From columns at output `[V, N, H, L, d]` and weights `[V, N, H, L, S]` (or one of them) to all weights."""
         dp = add(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
         assert dp is not None
-        return along(self.p, self.dropped(dp, own=c is not None), own=c is not None or self.keep is not None)
+        return self.dropped(dp, own=c is not None)
+
+    def pull_scores(self, c: Tensor | None, cp: Tensor | None) -> Tensor:
+        """The same to the scores."""
+        return along(self.p, self.pull_weights(c, cp), own=c is not None or self.keep is not None)
 
     def pull(self, c: Tensor | None, cp: Tensor | None) -> Triple:
         """From columns at output and weights to queries, keys and values."""
@@ -142,9 +146,7 @@ class Heads:
 
     def pull_second(self, c: Tensor | None, cp: Tensor | None, t: Tangent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The derivative of `pull`, and of `pull_scores`, along tangents, for one column `c` `[N, H, L, d]`."""
-        dp = add(None if c is None else torch.matmul(c, self.v.transpose(-1, -2)), cp)
-        assert dp is not None
-        dp = self.dropped(dp)
+        dp = self.pull_weights(c, cp)
         slope = dp - (self.p * dp).sum(-1, keepdim=True)
         ds, tp = self.p * slope, self.push_weights(t)
         tds = tp * slope - self.p * (tp * dp).sum(-1, keepdim=True)

@@ -27,22 +27,16 @@ class Case:
     """The call of one example in one precision, with its reference."""
 
     def __init__(
-        self, rule: Rule, module: nn.Module, call: Call, reference: Reference | None, about: str, report: Report
+        self, rule: Rule, module: nn.Module, call: Call, reference: Reference, about: str, report: Report
     ) -> None:
         self.rule = rule
         self.module = module
         self.call = call
-        self._reference = reference
+        self.reference = reference  # the layer under plain autograd
         self.about = about
         self.report = report
         self.dtype = call.output.dtype
         self._watched = [*call.inputs, *call.params.values(), call.output]
-
-    @property
-    def reference(self) -> Reference:
-        """The layer under plain autograd."""
-        assert self._reference is not None, "losses are compared with their own reference"
-        return self._reference
 
     @property
     def exact(self) -> bool:

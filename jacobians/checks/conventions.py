@@ -18,11 +18,9 @@ def mixes(case: Case) -> bool:
     if case.rule.mixing(case.call) is None and not output.dim():
         _report(
             case,
-            explain(
-                f"The layer of {case.about.rpartition(' in ')[0]} returns one number for all samples.",
-                "rules of layers see the samples along the first axis of the output.",
-                "return one row for each sample; a loss has a rule of its own (PointwiseLoss, AutodiffLoss).",
-            ),
+            "returns one number for all samples",
+            "rules of layers see the samples along the first axis of the output.",
+            "return one row for each sample; a loss has a rule of its own (PointwiseLoss, AutodiffLoss).",
         )
         return True
     if case.rule.mixing(case.call) is not None or len(output) != size:
@@ -34,29 +32,24 @@ def mixes(case: Case) -> bool:
             continue
         for n in range(size):
             mat = torch.zeros_like(output)
-            mat[n] = torch.linspace(1, 2, mat[n].numel()).reshape(
-                mat[n].shape
-            )  # no draw, which would change later ones
+            mat[n] = torch.linspace(1, 2, mat[n].numel()).reshape(mat[n].shape)  # a draw would change later ones
             pulled = reference.pull(mat, wrt).nan_to_num().abs().reshape(size, -1).sum(1)
             other = next((k for k in range(size) if k != n and pulled[k] > 1e-9 * pulled.max()), None)
             if other is not None:
-                _report_mixing(case, wrt, n, other)
+                _report(
+                    case,
+                    "mixes samples",
+                    f"the output of sample {n} depends on input {wrt} of sample {other}, and the rule says nothing of "
+                    "it: quantities of single samples would be wrong.",
+                    "move what looks at several samples out of the layer, or let mixing(call) of the rule say it.",
+                )
                 return True
     return False
 
 
-def _report_mixing(case: Case, wrt: int, n: int, other: int) -> None:
-    message = explain(
-        f"The layer of {case.about.rpartition(' in ')[0]} mixes samples.",
-        f"the output of sample {n} depends on input {wrt} of sample {other}, and the rule says nothing of it: "
-        "quantities of single samples would be wrong.",
-        "move what looks at several samples out of the layer, or let mixing(call) of the rule say it.",
-    )
-    _report(case, message)
-
-
-def _report(case: Case, message: str) -> None:
-    """Once for all precisions."""
+def _report(case: Case, what: str, why: str, do: str) -> None:
+    """Of the layer, once for all precisions."""
+    message = explain(f"The layer of {case.about.rpartition(' in ')[0]} {what}.", why, do)
     if message not in case.report.failures:
         case.report.failures.append(message)
 

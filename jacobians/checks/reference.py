@@ -117,10 +117,11 @@ class Reference:
         leaves = [w if isinstance(w, Tensor) else self.leaf(w) for w in wrts]
         if not output.requires_grad:
             return [torch.zeros_like(leaf) for leaf in leaves]
-        found = torch.autograd.grad(
-            output, leaves, vector, retain_graph=True, create_graph=create_graph, allow_unused=True
+        return list(
+            torch.autograd.grad(
+                output, leaves, vector, retain_graph=True, create_graph=create_graph, materialize_grads=True
+            )
         )
-        return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
 
 
 def _leaf(x: Tensor, dtype: torch.dtype, live: bool = True) -> Tensor:

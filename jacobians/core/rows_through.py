@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bpk.jacobians.core.numeric import like_columns
 from bpk.jacobians.core.side_by_side import as_rows
 
 
@@ -30,7 +31,7 @@ class RowsThrough:
         m = self.columns.movedim(1, 0) if per_sample else self.columns.flatten(0, 1)[None]  # [N or 1, V, D]
         if min(m.shape[1], self.jacobian[0].numel()) <= m.shape[2]:
             found = self.rows().square()
-            found = found if weights is None else found * weights.reshape(*weights.shape, *(1,) * (found.dim() - 2))
+            found = found if weights is None else found * like_columns(weights, found)
             return found.sum(0) if per_sample else found.sum((0, 1))
         weighted = m
         if weights is not None:

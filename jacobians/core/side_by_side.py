@@ -18,7 +18,7 @@ def as_rows(x: Tensor, lead: int = 1) -> Tensor:
 
 def beside(parts: Iterable[Tensor], lead: int) -> Tensor:
     """`[*lead, *x]` of each part as one `[*lead, D]`."""
-    return torch.cat([x.reshape(*x.shape[:lead], x.shape[lead:].numel()) for x in parts], lead)
+    return torch.cat([as_rows(x, lead) for x in parts], lead)
 
 
 def taken_apart(joint: Tensor, shapes: Mapping[Key, torch.Size], lead: int) -> dict[Key, Tensor]:

@@ -15,11 +15,6 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.losses.softmax import divisor
 
 
-def whole_rows(prediction: Tensor) -> tuple[int, ...]:
-    """A row is one position."""
-    return ()
-
-
 class ZeroCurvature(Loss):
     """A loss whose Hessian is zero (almost) everywhere: (piecewise) linear in its `predictions`, jointly.
 
@@ -34,7 +29,7 @@ class ZeroCurvature(Loss):
         examples: Sequence[Example] = (),
         least_axes: int = 1,
         predictions: tuple[int, ...] = (0,),
-        adds_up: Callable[[Tensor], tuple[int, ...]] = whole_rows,
+        adds_up: Callable[[Tensor], tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__(*modules, examples=examples)
         self.adds_up = adds_up
@@ -50,7 +45,7 @@ class ZeroCurvature(Loss):
         return self if set(wrts) <= set(self.predictions) else super().together(wrts)
 
     def positions(self, prediction: Tensor) -> tuple[int, ...]:
-        return self.adds_up(prediction)
+        return super().positions(prediction) if self.adds_up is None else self.adds_up(prediction)
 
     def sqrt_hessian(self, call: Call) -> Tensor:
         return self._zeros(call)[None]

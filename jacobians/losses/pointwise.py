@@ -22,11 +22,6 @@ def standard_normal(call: Call, mc_samples: int) -> Tensor:
     return torch.randn(mc_samples, *x.shape, dtype=x.dtype, device=x.device)
 
 
-def unit_weight(call: Call) -> float:
-    """All entries count alike."""
-    return 1.0
-
-
 def before_features(prediction: Tensor) -> tuple[int, ...]:
     """The axes of positions of a prediction `[N, *d, D]`: all but the batch axis and the last one."""
     return tuple(range(1, prediction.dim() - 1))
@@ -46,7 +41,7 @@ class PointwiseLoss(Loss):
             mapping from the values of an option to expressions where that option, `choose`, selects among them.
         modules: The `torch.nn` classes it serves.
         choose: The name of the option that selects from a mapping of expressions.
-        weight: Gives the factor of every term, from the call.
+        weight: Gives the factor of every term, from the call (default: 1).
         draw: `draw(call, M)` gives standardised scores `[M, N, *pred]` (mean 0, variance 1) of the loss's
             predictive distribution, for the sampled factor.
         examples: Cases for tests and documentation.
@@ -65,7 +60,7 @@ class PointwiseLoss(Loss):
         expression: str | Mapping[Any, str],
         *modules: type[nn.Module],
         choose: str = "",
-        weight: Callable[[Call], Tensor | float | None] = unit_weight,
+        weight: Callable[[Call], Tensor | float | None] | None = None,
         draw: Callable[[Call, int], Tensor] = standard_normal,
         examples: Sequence[Example] = (),
     ) -> None:
@@ -99,7 +94,7 @@ class PointwiseLoss(Loss):
         derived = self.derivation(call.options)
         given = {"t": call.inputs[1]}
         symbols = [tensor(given[s] if s in given else getattr(call.options, s)) for s in derived.hyper]
-        weight = tensor(self.weight(call))
+        weight = tensor(None if self.weight is None else self.weight(call))
         found = derived.compiled[2](x, *symbols) * weight
         return torch.broadcast_tensors(found, x, call.inputs[1], *symbols)[0]  # broadcast_shapes imports sympy
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp
 
+from bpk.jacobians.core.call import Options
 from bpk.jacobians.core.side_by_side import pick
 
 Parts = Sequence[Tensor]
@@ -46,8 +47,7 @@ class Cell(ABC):
     """One kind of cell. `gates` is `G`; `inputs` and `hidden` are the local variables that `a` and `b` enter, by gate.
 
     `carried` is the local variable that comes from the step before untouched by a weight: the cell state (`memory`)
-    or the hidden state. `parts` are the numbers of local variables that act in the same way. `layer` is torch's
-    function for whole layers.
+    or the hidden state. `parts` are the numbers of local variables that act alike, `layer` torch's function for layers.
     """
 
     gates: int
@@ -57,6 +57,9 @@ class Cell(ABC):
     carried: int | None = None
     memory = False
     layer: Callable[..., tuple[Tensor, ...]]
+
+    def __init__(self, options: Options) -> None:
+        """With the hyperparameters of a layer, which most kinds do not ask."""
 
     @abstractmethod
     def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
@@ -105,11 +108,9 @@ class Cell(ABC):
     def second(self, q: Tensor, dm: Tensor, dc: Tensor | None, tangent: Tensor) -> Tensor:
         """The second derivative, contracted with the gradients of both states, times a tangent of `q`."""
 
-        def states(at: Tensor) -> tuple[Tensor, ...]:
-            return tuple(state for state in self.output(at) if state is not None)
-
         def gradient(at: Tensor) -> Tensor:
-            return vjp(states, at)[1]((dm,) if dc is None else (dm, dc))[0]
+            pull = vjp(lambda q: tuple(state for state in self.output(q) if state is not None), at)[1]
+            return pull((dm,) if dc is None else (dm, dc))[0]
 
         return jvp(gradient, (q,), (tangent,))[1]
 
@@ -120,9 +121,9 @@ class Elman(Cell):
     gates, parts = 1, (1,)
     inputs = hidden = (0,)
 
-    def __init__(self, relu: bool) -> None:
-        self.relu = relu
-        self.layer = torch.rnn_relu if relu else torch.rnn_tanh
+    def __init__(self, options: Options) -> None:
+        self.relu = options.nonlinearity == "relu"
+        self.layer = torch.rnn_relu if self.relu else torch.rnn_tanh
 
     def assemble(self, a: Tensor, b: Tensor, carry: Tensor) -> Tensor:
         return (a + b)[..., None, :]
@@ -172,9 +173,8 @@ class Lstm(Cell):
         i, f, _, o = gates.unbind(2)
         new, cells = i * g, f.new_empty(len(f) + 1, *c.shape)
         cells[0] = c
-        for at, into, forget, add in zip(
-            cells[:-1].unbind(), cells[1:].unbind(), f.unbind(), new.unbind(), strict=True
-        ):
+        steps = zip(cells[:-1].unbind(), cells[1:].unbind(), f.unbind(), new.unbind(), strict=True)
+        for at, into, forget, add in steps:
             torch.addcmul(add, forget, at, out=into)
         squashed = squash(cells[1:])
         slope = f.new_empty(*f.shape[:2], 5, f.shape[2])

@@ -40,9 +40,7 @@ class Recurrent(RecurrentColumns):
 
     def pushed(self, call: Call, mats: Mapping[Wrt, Tensor]) -> list[Tensor | None]:
         x, h, c = self.seen([mats.get(k) for k in range(3)], 1)
-        params = {name: mat for name, mat in mats.items() if isinstance(name, str)}
-        lead = len(next(iter(mats.values())))
-        return self.returned(self.at(call).push(x, h, c, params, lead)[0], 1)
+        return self.returned(self.at(call).push(x, h, c, by_name(mats), len(next(iter(mats.values()))))[0], 1)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         if isinstance(wrt, int):
@@ -152,10 +150,8 @@ class Recurrent(RecurrentColumns):
     def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         grad = self.seeds(self.split(call, wide(grad_out)[None]))
         given = {wrt: wide(mat) for wrt, mat in mats.items()}
-        x, h, c = self.seen([given.get(k) for k in range(3)], 1)
-        params = {name: mat for name, mat in given.items() if isinstance(name, str)}
-        lead = len(next(iter(mats.values())))
-        products = recurrent_residual.residual_mat_prod(self.at(call), grad, (x, h, c), params, lead)
+        inputs, lead = self.seen([given.get(k) for k in range(3)], 1), len(next(iter(mats.values())))
+        products = recurrent_residual.residual_mat_prod(self.at(call), grad, inputs, by_name(given), lead)
         found = {wrt: products.params[wrt] if isinstance(wrt, str) else self.left(products, wrt) for wrt in mats}
         return {wrt: product.to(mats[wrt].dtype) for wrt, product in found.items()}
 
@@ -191,3 +187,8 @@ class Recurrent(RecurrentColumns):
 
 class RecurrentStep(StepForward, Recurrent):
     """A single step of a recurrent layer, such as `nn.LSTMCell`."""
+
+
+def by_name(mats: Mapping[Wrt, Tensor]) -> dict[str, Tensor]:
+    """Tangents of parameters."""
+    return {name: mat for name, mat in mats.items() if isinstance(name, str)}

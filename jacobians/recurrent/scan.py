@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -51,32 +52,25 @@ class Trace:
         self._slopes: Slopes | None = None
         self._q: Tensor | None = None
         self._m: Tensor | None = None
-        self.tolerance = 0.0 if y is None else torch.finfo(y.dtype).eps ** 0.5
-        self._hidden = None if y is None else scan.turned(wide(y))
-        self._before: Tensor | None = None
         self._c_n: Tensor | None = None
-        self._back: Tensor | None = None
+        self.tolerance = 0.0 if y is None else torch.finfo(y.dtype).eps ** 0.5
+        if y is not None:
+            self.hidden = scan.turned(wide(y))
 
-    @property
+    @cached_property
     def hidden(self) -> Tensor:
         """The hidden states `[T, N, P]` in the order of reading."""
-        if self._hidden is None:
-            self._hidden = self.unroll()
-        return self._hidden
+        return self.unroll()
 
-    @property
+    @cached_property
     def before(self) -> Tensor:
         """The hidden states before each step `[T, N, P]`."""
-        if self._before is None:
-            self._before = torch.cat([self.h0[None], self.hidden[:-1]])
-        return self._before
+        return torch.cat([self.h0[None], self.hidden[:-1]])
 
-    @property
+    @cached_property
     def back(self) -> Tensor:
         """What sends gradients to the hidden state before a step and to the input at once, `[P + I, O]`."""
-        if self._back is None:
-            self._back = torch.cat([self.params["weight_hh"].T, self.params["weight_ih"].T])
-        return self._back
+        return torch.cat([self.params["weight_hh"].T, self.params["weight_ih"].T])
 
     @property
     def projects(self) -> bool:
@@ -87,11 +81,6 @@ class Trace:
     def y(self) -> Tensor:
         """The output `[T, N, P]` in the order of time."""
         return self.scan.turned(self.hidden)
-
-    @property
-    def h_n(self) -> Tensor:
-        """The last hidden state `[N, P]`."""
-        return self.hidden[-1]
 
     @property
     def c_n(self) -> Tensor | None:
@@ -152,7 +141,7 @@ class Trace:
         _ = self.back  # once for all samples
         alone, at = copy(self), self.slopes
         alone._slopes = Slopes(at.slope[:, here], None if at.via is None else at.via[:, here])
-        alone._hidden, alone._before = self.hidden[:, here], self.before[:, here]
+        alone.hidden, alone.before = self.hidden[:, here], self.before[:, here]
         return alone
 
     def agrees(self) -> bool:

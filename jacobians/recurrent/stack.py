@@ -156,7 +156,7 @@ class Stack:
         if number == 0:
             return self.y
         every = [trace for row in self.traces for trace in row]
-        states = [trace.h_n if number == 1 else trace.c_n for trace in every]
+        states = [trace.hidden[-1] if number == 1 else trace.c_n for trace in every]
         return torch.stack([state for state in states if state is not None], 1)
 
     def find(self, param: str) -> tuple[int, int, str]:

@@ -21,9 +21,6 @@ class AxisSums(Sums):
 
     symmetric = True
 
-    def weight(self, name: str, size: Size) -> float:
-        return size.weight(2)
-
     def whole(self, total: Parts, size: Size) -> Any:
         return [total[name] / self.weight(name, size) for name in sorted(total, key=int)]
 
@@ -52,7 +49,7 @@ class AxisGram(GradientExtension):
     field = "axis_gram"
     form = Form.AXES
     adds_field = False
-    over_batches = AxisSums()
+    over_batches = AxisSums(power=2)
 
     def __init__(self, max_size: int = 4096, subsampling: Sequence[int] | None = None) -> None:
         super().__init__(subsampling)
