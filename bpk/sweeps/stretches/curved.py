@@ -85,7 +85,7 @@ class CurvedStretch:
             return parts, None if signs is None else considered(signs, 1)
 
         groups = [] if self.residual is None else self.residual.groups(by_row=self.rows is not None)
-        found = [LazyColumns(lazy.count, lazy.make, ("stretch", k)).mapped(named) for k, lazy in enumerate(groups)]
+        found = [replace(lazy, name=("stretch", k)).mapped(named) for k, lazy in enumerate(groups)]
         return found if self.rows is None else [split_rows(lazy, self.rows, self.step.batch_size) for lazy in found]
 
     # ---- parameters ---------------------------------------------------------------------------------
