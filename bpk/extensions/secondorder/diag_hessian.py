@@ -16,6 +16,7 @@ class HessianDiagonal(OfSamples):
     """Common part: `diag(H) = sum_k s_k (J^T U_k)^2` over the signed columns of the loss and of every residual."""
 
     combines = True
+    joins_calls = True
 
     def sweep(self) -> Sweep:
         return SignedHessian(self.subsampling)
