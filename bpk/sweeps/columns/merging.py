@@ -75,15 +75,17 @@ class Merging:
         return like if alike and like.dtype in EXACT else None
 
     def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Merged | None:
-        """Fewer columns before `step`, where that pays: first asked with the least that may be left of the entries."""
+        """Fewer columns before `step`, where that pays: asked with what may be left of the entries, the least first."""
         like = self.like(waiting)
         if like is None:
             return None
         n, largest = like.shape[1], max(map(width, waiting.values()))
         count = sum({key: len(mat) for waits in waiting.values() for key, mat in waits.blocks.items()}.values())
         shared = sum([mine[0].call.params[mine[0].name].numel() for mine in uses.values()])
-        if shared > count or not self.pays(count, largest, n, step):
+        if not self.pays(count, max(shared, largest), n, step):
             return None
+        if uses and not self.pays(count, max(shared, len(distinct([*waiting.values()])[0])), n, step):
+            return None  # what has come to parameters takes time to find
         places = [*waiting.values(), *(pulled(mine, n) for mine in uses.values())]
         mats = [mat for waits in places for mat in waits.blocks.values()]
         if any(mat.shape[1] != n or mat.dtype is not like.dtype for mat in mats):
