@@ -54,6 +54,8 @@ class BackpropExtension:
     """Whether the value (of second order) is one of the whole batch, so that it exists where samples mix."""
     linear_in_terms = False
     """Whether it is a sum over terms of the loss also where samples mix: of Jacobians, with no gradient in between."""
+    joins_calls = False
+    """Whether it has columns of second derivatives, and is the same if these are those of several calls together."""
     needs_gradient = False
     """Whether the value uses the parameter's gradient of this backward pass."""
     needs_independence = False

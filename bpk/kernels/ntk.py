@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.kernels.passes import Inputs, Joined, OfRoot, of_outputs, outputs_of, require_tensors
+
+Batch = tuple[Tensor, ...]
 
 KINDS = ("full", "diagonal", "trace")
 FIELD = "_bpk_ntk"
@@ -18,7 +22,9 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
 
     One forward pass over both batches, then the columns of all outputs go back once. At each layer their inner products
     are taken, by those of inputs and of columns where that is cheaper than building rows: memory is that of the
-    kernel and of one layer. Gradients, fields and generators stay as they are; `model` is extended if it is not.
+    kernel and of one layer. Batches whose samples differ in shape (sequences of other lengths) go through the model one
+    after the other, and the Jacobian of the first one is kept. Gradients, fields and generators stay as they are;
+    `model` is extended if it is not.
 
     Args:
         model: The model; samples must not mix (`eval()` for BatchNorm). Outputs `[N, *c]` have `C` numbers per sample.
@@ -41,30 +47,62 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}.")
     require_tensors("ntk", x1=x1, x2=x1 if x2 is None else x2)
     first = x1 if isinstance(x1, tuple) else (x1,)
-    split = None if x2 is None else len(first[0])
-    both = first if x2 is None else joined(first, x2 if isinstance(x2, tuple) else (x2,))
+    second = None if x2 is None else x2 if isinstance(x2, tuple) else (x2,)
+    if second is None or [x.shape[1:] for x in first] == [x.shape[1:] for x in second]:
+        found = of_one_form(model, first, second, kind)
+    else:
+        found = apart(model, first, second, kind)
+    if kind == "trace":
+        return found
+    return found.permute(1, 2, 0) if kind == "diagonal" else found.permute(1, 3, 0, 2)
+
+
+def of_one_form(model: nn.Module, first: Batch, second: Batch | None, kind: str) -> Tensor:
+    """Both batches go through the model as one."""
+    split = None if second is None else len(first[0])
+    both = first if second is None else tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
 
     def value(uses: Uses) -> Tensor:
         found = uses.gram(split, aligned=kind != "full")
         return found.sum(0) if kind == "trace" else found
 
     extension = OfRoot(FIELD, value) if kind == "full" else Joined(FIELD, value, adds=kind == "trace")
-    found = of_outputs(model, outputs_of(model, both), extension)[FIELD]
-    if kind == "trace":
-        return found
-    return found.permute(1, 2, 0) if kind == "diagonal" else found.permute(1, 3, 0, 2)
+    return of_outputs(model, outputs_of(model, both), extension)[FIELD]
 
 
-def joined(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Two batches as one."""
-    shapes = [[list(x.shape[1:]) for x in batch] for batch in (first, second)]
-    if shapes[0] != shapes[1]:
+def apart(model: nn.Module, first: Batch, second: Batch, kind: str) -> Tensor:
+    """Each batch goes through the model by itself; the Jacobian of the first one is kept until then."""
+    kept: dict[int, list[Tensor]] = {}
+    outputs = outputs_of(model, first)
+    shape = outputs.shape
+
+    def keep(uses: Uses) -> Tensor:
+        kept[id(uses.param)] = [*uses.pieces()]
+        return uses.param.new_zeros(())
+
+    of_outputs(model, outputs, OfRoot(FIELD, keep))
+    outputs = outputs_of(model, second)
+    if kind != "full" and outputs.shape[1:] != shape[1:]:
         raise ValueError(
             explain(
-                f"The samples of x1 and x2 have the shapes {shapes[0]} and {shapes[1]}.",
-                "both batches go through the model as one (and padding would change its outputs).",
-                "cut samples to one shape, or multiply Jacobians: J1 @ J2.T, with "
-                "J = bpk.operators.Jacobian(model, None, (x, None)).to_dense() of each.",
+                f"The outputs of x1 and x2 have the shapes {list(shape[1:])} and {list(outputs.shape[1:])} per sample.",
+                f'kind="{kind}" takes each output of one with the same output of the other.',
+                'use kind="full".',
             )
         )
-    return tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
+
+    def value(uses: Uses) -> Tensor:
+        before = kept.pop(id(uses.param), None)
+        if before is None:  # the first batch does not use it
+            nothing = uses.param.new_zeros(shape[1:].numel(), shape[0], 0)
+            return contracted([nothing], [rows[..., :0] for rows in uses.pieces()], kind)
+        return contracted(before, [*uses.pieces()], kind)
+
+    return of_outputs(model, outputs, OfRoot(FIELD, value))[FIELD]
+
+
+def contracted(left: Iterable[Tensor], right: Sequence[Tensor], kind: str) -> Tensor:
+    """Inner products of rows `[V, N, P]` that come some samples at a time."""
+    pattern = {"full": "vnp,wmp->vnwm", "diagonal": "vnp,vmp->vnm", "trace": "vnp,vmp->nm"}[kind]
+    lines = [torch.cat([torch.einsum(pattern, ours, theirs) for theirs in right], -1) for ours in left]
+    return torch.cat(lines, 0 if kind == "trace" else 1)

@@ -32,6 +32,7 @@ class Quantity(Protocol):
     sums_rows: bool
     sums_samples: bool
     linear_in_terms: bool
+    joins_calls: bool
     needs_rows: bool
     needs_samples: bool
     needs_gradient: bool

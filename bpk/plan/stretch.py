@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from bpk.jacobians.core.call import Call, Wrt, index_of
 from bpk.jacobians.core.products import Residual
@@ -22,6 +24,9 @@ from bpk.jacobians.second_order.probing import draw
 from bpk.plan.broadcast import BroadcastRows
 from bpk.plan.graph import Source
 from bpk.plan.samples.rows import of_samples, over_batch
+
+KEPT = 8
+"""Up to how many times larger than columns rows of all parameters are kept with them."""
 
 
 class StretchCall(Call):
@@ -47,6 +52,7 @@ class StretchCall(Call):
         self.n = n
         self.samples = samples
         self.latest: tuple[Tensor, bool, Sequence[Tensor | RowsThrough]] | None = None
+        self.small: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.broadcast: BroadcastRows | None = None
 
     @property
@@ -76,10 +82,16 @@ class StretchCall(Call):
 
         Autograd sums over rows, so it is asked for those of one sample after the other, and their sum is that of the
         first of them; `together`, once for the sum of all `[V, *p]`.
-        All parameters are found at once, and kept for the next one that is asked for.
+        All parameters are found at once, and kept for the next one that is asked for: as long as the columns, if rows
+        are not much larger than these, else until others are asked for.
         """
+        kept = self.small.get(mat)
+        if kept is not None and kept[0] == together:
+            return cast(Sequence[Tensor | RowsThrough], kept[1])
         if self.latest is None or self.latest[0] is not mat or self.latest[1] != together:
             self.latest = mat, together, self.source.pull_to_parameters(mat) if together else self.rows(mat)
+            if sum(p.numel() for p in self.source.trained) <= KEPT * mat.shape[2:].numel():
+                self.small[mat] = together, self.latest[2]
         return self.latest[2]
 
     def rows(self, mat: Tensor) -> list[Tensor | RowsThrough]:

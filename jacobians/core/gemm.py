@@ -17,6 +17,9 @@ from bpk.jacobians.core.numeric import CACHE, chunks, linear, products, wide
 Patches = Callable[[slice], Tensor]
 Empty = Callable[[Sequence[int], Tensor], Tensor]
 
+SMALL = 1 << 19
+"""From how many multiplications on a column has products of its own: fewer take less time than a call."""
+
 
 def fresh(shape: Sequence[int], like: Tensor) -> Tensor:
     """New memory."""
@@ -34,6 +37,11 @@ def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty, views: boo
     out = empty((v, n, g, o, width), m)
     if t == 1:
         return torch.mul(m, patches(slice(0, n)).transpose(-1, -2), out=out)
+    if v > 1 and n * g * o * width * t < SMALL:
+        for part in chunks(n, g * (width * t + v * o * (width + t)), m.device):
+            found = m[:, part].permute(1, 2, 0, 3, 4).flatten(2, 3) @ patches(part).mT
+            out[:, part] = found.unflatten(2, (v, o)).permute(2, 0, 1, 3, 4)
+        return out
     for part in chunks(n, 0 if views else g * (width * t + v * o * width), m.device):
         a = patches(part).flatten(0, 1)
         for column, goal in zip(m[:, part], out[:, part], strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.sweeps.stretches.curved import CurvedStretch
+from bpk.sweeps.stretches.residual import StretchResidual
 from tests.helpers import extended
 from tests.references.compare import Assembled, rand
 
@@ -76,6 +77,13 @@ def windows(m: Assembled, x: Tensor) -> Tensor:
     return m.last((weights @ v).reshape(n, t, d)).mean(1)
 
 
+def before_windows(m: Assembled, x: Tensor) -> Tensor:
+    """A curved function of samples whose result is cut into windows."""
+    n, t, d = x.shape
+    rows = (m.first(x) * x.sin().cumsum(1)).tanh().reshape(n * t // 2, 2, d)
+    return m.last(m.a(rows).reshape(n, t, d)).mean(1)
+
+
 def heads(m: Assembled, x: Tensor) -> Tensor:
     """Attention whose heads are rows of the batch axis."""
     n, t, d = x.shape
@@ -94,7 +102,17 @@ def neighbours(m: Assembled, x: Tensor) -> Tensor:
     return m.last(m.b(y).reshape(n, t, d)).mean(1)
 
 
-FORWARDS: list[Forward] = [stream, moved, time_first, used_twice, side_entry, windows, heads, neighbours]
+FORWARDS: list[Forward] = [
+    stream,
+    moved,
+    time_first,
+    used_twice,
+    side_entry,
+    windows,
+    before_windows,
+    heads,
+    neighbours,
+]
 
 
 def network(forward: Forward) -> Assembled:
@@ -175,6 +193,12 @@ def test_a_stream_is_curved_at_its_neck(monkeypatch: pytest.MonkeyPatch) -> None
 def test_rows_are_taken_one_by_one_where_nothing_couples_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(by_row for _, by_row, _ in ways(monkeypatch, windows))
     assert not any(by_row for _, by_row, _ in ways(monkeypatch, neighbours))
+
+
+def test_rows_at_the_end_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What depends on samples falls into those of samples, whatever becomes of it: no dense matrix of each."""
+    monkeypatch.setattr(StretchResidual, "by_sample", lambda *args, **options: pytest.fail("dense"))
+    assert [by_row for _, by_row, _ in ways(monkeypatch, before_windows)] == [False]
 
 
 def test_of_several_losses() -> None:

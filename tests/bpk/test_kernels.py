@@ -136,6 +136,33 @@ def test_ntk(given: tuple[nn.Module, Make], room: None) -> None:
     assert all(p.grad is None and not vars(p) for p in model.parameters())
 
 
+class Pooled(nn.Module):
+    """Sequences of any length; functions use a parameter, and a layer serves long ones only."""
+
+    def __init__(self, pools: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.extra = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 4)
+        self.scale, self.pools = nn.Parameter(torch.rand(4) + 0.5), pools
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh() * self.scale
+        x = self.extra(x) if x.shape[1] > 3 else x
+        return self.last(x.mean(1) if self.pools else x)
+
+
+@pytest.mark.parametrize("pools", [True, False])
+def test_ntk_of_samples_of_other_shapes(pools: bool, room: None) -> None:
+    model = bpk.extend(Pooled(pools))
+    for x1, x2 in ((torch.randn(N, 5, 3), torch.randn(2, 3, 3)), (torch.randn(2, 3, 3), torch.randn(N, 5, 3))):
+        left, right = jacobians(model, x1), jacobians(model, x2)
+        full = sum(torch.einsum("ncp,mdp->nmcd", left[name], right[name]) for name in left)
+        close(bpk.ntk(model, x1, (x2,)), full)
+        if pools:
+            close(bpk.ntk(model, x1, x2, kind="diagonal"), full.diagonal(dim1=2, dim2=3))
+            close(bpk.ntk(model, (x1,), x2, kind="trace"), torch.einsum("nmcc->nm", full))
+        assert all(p.grad is None and not vars(p) for p in model.parameters())
+
+
 def test_predictive_covariance(given: tuple[nn.Module, Make], room: None) -> None:
     model, data = given
     x = data(N)
@@ -357,8 +384,9 @@ def test_refusals() -> None:
     model, x = nn.Linear(3, 2), torch.randn(N, 3)
     with pytest.raises(ValueError, match="kind must be one of"):
         bpk.ntk(model, x, kind="all")
-    with pytest.raises(ValueError, match=r"(?s)shapes \[\[3\]\] and \[\[4\]\].*padding would change.*J1 @ J2.T, with"):
-        bpk.ntk(model, x, torch.randn(N, 4))
+    for kind in ("diagonal", "trace"):
+        with pytest.raises(ValueError, match=r"(?s)shapes \[5, 2\] and \[4, 2\] per sample.*with the same output"):
+            bpk.ntk(model, torch.randn(N, 5, 3), torch.randn(N, 4, 3), kind)
     with pytest.raises(ValueError, match=r"names \['1.weight'\]"):
         bpk.predictive_covariance(model, x, Diagonal({"1.weight": torch.ones(2, 3)}))
     one = nn.Linear(1, 4)  # to which one number would be broadcast

@@ -12,6 +12,7 @@ import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.fields.arrived import Columns
 from bpk.plan.step import Step
+from bpk.plan.stretch import StretchCall
 from bpk.sweeps.columns.column_sweep import Run
 from bpk.sweeps.columns.merging import Merging, distinct, merged
 from bpk.sweeps.stretches.residual import StretchResidual
@@ -51,6 +52,30 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+class Streams(nn.Module):
+    """Hyper-connections: layers read a mixture of several copies of the stream, and add to each what it takes."""
+
+    def __init__(self, copies: int = 2, depth: int = 3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.mix = nn.ParameterList([torch.randn(4, copies + 1) for _ in range(depth)])
+        self.fixed = nn.ParameterList([torch.randn(copies, copies + 1) for _ in range(depth)])
+        self.scale = nn.ParameterList([torch.rand(()) for _ in range(depth)])
+        self.takes = nn.ParameterList([torch.rand(copies) for _ in range(depth)])
+        self.inner = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(depth))
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = self.first(x)[:, None].expand(-1, self.copies, -1)
+        for mix, fixed, scale, takes, layer in zip(
+            self.mix, self.fixed, self.scale, self.takes, self.inner, strict=True
+        ):
+            weights = (nn.functional.normalize(stream, dim=-1) @ mix).tanh() * scale + fixed
+            mixed = weights.mT @ stream
+            stream = mixed[:, 1:] + takes[:, None] * layer(mixed[:, 0])[:, None]
+        return self.last(stream.sum(1))
+
+
 class Encoder(nn.Module):
     """Transformer layers."""
 
@@ -75,6 +100,7 @@ def convolutions() -> nn.Module:
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "around": (Around, (5, 3)),
     "tied": (Tied, (4,)),
+    "streams": (Streams, (3,)),
     "encoder": (lambda: Encoder(False), (5, 4)),
     "encoder, norm first": (lambda: Encoder(True), (5, 4)),
     "convolutions": (convolutions, (2, 6, 6)),
@@ -154,6 +180,22 @@ def test_a_deep_network_has_no_more_columns_than_a_shallow_one(monkeypatch: pyte
     backward(model, bpk.extend(nn.CrossEntropyLoss()), x, y, DiagHessian())
     assert len(merges) >= 4
     assert max(merges) <= 2 * x[0].numel()
+
+
+def test_all_parameters_of_functions_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several functions use them, so that they wait, and merging asks for each of them in turn."""
+    asked, rows = list[tuple[StretchCall, Tensor]](), StretchCall.rows
+
+    def noted(self: StretchCall, mat: Tensor) -> object:
+        assert not any(call is self and known is mat for call, known in asked)
+        asked.append((self, mat))
+        return rows(self, mat)
+
+    monkeypatch.setattr(StretchCall, "rows", noted)
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Streams()), bpk.extend(nn.CrossEntropyLoss())
+    backward(model, loss_fn, torch.randn(N, 3), torch.randint(3, (N,)), DiagHessian())
+    assert len({call for call, _ in asked}) > 2
 
 
 def test_entries_that_only_seem_to_be_the_same() -> None:

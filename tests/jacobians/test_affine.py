@@ -249,3 +249,13 @@ def test_no_columns_have_no_squares(param: str, per_sample: bool) -> None:
     assert rule is not None
     found = rule.squared_sum(call, torch.zeros(0, 4, 2), param, per_sample=per_sample)
     assert torch.equal(found, torch.zeros(*[4] * per_sample, *call.shape_of(param)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("views", [False, True])
+def test_many_small_columns_are_multiplied_together(views: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "products", lambda *args, **options: pytest.fail("one after the other"))
+    torch.manual_seed(0)
+    m, patches = torch.randn(50, 6, 2, 4, 3).double(), torch.randn(6, 2, 5, 3).double()
+    found = gemm.per_sample(lambda part: patches[part], m, 5, gemm.fresh, views)
+    torch.testing.assert_close(found, torch.einsum("vngot,ngit->vngoi", m, patches))

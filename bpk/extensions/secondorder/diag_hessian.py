@@ -14,6 +14,8 @@ from bpk.sweeps.sweep import Sweep
 class HessianDiagonal(SumsOfSquares):
     """Common part: `diag(H) = sum_k s_k (J^T U_k)^2` over the signed columns of the loss and of every residual."""
 
+    joins_calls = True
+
     def sweep(self) -> Sweep:
         return SignedHessian(self.subsampling)
 

@@ -13,6 +13,7 @@ from bpk.fields.arrived import PIECE, Columns
 from bpk.fields.statistics import Use
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
+from bpk.sweeps.columns.deposits import Deposits
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns, as_lazy
 from bpk.sweeps.columns.merging import Merging
 from bpk.sweeps.sweep import Player
@@ -38,7 +39,7 @@ class ColumnSweep(Player):
     def prepare(self) -> None:
         self.run = Run(self)
         plain = self.module_extensions is None and not torch.is_grad_enabled()
-        self.merging = Merging(self.plan, self.at_most) if self.merges and plain else None
+        self.deposits = Deposits(Merging(self.plan, self.at_most)) if self.merges and plain else None
 
     def end(self) -> None:
         self.__dict__.pop("run", None)
@@ -51,17 +52,19 @@ class ColumnSweep(Player):
             starting = self.starting(step)
         if step.is_loss:
             step.reached = True
-        if self.merging is not None:
-            self.run.merge(step, self.merging)
-        if starting:
-            self.make_room(step.number, sum([lazy.count for lazy in starting]))
+        if self.deposits is not None:
+            self.withdraw(step, self.deposits)
+            self.run.merge(step, self.deposits.merging)
+        left = sum([lazy.count for lazy in starting])
+        self.make_room(step.number, left, step)
         self.run.visit(step, last=not starting)
         for lazy in starting:
             for number, chunk in enumerate(lazy.chunks(self.chunk)):
                 count = next(iter(chunk[0].values())).shape[0]
                 if self.run.count and self.is_too_much(self.run.count + count):
                     self.run.settle(step)
-                    self.make_room(step.number + 1, count)
+                    self.make_room(step.number + 1, left, step)
+                left -= count
                 self.run.start(step, (lazy.name, self.plan.key, step.number, number), chunk)
         self.run.settle(step)
 
@@ -72,15 +75,26 @@ class ColumnSweep(Player):
         mats = [sent] if isinstance(sent, Tensor) else list(sent)
         return as_lazy({index: mats[index] for index in step.links}, None, "loss")
 
-    def make_room(self, number: int, count: int) -> None:
-        """If so many more columns would be too many, let those under way go to the end, from step `number` on."""
-        if self.run.count and self.is_too_much(self.run.count + count):
+    def withdraw(self, step: Step, deposits: Deposits) -> None:
+        """What has been added up before a step goes on, with the columns that have come here since."""
+        if step in deposits.before and deposits.take(self.run.waiting, self.run.uses, step, self.run.count):
+            self.run = Run(self)
+        for number, (places, mats, signs, left) in enumerate(deposits.withdraw(step, self.chunk)):
+            self.make_room(step.number, left, step)
+            self.run.resume(places, ("deposit", self.plan.key, step.number, number), mats, signs)
+
+    def make_room(self, number: int, count: int, here: Step) -> None:
+        """If so many more are too many, columns go ahead, from step `number` on: to be added up, or to the end."""
+        run = self.run
+        if count and run.count and self.is_too_much(run.count + min(count, self.chunk)):
             for step in self.plan.steps[number:]:
                 if step.runs:
-                    if self.merging is not None:
-                        self.run.merge(step, self.merging)
-                    self.run.visit(step)
-                    self.run.settle(step)
+                    if self.deposits is not None:
+                        if step is not here and self.deposits.take(run.waiting, run.uses, step, run.count + count):
+                            break
+                        run.merge(step, self.deposits.merging)
+                    run.visit(step)
+                    run.settle(step)
             self.run = Run(self)
 
     def is_too_much(self, count: int) -> bool:
@@ -121,6 +135,13 @@ class Run:
         count = next(iter(mats.values())).shape[0]
         self.sweep.started += count
         self.count += count
+
+    def resume(self, places: Iterable[Step], key: Hashable, mats: Iterable[Tensor], signs: Tensor) -> None:
+        """Columns go on from where they have waited."""
+        for at, mat in zip(places, mats, strict=True):
+            self.waiting.setdefault(at, Columns()).add(key, mat, signs)
+        self.sweep.rounds += not self.count
+        self.count += len(signs)
 
     def merge(self, step: Step, merging: Merging) -> None:
         """Make fewer columns of those under way, before `step`, where that pays."""
@@ -208,9 +229,7 @@ class Run:
 
     def send(self, link: Link, key: Hashable, mat: Tensor, signs: Tensor | None, unshared: bool = False) -> None:
         """Hand columns at an input to the call that feeds it; `unshared`: nobody else looks at their memory."""
-        waiting = self.waiting.get(link.producer)
-        if waiting is None:
-            waiting = self.waiting[link.producer] = Columns()
+        waiting = self.waiting.setdefault(link.producer, Columns())
         waiting.add(key, mat if link.entrance is None else link.back(mat), signs)
         if unshared and link.entrance is None:
             waiting.unshared.add(key)

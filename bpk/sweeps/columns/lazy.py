@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class LazyColumns(StartingColumns):
 
     def mapped(self, change: Callable[[Chunk], Chunk]) -> LazyColumns:
         """The same columns, changed one by one."""
-        return LazyColumns(self.count, lambda start, stop: change(self.make(start, stop)), self.name)
+        return replace(self, make=lambda start, stop: change(self.make(start, stop)))
 
 
 def as_lazy(columns: Mapping[Wrt, Tensor], signs: Tensor | None, name: Hashable = "residual") -> LazyColumns:

@@ -51,30 +51,41 @@ class Merging:
 
         Where it saves less than a third, a place with fewer entries often comes next.
         """
-        if not size or (self.room is not None and size * size * n > self.room):
+        if not self.fits(size, n):
             return False
         saved = count - 2 * size
         return 3 * saved >= count and saved * self.to_come[step.number] > count * size * (size + TOUCHED)
 
-    def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Merged | None:
-        """Fewer columns before `step`, where that pays.
+    def fits(self, size: int, n: int) -> bool:
+        """Whether memory holds matrices over so many entries."""
+        return size > 0 and (self.room is None or size * size * n <= self.room)
 
-        This is asked twice: with a lower bound for how many distinct entries there are, then with their number.
-        """
-        columns, largest = dict[Hashable, int](), 0
-        like: Tensor | None = None
-        for at, waits in waiting.items():
-            if at.samples_of_rows is not None or not waits.blocks:
-                return None
-            for key, mat in waits.blocks.items():
-                like, columns[key] = mat, mat.shape[0]
-            largest = max(largest, width(waits))
-        if like is None or like.dtype not in EXACT:
+    def is_worth(self, count: int, size: int, n: int, step: Step) -> bool:
+        """Whether `count` columns, not all of which are under way, should be added up over `size` entries."""
+        return self.fits(size, n) and count >= 2 * size and self.to_come[step.number] > size * (size + TOUCHED)
+
+    @staticmethod
+    def like(waiting: Mapping[Step, Columns]) -> Tensor | None:
+        """One of the blocks, where all have the same samples, and sums of their squares can be formed."""
+        blocks = [mat for waits in waiting.values() for mat in waits.blocks.values()]
+        if not blocks or any(at.samples_of_rows is not None or not waits.blocks for at, waits in waiting.items()):
             return None
-        n, count = like.shape[1], sum(columns.values())
+        like = blocks[0]
+        alike = all(mat.shape[1] == like.shape[1] and mat.dtype is like.dtype for mat in blocks)
+        return like if alike and like.dtype in EXACT else None
+
+    def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Merged | None:
+        """Fewer columns before `step`, where that pays: asked with what may be left of the entries, the least first."""
+        like = self.like(waiting)
+        if like is None:
+            return None
+        n, largest = like.shape[1], max(map(width, waiting.values()))
+        count = sum({key: len(mat) for waits in waiting.values() for key, mat in waits.blocks.items()}.values())
         shared = sum([mine[0].call.params[mine[0].name].numel() for mine in uses.values()])
-        if shared > count or not self.pays(count, largest, n, step):
+        if not self.pays(count, max(shared, largest), n, step):
             return None
+        if uses and not self.pays(count, max(shared, len(distinct([*waiting.values()])[0])), n, step):
+            return None  # what has come to parameters takes time to find
         places = [*waiting.values(), *(pulled(mine, n) for mine in uses.values())]
         mats = [mat for waits in places for mat in waits.blocks.values()]
         if any(mat.shape[1] != n or mat.dtype is not like.dtype for mat in mats):
@@ -163,12 +174,20 @@ def are_same(places: Sequence[Columns], joint: Tensor, same_as: Tensor) -> bool:
     return True
 
 
-def merged(places: Sequence[Columns], first: Tensor, same_as: Tensor) -> Merged | None:
-    """The same sum of squares from fewer columns."""
+def sums(places: Sequence[Columns], first: Tensor, same_as: Tensor) -> Tensor | None:
+    """`sum_k s_k u_k u_k^T` over distinct entries `[N, E, E]` (`None`: others are not the same as these)."""
     joint, signs = joint_columns(places, first)
     if len(first) < len(same_as) and not are_same(places, joint, same_as):
         return None
-    rows = torch.bmm((joint * signs[..., None]).permute(1, 2, 0), joint.transpose(0, 1)).transpose(0, 1).div_(2)
+    return torch.bmm((joint * signs[..., None]).permute(1, 2, 0), joint.transpose(0, 1))
+
+
+def merged(places: Sequence[Columns], first: Tensor, same_as: Tensor) -> Merged | None:
+    """The same sum of squares from fewer columns."""
+    matrix = sums(places, first, same_as)
+    if matrix is None:
+        return None
+    rows = matrix.transpose(0, 1).div_(2)
     alive = nonzero(rows)
     columns, signs = polarised(rows if len(alive) == len(rows) else rows[alive], alive)
     parts = same_as.split([width(place) for place in places])

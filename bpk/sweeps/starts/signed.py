@@ -73,7 +73,7 @@ class SignedHessian(ColumnSweep):
         link = step.links[0]
         at = link.producer
         if (
-            self.merging is None
+            self.deposits is None
             or step.samples_of_rows is not None
             or diag.dtype is not at.call.output.dtype
             or not takes(at)

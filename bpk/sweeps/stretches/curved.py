@@ -35,6 +35,8 @@ class CurvedStretch:
         self.bottleneck: Bottleneck | None = None
         self.rows: Tensor | None = None
         """Whose the rows of the inputs are, where columns are found row by row."""
+        self.starts_at_samples = False
+        """Whether rows of the inputs are the samples, which is enough, whatever those of the output are."""
         self.residual: StretchResidual | None = None
         if self.source.targets or self.source.trained:
             self.residual = self.smallest()
@@ -46,7 +48,9 @@ class CurvedStretch:
             self.bottleneck = bottleneck
         at_start = self.source if self.bottleneck is None else self.bottleneck.after
         rows = None if self.call.merged else self.call.rows_by_sample()
-        if rows is not None:
+        if rows is not None and not at_start.trained and all(some is None for some in self.call.rows_of_inputs):
+            self.starts_at_samples = True
+        elif rows is not None:
             if not self.may_go_by_row(at_start):
                 at_end, *of_inputs = rows
                 if self.bottleneck is None or not all(alike(of_inputs[0], other) for other in of_inputs[1:]):
@@ -84,8 +88,8 @@ class CurvedStretch:
             parts = {name: considered(mat, 1) for name, mat in zip(names, each, strict=True)}
             return parts, None if signs is None else considered(signs, 1)
 
-        groups = [] if self.residual is None else self.residual.groups(by_row=self.rows is not None)
-        found = [LazyColumns(lazy.count, lazy.make, ("stretch", k)).mapped(named) for k, lazy in enumerate(groups)]
+        groups = [] if self.residual is None else self.residual.groups(self.starts_at_samples or self.rows is not None)
+        found = [replace(lazy, name=("stretch", k)).mapped(named) for k, lazy in enumerate(groups)]
         return found if self.rows is None else [split_rows(lazy, self.rows, self.step.batch_size) for lazy in found]
 
     # ---- parameters ---------------------------------------------------------------------------------

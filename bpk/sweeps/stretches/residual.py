@@ -9,14 +9,17 @@ block-diagonal. Which axes these are is found by probing: with a factor `f` that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.side_by_side import beside, taken_apart
 from bpk.jacobians.second_order.bordered import compressed
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
+from bpk.jacobians.second_order.signed_blocks import BlockDiagonal, Signed, numbered
 from bpk.jacobians.second_order.structure import Blocks, Couplings
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, as_lazy
 from bpk.sweeps.stretches.by_sample import Group, SampleBySample
@@ -57,7 +60,7 @@ class StretchResidual(SampleBySample):
 
     def of_targets_alone(self) -> Group:
         """The eigendecomposition of `R_xx`; parameters have zeros."""
-        parts, signs = self.by_position(balanced=False).all()
+        parts, signs = self.by_position().all()
         own = [signs.new_zeros(()).expand(*signs.shape, *p.shape) for p in self.source.trained]
         return [*parts.values(), *own], signs
 
@@ -76,7 +79,7 @@ class StretchResidual(SampleBySample):
                 parts, signs = self.by_sample(balanced=True)
                 return [as_lazy(dict(enumerate(parts)), signs)]
             if not self.source.trained:
-                return [self.without_axis(self.by_position(balanced=True))]
+                return [self.without_axis(lazy) for lazy in self.in_blocks()]
             found = [*([self.with_parameters()] if self.shapes else []), *self.of_parameters(balanced=True)]
             return [self.without_axis(lazy) for lazy in found]
 
@@ -99,7 +102,7 @@ class StretchResidual(SampleBySample):
             mats, signs = lazy.make(start, stop)
             return {k: mat[:, 0] if int(k) < len(self.shapes) else mat for k, mat in mats.items()}, signs
 
-        return LazyColumns(lazy.count, make)
+        return replace(lazy, make=make)
 
     @property
     def keeps_rows_separate(self) -> bool:
@@ -127,10 +130,28 @@ class StretchResidual(SampleBySample):
         """Along which axes targets are treated one by one."""
         return self.couplings.blocks()
 
-    def by_position(self, balanced: bool) -> LazyColumns:
-        """Eigendecomposition of the blocks of all positions (`balanced`: see `factor`)."""
-        vectors, signs = factor(self.of_targets().flatten(0, 1), balanced)
+    def by_position(self) -> LazyColumns:
+        """Eigendecomposition of the blocks of all positions."""
+        vectors, signs = factor(self.of_targets().flatten(0, 1))
         return self.spread(vectors.reshape(-1, *self.dense_shape), signs)
+
+    def in_blocks(self) -> Groups:
+        """Columns of the blocks of all positions, and of those inside of them, by their structure."""
+        shapes = {k: shape[1:] for k, shape in enumerate(self.shapes)}
+
+        def multiply(columns: Tensor) -> Tensor:
+            return beside(self.product([*taken_apart(columns, shapes, 2).values()])[: len(shapes)], 2)
+
+        def lazy(signed: Signed) -> LazyColumns:
+            def make(start: int, stop: int) -> Chunk:
+                columns, signs = signed.columns(start, stop)
+                return dict(enumerate(taken_apart(columns, shapes, 2).values())), signs
+
+            return LazyColumns(signed.count, make, unit=signed.unit)
+
+        at, part = (x.to(self.grad.device) for x in (self.blocks.indices, numbered(self.blocks.sizes)))
+        blocks = BlockDiagonal(multiply, at, part, self.grad.new_zeros(self.shapes[0][0]))
+        return [lazy(signed) for signed in blocks.columns()]
 
     def spread(
         self, vectors: Tensor, signs: Tensor, rows: Callable[[Tensor], list[Tensor]] | None = None
