@@ -246,6 +246,5 @@ class Run:
     def settle(self, step: Step) -> None:
         """Parameters whose last use this call is have got all that comes with these columns."""
         for name in step.last:
-            uses = self.uses.pop(id(step.params[name]), None)
-            if uses is not None:
+            if (uses := self.uses.pop(id(step.params[name]), None)) is not None:
                 self.sweep.settle(step.params[name], uses, step.batch_size, self.sweep.in_all)
