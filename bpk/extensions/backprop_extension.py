@@ -86,7 +86,8 @@ class BackpropExtension:
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Refuse options under a name that is none."""
-        require_options(cls, options)
+        if options:
+            require_options(cls, options)
         return super().__new__(cls)
 
     def __init__(
