@@ -133,9 +133,8 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
                 pass
             except NotInFront as error:
                 put_back(before)
-                if isinstance(error, AllSamplesInside) or (
-                    error.missing and any(r.reads_data for r in above if r not in error.records)
-                ):
+                data_agrees = any(record.reads_data for record in above if record not in error.records)
+                if isinstance(error, AllSamplesInside) or (error.missing and data_agrees):
                     raise
                 if not error.missing:
                     return None
