@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.options import positive
-from bpk.fields.statistics import Uses, add_into
 from bpk.sweeps.module_extension_sweep import ModuleExtensionSweep
 from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
@@ -37,18 +34,6 @@ class OfSamples(SecondOrderBackpropExtension):
 
     def __init__(self, subsampling: Sequence[int] | None = None) -> None:
         super().__init__(self.field, subsampling=subsampling)
-
-
-class SumsOfSquares(OfSamples):
-    """An extension that adds up the squares of columns, over samples or for each of them (`needs_samples`)."""
-
-    combines = True
-
-    def value(self, uses: Uses) -> Tensor:
-        return uses.squared_sum(per_sample=self.needs_samples)
-
-    def combine(self, before: Tensor, value: Tensor) -> Tensor:
-        return add_into(before, value)
 
 
 class SquareRootExtension(OfSamples):
