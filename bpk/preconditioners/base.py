@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -23,13 +23,11 @@ from bpk.extensions.factors import require_form
 from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.parameters import require_fits, take_up, trained
+from bpk.preconditioners.schedules import Schedule, steps_of
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import is_sharded, may_shard
 from bpk.utils.damped import positive_damping
 from bpk.utils.kroneckers import reordered
-
-Schedule = float | Callable[[int], float]
-"""A number, or a function of the step (counted from 0)."""
 
 Means = list[Tensor]
 """Running means of what an extension saves on a parameter."""
@@ -127,12 +125,7 @@ class Preconditioner(ABC):
 
     def due(self, interval: Schedule) -> bool:
         """Whether something that happens in every so manieth step happens in this one."""
-        every = int(self.at(interval))
-        if every < 1:
-            raise ValueError(
-                explain(f"An interval of {every} steps is not possible.", "it is at least 1.", "see `intervals`.")
-            )
-        return self.steps % every == 0
+        return self.steps % steps_of(self.at(interval)) == 0
 
     @property
     def extensions(self) -> tuple[BackpropExtension, ...]:
@@ -246,19 +239,6 @@ class Preconditioner(ABC):
         self.looked_at = {self.params[name] for name in state["looked_at"] if name in self.params}
         for name, order in state["orders"].items():
             self.orders[self.params[name]] = order.to(self.params[name].device)
-
-
-def both(intervals: Any) -> tuple[Schedule, Schedule]:
-    """The two intervals of a preconditioner that decomposes what it has looked at."""
-    if not isinstance(intervals, Sequence) or len(intervals) != 2:
-        raise ValueError(
-            explain(
-                f"intervals={intervals!r} are not two.",
-                "looking at curvature and preparing inverses cost differently, and happen in steps of their own.",
-                "pass two numbers, or functions of the step, such as intervals=(1, 10).",
-            )
-        )
-    return intervals[0], intervals[1]
 
 
 def as_means(value: Tensor | Means) -> Means:

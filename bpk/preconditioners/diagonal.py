@@ -8,7 +8,8 @@ from torch.amp import GradScaler
 
 from bpk.extensions import DiagGGNExact, DiagGGNMC
 from bpk.jacobians.core.errors import explain
-from bpk.preconditioners.base import Preconditioner, Schedule
+from bpk.preconditioners.base import Preconditioner
+from bpk.preconditioners.schedules import Schedule
 
 
 class DiagonalGGN(Preconditioner):

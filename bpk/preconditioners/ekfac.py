@@ -19,7 +19,8 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
-from bpk.preconditioners.base import Means, Preconditioner, Schedule, both
+from bpk.preconditioners.base import Means, Preconditioner
+from bpk.preconditioners.schedules import Schedule, both
 from bpk.preconditioners.shares import decomposed
 from bpk.utils.ekfac import Eigenbasis, times
 

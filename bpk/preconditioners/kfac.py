@@ -10,7 +10,8 @@ from torch.amp import GradScaler
 
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
-from bpk.preconditioners.base import Preconditioner, Schedule, both
+from bpk.preconditioners.base import Preconditioner
+from bpk.preconditioners.schedules import Schedule, both
 from bpk.preconditioners.shares import decomposed
 from bpk.utils.damped import DampedInverse
 

@@ -240,8 +240,7 @@ class Affine(LinearInEach):
 
     def positions(self, call: Call) -> int:
         """`T`."""
-        groups, channels, _ = self._matrix_shape(call)
-        return call.output.shape[1:].numel() // max(1, groups * channels)
+        return call.output.shape[1:].numel() // max(1, self._matrix_shape(call)[:2].numel())
 
     def _matrix_shape(self, call: Call) -> torch.Size:
         return self.as_matrix(call, call.params["weight"]).shape
