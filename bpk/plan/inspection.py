@@ -79,20 +79,14 @@ class Inspection:
             raise
         if merges:
             self.merged = Attribution(mixed=True)
+        if may_join(self.extensions):
+            for placement in found.values():
+                join(placement, self.has_module_extension)
         if len(roots) > 1:  # what is behind several of them was maybe left to autograd behind one
             for root, placement in found.items():
                 placement.above = self.sources.upstream(root)
-        if may_join(self.extensions):
-            self.join(found)
         for root, placement in found.items():
             self.take(root, roots[root], placement)
-
-    def join(self, found: Mapping[Record, Placement]) -> None:
-        """Make one stretch of functions and the layers between them."""
-        for placement in found.values():
-            join(placement, self.has_module_extension)
-        for root, placement in found.items():
-            placement.above = self.sources.upstream(root)
 
     def take(self, root: Record, node: Node, placement: Placement) -> None:
         """Note what was found behind a loss, and refuse what is not right there."""

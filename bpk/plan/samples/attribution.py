@@ -9,7 +9,7 @@ either the first one or zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -33,12 +33,14 @@ from bpk.plan.samples.hypotheses import (
     numberings,
 )
 from bpk.plan.samples.picked import picked_rows
-from bpk.plan.samples.probing import tolerance_of
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 Test = Callable[[Tensor, int, bool], dict[Record, Tensor]]
 """Tests a hypothesis: the sample of each row of the root, the number of samples, whether batch axes are movable."""
+
+Picked = Callable[[bool], list[tuple[int, Tensor]]]
+"""Hypotheses about rows that were picked, surely or not: they are looked for once."""
 
 
 def attribute(
@@ -56,25 +58,26 @@ def attribute(
     known = any(axis_of_data(record) is not None for record in above)
     layouts = (True, False) if known else (False,)
     tests = [partial(check_hypothesis, root, above, sources, laid_out) for laid_out in layouts]
+    picked = cache(partial(picked_rows, root, above, sources))
     refusal: UnsupportedLayer | LastResort | None = None
     for test in tests:
         try:
-            return first_that_holds(root, above, sources, test, at_most)
+            return first_that_holds(root, above, test, picked, at_most)
         except (UnsupportedLayer, LastResort) as error:
             refusal = error
     for test in tests if at_most is None else ():
-        if found := as_picked(root, above, sources, test, sure=False, complete=False):
+        if found := as_picked(above, test, picked, sure=False, complete=False):
             return found
     assert refusal is not None
     raise refusal
 
 
 def first_that_holds(
-    root: Record, above: list[Record], sources: Sources, test: Test, at_most: int | None
+    root: Record, above: list[Record], test: Test, picked: Picked, at_most: int | None
 ) -> tuple[int, dict[Record, Tensor]]:
     """Test one hypothesis after the other, the simplest first."""
     if at_most is None and (
-        found := as_given(root, above, test) or as_picked(root, above, sources, test, sure=True, complete=False)
+        found := as_given(root, above, test) or as_picked(above, test, picked, sure=True, complete=False)
     ):
         return found
     refusal: UnsupportedLayer | NotInFront | None = None
@@ -109,7 +112,7 @@ def first_that_holds(
             put_back(before)
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
-    if at_most is None and (found := as_picked(root, above, sources, test, sure=False, complete=True)):
+    if at_most is None and (found := as_picked(above, test, picked, sure=False, complete=True)):
         return found
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
@@ -146,15 +149,17 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
 
 
 def as_picked(
-    root: Record, above: list[Record], sources: Sources, test: Test, sure: bool, complete: bool
+    above: list[Record], test: Test, picked: Picked, sure: bool, complete: bool
 ) -> tuple[int, dict[Record, Tensor]] | None:
     """The same where the rows of the root were picked; where that is `sure`, before all other hypotheses.
 
-    That some sample has none of them, where it is not sure, comes last.
+    Where it is not sure, that some sample has none of them comes last: then it need not be `complete`.
     """
     before = [(record, record.shifted) for record in above]
     tables: list[NotInFront] = []
-    for n, numbers in picked_rows(root, above, sources, tolerance_of(root, above), sure, complete):
+    for n, numbers in picked(sure):
+        if complete and len(numbers.unique()) < n:
+            continue
         for movable in (False, True):
             try:
                 return n, test(numbers, n, movable)

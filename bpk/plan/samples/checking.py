@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.plan.samples.decoding import digits
+from bpk.plan.samples.decoding import digits, is_reached
 from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
 from bpk.plan.samples.given import follows_data, is_given_data
 from bpk.plan.samples.hypotheses import are_pieces, mixed, reads_tables, require_separate_samples
@@ -41,7 +41,7 @@ def check_hypothesis(
         reached.add(record)
         if n > 1 and not mat[0].all():
             mat = with_fewer_zeros(record, mat, uses[record], found, n, tolerance)
-            if record.as_called and not mat[0][..., None].flatten(1).any(1).all():
+            if record.as_called and not is_reached(mat).all():
                 silent[record] = mat
         try:
             found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)

@@ -15,6 +15,11 @@ def digits(numbers: Tensor, n: int) -> Tensor:
     return torch.stack([torch.ones_like(numbers), *places])
 
 
+def is_reached(mat: Tensor) -> Tensor:
+    """Which rows `[R]` a gradient has come to, of gradients `[1 + K, R, ...]`."""
+    return mat[0][..., None].flatten(1).any(1)
+
+
 def batch_axis(mat: Tensor, n: int, tolerance: float) -> tuple[int, Tensor]:
     """The axis behind the first that holds the samples, preferably in order (0: none), and the sample of each row."""
     in_order, found = torch.arange(n, device=mat.device), (0, torch.arange(0, device=mat.device))

@@ -9,6 +9,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from bpk.plan.samples.decoding import is_reached
 from bpk.recording.record import Record
 
 
@@ -94,7 +95,7 @@ def follows_data(record: Record, rows: Tensor, mat: Tensor, n: int) -> bool:
     if axis is None or n != record.given[0][0]:
         return True
     steps, count = record.given[0][1], record.batch_size
-    tells = (rows >= 0) & mat[0].movedim(record.shifted, 0)[..., None].flatten(1).any(1)
+    tells = (rows >= 0) & is_reached(mat.movedim(1 + record.shifted, 1))
     found, number = rows[tells], torch.arange(len(rows), device=rows.device)[tells]
     if record.reads_piece and axis:  # steps of one sample
         return len(found.unique()) <= 1

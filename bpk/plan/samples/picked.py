@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from bpk.plan.samples.decoding import decode, digits
 from bpk.plan.samples.hypotheses import reads_tables
-from bpk.plan.samples.probing import send_back
+from bpk.plan.samples.probing import send_back, tolerance_of
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -17,20 +15,18 @@ DIGITS = 3
 """How many binary digits of numbers are sent at a time: the predictions that rows were picked from may be large."""
 
 
-def picked_rows(
-    root: Record, above: list[Record], sources: Sources, tolerance: float, sure: bool, complete: bool
-) -> Iterator[tuple[int, Tensor]]:
+def picked_rows(root: Record, above: list[Record], sources: Sources, sure: bool) -> list[tuple[int, Tensor]]:
     """Hypotheses: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
 
     The rows of the root are numbered, and their numbers are looked for in the entries of what the last call with an
     axis for samples has returned (in front, or behind others). An entry must be in one row of the root at most. It is
-    `sure` only where some sample has several rows, and no axis could be that of the root's rows, and `complete` only
-    where each has one.
+    `sure` only where some sample has several rows, and no axis could be that of the root's rows.
     """
+    tolerance = tolerance_of(root, above)
     given = {shapes[0][:1] for shapes in {record.given for record in above} if shapes}
     n, count = next(iter(given), (0,))[0] if len(given) == 1 else 0, root.batch_size
     if n < 2:
-        return
+        return []
 
     def axes_of(record: Record, mat: Tensor) -> list[int]:
         """Axes that may be that of samples (if these are as many as the root's rows: and are not those)."""
@@ -47,22 +43,21 @@ def picked_rows(
             if axes := axes_of(record, mat):
                 break
         else:
-            return
+            return []
         if mat[0].numel() == count or (sure and count in mat.shape[1:]):
-            return
+            return []
         part = decode(mat.flatten(1)[..., None], 1 << DIGITS, tolerance, in_order=False)
         if part is None:
-            return
+            return []
         shape, shifted = mat.shape[1:], torch.where(part < 0, part, part << place)
         total = shifted if total is None else torch.where(part < 0, part, total + shifted)
+    found = []
     for axis in axes if total is not None else ():
         assert total is not None
         owners = owners_of(total.view(shape).movedim(axis, 0).flatten(1), count)
-        if owners is None:
-            continue
-        found = len(owners.unique())
-        if not (sure and found == count) and not (complete and found < n):
-            yield n, owners
+        if owners is not None and not (sure and len(owners.unique()) == count):
+            found.append((n, owners))
+    return found
 
 
 def owners_of(numbers: Tensor, count: int) -> Tensor | None:
