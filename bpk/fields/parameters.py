@@ -214,11 +214,13 @@ class Parameters:
 
     def save(self, param: Tensor, name: str, value: Any) -> None:
         """Attach a result to its parameter."""
-        if (id(param), name) in self.claimed and any(p is param and known == name for p, known in self.saved):
-            raise one_value_only(self.claimed[id(param), name], name)
+        claimed = self.claimed.get((id(param), name)) if self.claimed else None
+        if claimed is not None and any(p is param and known == name for p, known in self.saved):
+            raise one_value_only(claimed, name)
         if isinstance(value, Tensor):
-            value = value.to(param.dtype)
-            value = value if value.requires_grad else value.detach()  # a view would keep its base alive
+            value = value if value.dtype is param.dtype else value.to(param.dtype)
+            if value._is_view() and not value.requires_grad:
+                value = value.detach()  # a view would keep its base alive
         setattr(param, name, value)
         if self.noted is not None:  # other processes
             mark(param, name, self.noted, self.states.get(id(param)))

@@ -38,7 +38,7 @@ class Sources(dict[Record, dict[int, Source]]):
         self.extended = ExtendedParameters()
 
     def __missing__(self, record: Record) -> dict[int, Source]:
-        found = dict[int, Source]()
+        found: dict[int, Source] = {}
         for index in range(len(record.edges)):
             source = trace(record, index, self.extended)
             if source is not None:

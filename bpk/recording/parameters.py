@@ -6,6 +6,7 @@ more: it may draw random numbers, or count how often it is called.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -24,11 +25,16 @@ def is_trained(param: Tensor) -> bool:
 
 def parameters_of(module: nn.Module, rule: Rule | None) -> dict[str, Tensor]:
     """The parameters that a rule names (also where a parametrisation computes them), or all direct ones."""
-    own = module._parameters
     if rule is None:
-        return {name: p for name, p in own.items() if p is not None}
+        return {name: p for name, p in module._parameters.items() if p is not None}
+    return named_parameters(module, rule, rule.params_of(module))
+
+
+def named_parameters(module: nn.Module, rule: Rule, names: Iterable[str]) -> dict[str, Tensor]:
+    """The parameters of these names, as far as a layer has them."""
+    own = module._parameters
     found: dict[str, Tensor] = {}
-    for name in rule.params_of(module):
+    for name in names:
         try:
             p = own[name] if name in own else getattr(*holder_of(module, name))
         except AttributeError as error:
@@ -68,15 +74,17 @@ def has_parameter(module: nn.Module, name: str, param: Tensor) -> bool:
 
 def read_parameters(module: nn.Module, rule: Rule | None) -> dict[str, Tensor] | None:
     """The parameters of a call, by the names that its rule gives; `None` if a layer reads other tensors there."""
-    names = () if rule is None else tuple(rule.params_of(module))
+    if rule is None:
+        return parameters_of(module, rule)
+    names = tuple(rule.params_of(module))
     if not names:
-        return {} if rule is not None else parameters_of(module, rule)
+        return {}
     known = PLAIN.get(type(module), {}).get(names)
     plain = finds_registered(type(module), names) if known is None else known
     plain = plain and module.__dict__.keys().isdisjoint(names)
     if not plain and any(reads_another(*holder_of(module, name)) for name in names):
         return None
-    return parameters_of(module, rule)
+    return named_parameters(module, rule, names)
 
 
 def finds_registered(kind: type[nn.Module], names: tuple[str, ...]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from functools import wraps
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -92,7 +93,12 @@ class Call:
         return add
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory for a result, of the dtype and on the device of `like`: the spare memory, where it fits.
+        """Memory for a result, of the dtype and on the device of `like`: the spare memory, where it fits."""
+        room = self.room(shape, like)
+        return torch.empty(shape, dtype=like.dtype, device=like.device) if room is None else room
+
+    def room(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """The spare memory, where a result fits in that has the dtype and the device of `like`.
 
         In the input products of layers without parameters, the spare memory may be that of the columns themselves:
         an elementwise rule may overwrite them, others must not ask for memory before they have read all of them.
@@ -100,14 +106,10 @@ class Call:
         On processors new memory costs up to ten times more than writing to memory that is in use already.
         """
         spare, self.spare = self.spare, None
-        size = torch.Size(shape)
-        if (
-            spare is not None
-            and spare.numel() == size.numel()
-            and (spare.dtype, spare.device) == (like.dtype, like.device)
-        ):
-            return spare.view(size)
-        return torch.empty(size, dtype=like.dtype, device=like.device)
+        if spare is None or spare.numel() != prod(shape):
+            return None
+        fits = spare.dtype is like.dtype and spare.device == like.device
+        return spare.view(torch.Size(shape)) if fits else None
 
     def take(self, rows: int, like: Tensor) -> Tensor | None:
         """Spare memory for a matrix `[rows, rows]`, if there is some."""

@@ -102,12 +102,9 @@ def untraced(hook: H) -> H:
     return hook
 
 
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is running.
-
-    If it goes: whether `torch.func.functionalize`, `vmap` or `grad` is on the stack of frames.
-    """
-    return torch._C._are_functorch_transforms_active()
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` is running. If it goes: whether `functionalize`, `vmap` or `grad` of `torch.func`
+is on the stack of frames."""
 
 
 def pull_back(

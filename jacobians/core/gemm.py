@@ -49,12 +49,11 @@ def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty, views: boo
     return out
 
 
-def outer_products(x: Tensor, m: Tensor, empty: Empty) -> Tensor:
-    """`m x^T` for every sample, with vectors `[N, I]` and columns `[V, N, O]`: `[V, N, O, I]`."""
-    left, right = m[..., None], x[:, None]
-    if torch.is_grad_enabled():
-        return left * right
-    return torch.mul(left, right, out=empty((*m.shape, x.shape[1]), m))
+def outer_products(x: Tensor, m: Tensor, room: Callable[[Sequence[int], Tensor], Tensor | None]) -> Tensor:
+    """`m x^T` for every sample, with vectors `[N, I]` and columns `[V, N, O]`: `[V, N, O, I]`, maybe in some `room`."""
+    left, right = m.unsqueeze(-1), x.unsqueeze(1)
+    into = None if torch.is_grad_enabled() else room((*m.shape, x.shape[1]), m)
+    return left * right if into is None else torch.mul(left, right, out=into)
 
 
 def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Tensor, average: bool) -> Tensor:

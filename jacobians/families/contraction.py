@@ -167,7 +167,7 @@ class Contraction(Affine):
             return super().jac_t_mat_prod(call, mat, wrt, sum_batch)
         if wrt != "weight":
             return mat.sum(1) if sum_batch else mat.clone()
-        return self.weight_adjoint(call, mat) if sum_batch else outer_products(x, mat, call.empty)
+        return self.weight_adjoint(call, mat) if sum_batch else outer_products(x, mat, call.room)
 
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         x = self.features(call.inputs).flatten(0, -2)

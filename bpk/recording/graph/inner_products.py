@@ -53,11 +53,12 @@ def arranged(matrix: Tensor, n: int, time_first: bool) -> Tensor:
 
 def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]:
     """The products of linear layers inside of a call, whose output is at the node `here`."""
-    rule, found = record.rule, list[InnerProduct]()
+    rule = record.rule
     if not isinstance(rule, LinearInside) or not rule.inside or record.recomputed is not None or record.used != [0]:
-        return found
+        return []
     if not call.batch_size:
-        return found
+        return []
+    found: list[InnerProduct] = []
     start, read, products, sums = record.edges[0], {here: 0}, list[Node](), dict[Node | None, Node]()
     ends, waiting = {edge[0] for edge in record.edges}, [here]
     while waiting:
