@@ -16,6 +16,9 @@ class ParameterState:
     `parts` has, by field, what adds up over processes where that is not the field itself.
     """
 
+    awaited_gradients = 0
+    awaited_uses = 0
+
     def __init__(self, param: Tensor, keeps_parts: bool = False) -> None:
         self.param = param
         self.modules: list[nn.Module] = []
@@ -23,6 +26,5 @@ class ParameterState:
         self.values: dict[int, Any] = {}
         self.pending: dict[Hashable, tuple[list[Use], int]] = {}
         self.gradients: list[Tensor] = []
-        self.awaited_gradients = self.awaited_uses = 0
         self.done: set[int] = set()
         self.parts: dict[str, dict[str, Tensor]] | None = {} if keeps_parts else None

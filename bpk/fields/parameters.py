@@ -175,13 +175,13 @@ class Parameters:
                     self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
         if state.uses and not waiting:
             state.uses, state.gradients = {}, []
-            self.announce(state)
+            if self.when_done is not None:
+                self.announce(state, self.when_done)
 
-    def announce(self, state: ParameterState) -> None:
+    def announce(self, state: ParameterState, when_done: Callable[[nn.Module], None]) -> None:
         """Tell of the modules of a parameter that is final."""
-        if self.when_done is not None:
-            for module in state.modules:
-                self.when_done(module)
+        for module in state.modules:
+            when_done(module)
 
     def finish_all(self) -> None:
         """The backward pass is over: nothing more will come, and totals are known."""
@@ -190,8 +190,9 @@ class Parameters:
         last = [self.states[id(param)] for param in self.totals.params]
         for param, name, value in self.totals.values():
             self.save(param, name, value)
-        for state in last:
-            self.announce(state)
+        if self.when_done is not None:
+            for state in last:
+                self.announce(state, self.when_done)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
@@ -202,9 +203,9 @@ class Parameters:
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
         old = param.__dict__.pop(extension.savefield, None)
-        again = not (extension.needs_total or torch.is_grad_enabled())
+        again = old is not None and not (extension.needs_total or torch.is_grad_enabled())
         uses.spare = spare_memory(old) if again else None  # that of another field has been used
-        uses.spares = spare_memories(old) if again else []
+        uses.spares = spare_memories(old) if again else None
 
     def claim(self, param: Tensor, name: str, where: str) -> None:
         """A module extension is about to say all of a field."""

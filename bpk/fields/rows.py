@@ -50,6 +50,12 @@ class Rows:
     them. Rows may be written into the memory `spare`, factors into `spares`; rows belong in `room`, if there is one.
     """
 
+    gradient: Tensor | None = None
+    total: Any = None
+    spare: Tensor | None = None
+    spares: list[Tensor] | None = None
+    room: Tensor | None = None
+
     def __init__(
         self, param: Tensor, batch_size: int, keeps_rows: bool, keeps_samples: bool, loss_scale: float = 1
     ) -> None:
@@ -59,11 +65,6 @@ class Rows:
         self.keeps_samples = keeps_samples
         self.loss_scale = loss_scale
         self.uses: list[Use] = []
-        self.gradient: Tensor | None = None
-        self.total: Any = None
-        self.spare: Tensor | None = None
-        self.room: Tensor | None = None
-        self.spares: list[Tensor] = []
         self._memo: dict[Hashable, Any] = {}
 
     def memo(self, key: Hashable, compute: Callable[..., T], *args: Any) -> T:

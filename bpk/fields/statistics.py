@@ -151,7 +151,7 @@ class Uses(Products):
             return rows.T @ rows
         self.uses[0].call.spares = self.spares
         outputs = add_up([self._output_factor_of(key, approximation) for key in self.keys])
-        self.uses[0].call.spares = []
+        self.uses[0].call.spares = None
         return outputs
 
     def _averaged_output_factor(self) -> Tensor:
@@ -209,7 +209,7 @@ class Uses(Products):
     def _input_factor(self, approximation: str) -> Tensor | None:
         self.uses[0].call.spares = self.spares
         known = [part for use in self.uses if (part := self.input_part(use, approximation)) is not None]
-        self.uses[0].call.spares = []
+        self.uses[0].call.spares = None
         return add_up(known) if len(known) == len(self.uses) else None
 
     def input_part(self, use: Use, approximation: str) -> Tensor | None:

@@ -75,18 +75,18 @@ class Step:
     batch_size: int
     consumer: Step | None = None
     index: int = 0
-    number: int = 0
-    links: dict[int, Link] = field(default_factory=dict)
-    reused: tuple[str, ...] = ()
-    last: tuple[str, ...] = ()
-    reached: bool = False
     gradient: Tensor | None = None
-    views: dict[tuple[int, ...], Call] = field(default_factory=dict)
-    prepared: bool = False
-    runs: bool = True
-    is_loss: bool = False
     mixed: bool = False
-    find_gradients: Callable[[], None] | None = None
+    links: dict[int, Link] = field(default_factory=dict, init=False)
+    views: dict[tuple[int, ...], Call] = field(default_factory=dict, init=False)
+    number: int = field(default=0, init=False)
+    reused: tuple[str, ...] = field(default=(), init=False)
+    last: tuple[str, ...] = field(default=(), init=False)
+    reached: bool = field(default=False, init=False)
+    prepared: bool = field(default=False, init=False)
+    runs: bool = field(default=True, init=False)
+    is_loss: bool = field(default=False, init=False)
+    find_gradients: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def source(self) -> Source | None:

@@ -52,6 +52,13 @@ class Call:
     sum over samples of individual gradients that are made anyway.
     """
 
+    saved: Callable[[str], Tensor | None] | None = None
+    spare: Tensor | None = None
+    spares: list[Tensor] | None = None
+    drawn: RandomState | None = None
+    sums: dict[str, Tensor] | None = None
+    whole: Call | None = None
+
     def __init__(
         self,
         options: Options,
@@ -67,12 +74,6 @@ class Call:
         self.output = output
         self.pull = pull
         self.used = {0: output.shape[1:]} if used is None else dict(used)
-        self.saved: Callable[[str], Tensor | None] | None = None
-        self.spare: Tensor | None = None
-        self.spares: list[Tensor] = []
-        self.drawn: RandomState | None = None
-        self.sums: dict[str, Tensor] | None = None
-        self.whole: Call | None = None
         self._memo: dict[Hashable, Any] = {}
         self._squares, self._matrices = OfColumns(), OfColumns()
 
@@ -113,9 +114,10 @@ class Call:
 
     def take(self, rows: int, like: Tensor) -> Tensor | None:
         """Spare memory for a matrix `[rows, rows]`, if there is some."""
-        for k, spare in enumerate(self.spares):
+        spares = self.spares or []
+        for k, spare in enumerate(spares):
             if spare.numel() == rows * rows and (spare.dtype, spare.device) == (like.dtype, like.device):
-                return self.spares.pop(k).resize_(rows, rows)  # no view, which would keep another tensor alive
+                return spares.pop(k).resize_(rows, rows)  # no view, which would keep another tensor alive
         return None
 
     def memo(self, key: Hashable, compute: Callable[[], Any]) -> Any:

@@ -13,8 +13,7 @@ from bpk.jacobians.core.numeric import is_differentiated
 class OfColumns:
     """The last result of one kind: kept as long as columns, result and `which` (an object) are the same."""
 
-    def __init__(self) -> None:
-        self.kept: tuple[weakref.ref[Tensor], object, tuple[int, int], Tensor] | None = None
+    kept: tuple[weakref.ref[Tensor], object, tuple[int, int], Tensor] | None = None
 
     def get(self, mat: Tensor, which: object, compute: Callable[[], Tensor]) -> tuple[Tensor, bool]:
         """`compute()`, and whether it was known. Where it must be differentiable, nothing is kept."""

@@ -201,10 +201,10 @@ class Run:
         only = len(step.links) == 1
         for key, mat in columns.drain():
             free = only and key in columns.unshared and not step.params
-            if free and mat.is_contiguous():
-                mat = mat.view(-1).view(mat.shape)  # the strides of axes with one entry may be any
+            flat = mat.view(-1) if free and mat.is_contiguous() else None
+            mat = mat if flat is None else flat.view(mat.shape)  # the strides of axes with one entry may be any
             for index, link in step.links.items():
-                view.spare = mat.view(-1) if free and mat.is_contiguous() else None
+                view.spare = flat
                 sent = rule.jac_t_mat_prod(view, mat, index)
                 view.spare = None
                 new = free or (only and sent.untyped_storage() is not mat.untyped_storage())
