@@ -51,7 +51,7 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
     if second is None or [x.shape[1:] for x in first] == [x.shape[1:] for x in second]:
         found = of_one_form(model, first, second, kind)
     else:
-        found = apart(model, first, second, kind)
+        found = one_after_the_other(model, first, second, kind)
     if kind == "trace":
         return found
     return found.permute(1, 2, 0) if kind == "diagonal" else found.permute(1, 3, 0, 2)
@@ -70,7 +70,7 @@ def of_one_form(model: nn.Module, first: Batch, second: Batch | None, kind: str)
     return of_outputs(model, outputs_of(model, both), extension)[FIELD]
 
 
-def apart(model: nn.Module, first: Batch, second: Batch, kind: str) -> Tensor:
+def one_after_the_other(model: nn.Module, first: Batch, second: Batch, kind: str) -> Tensor:
     """Each batch goes through the model by itself; the Jacobian of the first one is kept until then."""
     kept: dict[int, list[Tensor]] = {}
     outputs = outputs_of(model, first)
