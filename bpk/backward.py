@@ -52,7 +52,8 @@ class Backward:
         self.extensions: tuple[BackpropExtension, ...] = context.extensions
         self.sweeps = SharedSweeps(self.extensions)
         self.inspection = Inspection(self.extensions, context.checks_objective)
-        self.noted = None if context.adds_up else local.begin()
+        self.listeners = [e.listener for e in self.extensions if e.listener is not None and not context.adds_up]
+        self.noted = None if context.adds_up else local.begin(asked=bool(self.listeners))
         self.loss_scale = 1.0 if context.grad_scaler is None else context.grad_scaler.get_scale()
         self.parameters = Parameters(self.extensions, self.sweeps.listens, context.adds_up, self.noted, self.loss_scale)
         self.hooks = Hooks(context.extension_hook, self.parameters.is_waiting)
@@ -69,6 +70,8 @@ class Backward:
         self.closed = False
         self.sharded: Sharded | None = None
         self.reached: dict[nn.Module, None] = {}  # the layers that take part
+        for listener in self.listeners:
+            listener.begin()
 
     # ---- life cycle ------------------------------------------------------------------------------
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
@@ -107,6 +110,8 @@ class Backward:
                 self.parameters.remove_stale(wholes)
             if self.hooks.hook is not None:
                 self.hooks.leave_holders_for_last(wholes, {id(param) for param, _ in self.parameters.saved})
+            for listener in self.listeners:
+                listener.end(self.noted)
             self.hooks.run_last()
             if self.sharded is not None:
                 engine.when_finished(self.ending(self.sharded))  # FSDP2 has announced its own end before

@@ -19,7 +19,7 @@ from bpk.jacobians.core.errors import explain
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
 from bpk.plan.quantity import FAIL_SILENT as FAIL_SILENT
 from bpk.plan.quantity import FAIL_WARN as FAIL_WARN
-from bpk.plan.quantity import Takes
+from bpk.plan.quantity import PassListener, Takes
 
 
 class BackpropExtension:
@@ -73,6 +73,8 @@ class BackpropExtension:
     """Of which power of the loss the field is, where `over_batches` does not say so."""
     adds_field = True
     """Whether the field is itself what adds up over batches; else, it is the `statistic`."""
+    listener: PassListener | None = None
+    """Who is told of the backward passes in which it is computed."""
     form: Form
     """What the field holds, of an extension that says so by a `definition`."""
 

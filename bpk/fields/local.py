@@ -59,7 +59,7 @@ def mark(param: Tensor, name: str, noted: Noted, state: ParameterState | None) -
     vars(param).setdefault(SLOT, {})[name] = Local(noted, parts)
 
 
-def begin() -> Noted | None:
-    """What a pass notes, if there are other processes, or may be shards."""
+def begin(asked: bool) -> Noted | None:
+    """What a pass notes, if somebody has asked for it, if there are other processes, or may be shards."""
     group = dist.is_available() and dist.is_initialized()
-    return Noted() if group and (dist.get_world_size() > 1 or may_shard()) else None
+    return Noted() if asked or (group and (dist.get_world_size() > 1 or may_shard())) else None

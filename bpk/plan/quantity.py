@@ -20,6 +20,16 @@ Squares and factors of the last layer may be known without columns (`bpk.sweeps.
 """
 
 
+class PassListener(Protocol):
+    """Is told of the backward passes in which a quantity is computed."""
+
+    def begin(self) -> None:
+        """A pass has come to a recorded call, and not yet to a parameter."""
+
+    def end(self, noted: Any) -> None:
+        """A pass has saved its fields; `noted` is how large its batch was (`bpk.fields.local.Noted`)."""
+
+
 class Quantity(Protocol):
     """An extension (`bpk.extensions.backprop_extension.BackpropExtension`), as a protocol."""
 

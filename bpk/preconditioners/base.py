@@ -21,16 +21,15 @@ from bpk.extending import extend
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.factors import require_form
 from bpk.fields.eigenbasis import Orders
+from bpk.fields.local import SLOT
 from bpk.jacobians.core.errors import explain
-from bpk.preconditioners.parameters import require_fits, take_up, trained
+from bpk.preconditioners.parameters import Means, as_means, require_fits, take_up, trained
+from bpk.preconditioners.passes import Passes
 from bpk.preconditioners.schedules import Schedule, steps_of
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import is_sharded, may_shard
 from bpk.utils.damped import positive_damping
 from bpk.utils.kroneckers import reordered
-
-Means = list[Tensor]
-"""Running means of what an extension saves on a parameter."""
 
 
 class Preconditioner(ABC):
@@ -44,8 +43,8 @@ class Preconditioner(ABC):
         optimizer.step()
 
     With other extensions: `with bpk.backpack(*preconditioner.extensions, Variance()): ...`. The model is extended, if
-    it was not; the loss has to be (`bpk.extend`). Of several backward passes in one step the last one's curvature
-    counts.
+    it was not; the loss has to be (`bpk.extend`). Curvature of several backward passes in one step adds up as `.grad`
+    does: divide losses by their number, and it is that of all their samples.
 
     Args:
         model: Its trainable parameters are preconditioned, those that get a gradient and curvature. Those that are
@@ -96,9 +95,13 @@ class Preconditioner(ABC):
         self.steps, self.looks = 0, 0
         self.means: dict[str, Means] = {}
         self.orders: Orders = {}
+        self.passes = extension.listener = Passes(model, extension, self.begin)
         self._inside = ExitStack()
 
     # ---- what a preconditioner says -------------------------------------------------------------------
+    def begin(self) -> None:
+        """The first backward pass of a step has begun."""
+
     def complete(self) -> None:
         """Add to curvature what could not be there before it was that of all processes."""
 
@@ -157,6 +160,7 @@ class Preconditioner(ABC):
                 )
             )
         self.follow()
+        self.passes.clear()
         looks = bool(self.extensions)
         if looks and are_several(self.group):
             all_reduce(self.model, self.extension, group=self.group)
@@ -194,6 +198,8 @@ class Preconditioner(ABC):
         """Take the curvature of the last backward pass into the running means."""
         field = self.extension.savefield
         found = {name: as_means(vars(p).pop(field)) for name, p in self.params.items() if field in vars(p)}
+        for p in self.params.values():
+            vars(p).get(SLOT, {}).pop(field, None)
         if not found:
             raise RuntimeError(
                 explain(
@@ -239,8 +245,3 @@ class Preconditioner(ABC):
         self.looked_at = {self.params[name] for name in state["looked_at"] if name in self.params}
         for name, order in state["orders"].items():
             self.orders[self.params[name]] = order.to(self.params[name].device)
-
-
-def as_means(value: Tensor | Means) -> Means:
-    """What an extension saved, as tensors with running means."""
-    return value if isinstance(value, list) else [value]

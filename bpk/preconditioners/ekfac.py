@@ -19,7 +19,9 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
-from bpk.preconditioners.base import Means, Preconditioner
+from bpk.jacobians.core.products import add_up
+from bpk.preconditioners.base import Preconditioner
+from bpk.preconditioners.parameters import Means
 from bpk.preconditioners.schedules import Schedule, both
 from bpk.preconditioners.shares import decomposed
 from bpk.utils.ekfac import Eigenbasis, times
@@ -76,6 +78,9 @@ class EKFAC(Preconditioner):
         self.moments.orders = self.orders
         self.renewal = renewal
 
+    def begin(self) -> None:
+        self.moments.found, self.moments.waiting = {}, {}
+
     def complete(self) -> None:
         """Parameters that are looked at for the first time have global factors now: they get bases, and moments."""
         waiting, self.moments.waiting = self.moments.waiting, {}
@@ -86,8 +91,9 @@ class EKFAC(Preconditioner):
         mine, known = dict[str, Tensor](), dict[str, Local]()
         for name, found in self.eigenvectors({name: vars(p)[field] for name, p in first.items()}).items():
             bases[p := first[name]] = found
-            if (uses := waiting.get(p)) is not None:
-                mine[name], known[name] = moments_in(uses, found) / uses.loss_scale, vars(p)[SLOT][field]
+            if (passes := waiting.get(p)) is not None:
+                mine[name] = add_up([moments_in(uses, found) / uses.loss_scale for uses in passes])
+                known[name] = vars(p)[SLOT][field]
         for name, moments in over_ranks(mine, known, next(iter(first.values())).device, self.group).items():
             vars(first[name])[field] = [*vars(first[name])[field], moments]
 
@@ -150,7 +156,7 @@ class Moments(SquareRootExtension):
     """Kronecker factors, and second moments in the bases of the parameter: at first, those of these factors.
 
     Bases of a first backward pass are in `found` until a step takes its curvature: what has overflown is never taken.
-    In several processes, bases are not known before all have been looked at: uses are left in `waiting`.
+    In several processes, bases are not known before all have been looked at: the uses of each pass wait.
     """
 
     field = "moments"
@@ -162,7 +168,7 @@ class Moments(SquareRootExtension):
         self.mc_samples, self.group = mc_samples, group
         self.bases: dict[Tensor, list[Tensor]] = {}
         self.found: dict[Tensor, list[Tensor]] = {}
-        self.waiting: dict[Tensor, Uses] = {}
+        self.waiting: dict[Tensor, list[Uses]] = {}
         self.orders: Orders = {}
 
     def value(self, uses: Uses) -> Means:
@@ -172,11 +178,12 @@ class Moments(SquareRootExtension):
     def moments(self, uses: Uses) -> Tensor | None:
         """Those in the bases, if these are known."""
         note_order(self.orders, uses, uses.factors())
-        if uses.param in self.bases:
-            require_form(f"of shape {list(uses.param.shape)}", self.bases[uses.param], uses.factors())
-            return moments_in(uses, [basis.to(uses.param) for basis in self.bases[uses.param]])
+        bases = self.bases.get(uses.param) or self.found.get(uses.param)
+        if bases is not None:
+            require_form(f"of shape {list(uses.param.shape)}", bases, uses.factors())
+            return moments_in(uses, [basis.to(uses.param) for basis in bases])
         if are_several(self.group):
-            self.waiting[uses.param] = uses
+            self.waiting.setdefault(uses.param, []).append(uses)
             return None
         found = eigenbasis(uses)
         self.found[uses.param] = found.bases

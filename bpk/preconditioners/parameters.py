@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
 
+Means = list[Tensor]
+"""Running means of what an extension saves on a parameter."""
+
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require gradients, by name."""
@@ -48,3 +51,8 @@ def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None
                 "go on with a new preconditioner: it looks at curvature in its first step.",
             )
         )
+
+
+def as_means(value: Tensor | Means) -> Means:
+    """What an extension saved, as tensors with running means."""
+    return value if isinstance(value, list) else [value]

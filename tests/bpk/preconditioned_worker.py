@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +38,31 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(SIZE, 1, 4, 4, dtype=torch.float64), torch.randint(3, (SIZE,))) for _ in range(STEPS)]
 
 
-def train(model: nn.Module, preconditioner: Any, data: list[tuple[Tensor, Tensor]]) -> None:
-    """Some steps; `model` may be wrapped."""
+def train(model: nn.Module, preconditioner: Any, data: list[tuple[Tensor, Tensor]], parts: int = 1) -> None:
+    """Some steps, each with so many backward passes; `model` may be wrapped."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
     for x, y in data:
         optimizer.zero_grad()
-        with preconditioner:
-            loss_fn(model(x), y).backward()
+        for number, (inputs, targets) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+            waits = isinstance(model, DistributedDataParallel) and number < parts - 1
+            with preconditioner, model.no_sync() if waits else nullcontext():
+                (loss_fn(model(inputs), targets) / parts).backward()
         preconditioner.step()
         optimizer.step()
 
 
 def together(rank: int, world: int, name: str, folder: Path) -> None:
-    """Trains on a share of each batch, and goes on from a saved state halfway."""
+    """Trains on a share of each batch, in parts, and goes on from a saved state halfway."""
     model, mine = network(), slice(rank * SIZE // world, (rank + 1) * SIZE // world)
     data = [(x[mine], y[mine]) for x, y in batches()]
     parallel = DistributedDataParallel(model)
     first = MAKES[name](model, kl_clip=1e-2, lr=0.1)
-    train(parallel, first, data[:3])
+    train(parallel, first, data[:3], parts=world // 2)
     torch.save(first.state_dict(), folder / f"{name}{rank}.pt")
     again = MAKES[name](model, kl_clip=1e-2, lr=0.1)
     again.load_state_dict(torch.load(folder / f"{name}{rank}.pt"))
-    train(parallel, again, data[3:])
+    train(parallel, again, data[3:], parts=2)
     torch.save({"params": model.state_dict(), "state": again.state_dict()}, folder / f"{name}{rank}-of-{world}.pt")
 
 

@@ -1,0 +1,84 @@
+"""Curvature of several backward passes in one step: it adds up as `.grad` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.over_batches import Parts, Size, Sums
+from bpk.fields.local import SLOT, Local, Noted
+
+
+class Passes:
+    """Adds up a field over backward passes, from the first one after gradients were cleared on.
+
+    What is proportional to the loss is added, as gradients are; factors of inputs are means over all samples. So passes
+    with losses that are divided by their number give the curvature of one batch with all samples.
+
+    Args:
+        model: On its parameters the field is.
+        extension: The quantity, whose listener this is.
+        anew: Called before the first of these passes.
+    """
+
+    def __init__(self, model: nn.Module, extension: BackpropExtension, anew: Callable[[], None]) -> None:
+        self.model, self.extension, self.anew = model, extension, anew
+        self.noted = Noted()
+        self.parts: dict[Tensor, tuple[Parts, Size]] = {}
+
+    def begin(self) -> None:
+        """A pass has begun: it is the first one unless some parameter still has a gradient of those before."""
+        if not any(p.grad is not None and bool(p.grad.any()) for p in self.parts):
+            self.clear()
+            self.anew()
+
+    def clear(self) -> None:
+        """What is there was taken, or belongs to gradients that were cleared."""
+        self.parts, self.noted = {}, Noted()
+
+    def end(self, noted: Noted) -> None:
+        """A pass has saved its fields: put sums in their place."""
+        field, size = self.extension.savefield, Size(noted.samples, None)
+        now: dict[Tensor, tuple[Parts, Size]] = {}
+        names: dict[Tensor, str] = {}
+        for name, p in self.model.named_parameters():
+            known = vars(p).get(SLOT, {}).get(field)
+            names[p] = name
+            if known is not None and known.noted is noted:
+                now[p] = known.parts if known.parts is not None else {"": vars(p)[field]}, size
+        if not self.parts:
+            self.parts, self.noted = now, noted
+            return
+        self.noted = both(self.noted, noted)
+        for param in {**self.parts, **now}:
+            pairs = [known[param] for known in (self.parts, now) if param in known]
+            value, self.parts[param] = self.added(names[param], pairs)
+            vars(param)[field] = value.to(param.dtype) if isinstance(value, Tensor) else value
+            parts = self.parts[param][0]
+            vars(param).setdefault(SLOT, {})[field] = Local(self.noted, None if "" in parts else parts)
+
+    def added(self, name: str, pairs: list[tuple[Parts, Size]]) -> tuple[Any, tuple[Parts, Size]]:
+        """The field of one or two parts together, their parts, and how large they are."""
+        rule = self.extension.over_batches
+        assert isinstance(rule, Sums)
+        (parts, size), *others = pairs
+        totals = {name: rule.scaled(parts, size)}
+        for more, size_of_more in others:
+            rule.add(totals, size, {name: more}, size_of_more)
+            size = size + size_of_more
+        together = {part: x / rule.weight(part, size) for part, x in totals[name].items()}
+        return rule.whole(totals[name], size), (together, size)
+
+
+def both(first: Noted, second: Noted) -> Noted:
+    """What is noted of the batches of two passes, as of one batch."""
+    divisors = [
+        None if a is None or b is None else a + b for a, b in zip(first.divisors, second.divisors, strict=False)
+    ]
+    problem = first.problem or second.problem
+    if [a is None for a in first.divisors] != [b is None for b in second.divisors]:
+        problem = problem or "The backward passes of one step have different losses."
+    return Noted(first.samples + second.samples, divisors, problem)
