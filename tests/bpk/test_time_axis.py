@@ -230,3 +230,41 @@ def test_nodes_beside_the_matrix_of_their_graph(k: int, n: int) -> None:
         loss_fn(model(matrix, x).flatten(0, 1), y.flatten()).backward()
     for p, rows in zip(model.parameters(), zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+def sums_of_steps(m: Assembled, x: Tensor) -> Tensor:
+    return m.second(m.act(m.first(x.transpose(0, 1)))).sum(0)
+
+
+@pytest.mark.parametrize("first", [E.BatchGrad, E.DiagGGNExact])
+def test_steps_in_front_where_batch_axes_have_been_moved_before(first: type[E.BackpropExtension]) -> None:
+    """By another pass over the same graph, or from another loss."""
+    model = bpk.extend(Assembled(sums_of_steps, first=nn.Linear(2, 4), act=nn.Tanh(), second=nn.Linear(4, 3)).double())
+    losses = [bpk.extend(nn.CrossEntropyLoss(reduction="sum")) for _ in range(2)]
+    x, y = rand(4, 3, 2), torch.tensor([0, 2, 1, 1])
+    out = model(x)
+    with bpk.backpack(first(), retain_graph=True):
+        losses[0](out, y).backward(retain_graph=True)
+    with bpk.backpack(E.BatchGrad(), E.SqrtGGNExact()):
+        (losses[0](out, y) + losses[1](2 * out, y)).backward()
+    params = list(model.parameters())
+    for n in range(4):
+        one, root = model(x[[n]]), []
+        for p, g in zip(
+            params, torch.autograd.grad(losses[0](one, y[[n]]) + losses[1](2 * one, y[[n]]), params), strict=True
+        ):
+            torch.testing.assert_close(p.grad_batch[n], g)
+            root.append(p.sqrt_ggn_exact[:, n].flatten(1))
+        ggn = torch.zeros(())
+        for factor in (1, 2):
+            prob = (factor * model(x[[n]])[0]).softmax(0).detach()
+            jacobian = jacobian_of(factor * model(x[[n]])[0], params)
+            ggn = ggn + jacobian.T @ (prob.diag() - prob.outer(prob)) @ jacobian
+        columns = torch.cat(root, 1)
+        torch.testing.assert_close(columns.T @ columns, ggn)
+
+
+def jacobian_of(outputs: Tensor, params: list[nn.Parameter]) -> Tensor:
+    """`[C, P]`, by plain autograd."""
+    rows = [torch.autograd.grad(o, params, retain_graph=True) for o in outputs]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
