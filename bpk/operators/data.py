@@ -125,7 +125,7 @@ class Problem:
 
 
 def is_batch(loader: Any) -> bool:
-    """Whether this is one batch, not several; two tuples are two batches, even where each could be inputs or targets."""
+    """Whether this is one batch, not several; two tuples are two batches, though each could be inputs or targets."""
     return isinstance(loader, tuple) and len(loader) == 2 and not all(isinstance(part, tuple) for part in loader)
 
 

@@ -22,9 +22,9 @@ from bpk.sweeps.stretches.no_second_derivative import only_once
 
 @contextmanager
 def computing(model: nn.Module) -> Iterator[None]:
-    """Inside, products with a model are computed, forward and backward: nothing is written down, and kernels are exact.
+    """Inside, products with a model are computed, forward and backward: nothing is written down, kernels are exact.
 
-    Backward passes belong inside, in the thread that has these kernels: checkpoints run a part of the model again there.
+    Backward passes belong inside, and into this thread: checkpoints run a part of the model again in them.
     """
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with disable(), CTX.unseen(), one_thread, exact_kernels(), said(model):

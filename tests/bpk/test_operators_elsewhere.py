@@ -142,9 +142,7 @@ def test_one_batch_of_several_inputs() -> None:
     model, x = Checkpointed().to(DOUBLE).eval(), (torch.randn(4, 2, 3, dtype=DOUBLE), torch.randint(5, (4, 2)))
     y, loss_fn = torch.randint(3, (4,)), nn.CrossEntropyLoss()
     v = torch.randn(sum(p.numel() for p in model.parameters()), dtype=DOUBLE)
-    torch.testing.assert_close(
-        operators.GGN(model, loss_fn, (x, y)) @ v, operators.GGN(model, loss_fn, [(x, y)]) @ v
-    )
+    torch.testing.assert_close(operators.GGN(model, loss_fn, (x, y)) @ v, operators.GGN(model, loss_fn, [(x, y)]) @ v)
 
 
 def test_a_batch_whose_targets_are_all_ignored_does_not_count() -> None:
