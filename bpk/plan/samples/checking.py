@@ -43,11 +43,8 @@ def check_hypothesis(
             mat = with_fewer_zeros(record, mat, uses[record], found, n, tolerance)
             if record.as_called and not is_reached(mat).all():
                 silent[record] = mat
-        before = record.shifted  # by a pass before, where the graph was kept
         try:
             found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
-            if record.shifted != before:
-                mat = mat.movedim(1 + record.shifted, 1)
             if laid_out and not follows_data(record, rows, mat, n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
             is_table = not record.inputs[0].is_floating_point() and is_given_data(record)

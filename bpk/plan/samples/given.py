@@ -89,13 +89,13 @@ def axis_of_data(record: Record) -> int | None:
 def follows_data(record: Record, rows: Tensor, mat: Tensor, n: int) -> bool:
     """Whether a call has samples along the first axis of what the model was given, as far as that can be seen.
 
-    Its rows are said to be these samples, by gradients `mat` of rows in front: rows without one say nothing.
+    Its rows are said to be these samples, by gradients `mat`: rows without one say nothing.
     """
     axis = axis_of_data(record)
     if axis is None or n != record.given[0][0]:
         return True
     steps, count = record.given[0][1], record.batch_size
-    tells = (rows >= 0) & is_reached(mat)
+    tells = (rows >= 0) & is_reached(mat.movedim(1 + record.shifted, 1))
     found, number = rows[tells], torch.arange(len(rows), device=rows.device)[tells]
     if record.reads_piece and axis:  # steps of one sample
         return len(found.unique()) <= 1
