@@ -206,5 +206,6 @@ def not_finite(number: int, what: str) -> str:
     return explain(
         f"Batch {number} of the loader has {what}.",
         "it would spoil the sums of all batches; nothing of it was added.",
-        "look at this batch (numbers count from 0): empty, or with inputs, targets or activations that are not finite?",
+        "look at this batch (numbers count from 0): empty, without a target that counts (ignore_index), or with "
+        "inputs, targets or activations that are not finite?",
     )

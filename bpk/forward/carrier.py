@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.series import Series
+from bpk.recording import engine
+from bpk.recording.treatment import StandIn
 
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """What a call of a function gives where some of its arguments are carriers."""
@@ -30,6 +34,17 @@ class Propagation:
     answer: Answer
     alive: weakref.WeakValueDictionary[int, Carrier] = field(default_factory=weakref.WeakValueDictionary)
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, functions of values and coefficients run, whose graph is kept where results are differentiated.
+
+        Checkpoints would run functions again without rules: what is saved inside of them is kept, too.
+        """
+        inside = self.graph and engine.checkpointing() is not None
+        kept = torch.autograd.graph.saved_tensors_hooks(identity, identity) if inside else nullcontext()
+        with torch.set_grad_enabled(self.graph), kept:
+            yield
+
     def carry(self, series: Series, apart: bool) -> Tensor:
         """A tensor with this value and these coefficients; the value itself where all are zero."""
         return series.value if is_constant(series) else self.hold(series, apart)
@@ -42,7 +57,12 @@ class Propagation:
         return carrier
 
 
-class Carrier(Tensor):
+def identity(x: Tensor) -> Tensor:
+    """What is saved, as it is."""
+    return x
+
+
+class Carrier(StandIn):
     """A value on curves. `apart` says that rows of axis 0 are known to depend on the same rows of the input alone."""
 
     series: Series

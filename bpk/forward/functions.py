@@ -80,7 +80,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             why = "it is a torch.autograd.Function, whose derivative is what its backward pass says."
             raise refused(own, why, "write it with functions of torch.")
         return result
-    with torch.set_grad_enabled(propagation.graph):
+    with propagation.computing():
         if kwargs.get("out") is not None:
             raise refused(func, "it writes into a given tensor (out=).", "use its result.")
         pure = out_of_place(func, args, kwargs)

@@ -54,7 +54,7 @@ def answered(module: nn.Module, rule: Rule) -> Callable[..., Any]:
             return forward(*args, **kwargs)
         propagation = moving[0].propagation
         before = RandomState.now(moving[0].series.value.device)
-        with torch.set_grad_enabled(propagation.graph):
+        with propagation.computing():
             versions = versions_of(moving)
             result = forward(*values(args), **values(kwargs))
             require_unchanged(type(module).__name__, moving, versions)

@@ -9,15 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bpk.context import disable
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.second_order.graph import products
 from bpk.operators.data import Loader, Problem
-from bpk.operators.evaluate import evaluate, pull, with_tangents
-from bpk.operators.kernels import said
+from bpk.operators.evaluate import evaluate, pull, pull_through, with_tangents
+from bpk.operators.kernels import computing
 from bpk.operators.linear import SymmetricOperator
 from bpk.operators.loss_at import LossAt
-from bpk.recording.context.state import CTX
 
 Blocks = Literal["whole", "layer", "parameter"]
 AT_ONCE = 16
@@ -71,7 +70,7 @@ class CurvatureOperator(SymmetricOperator):
         whole: Size | None = None
         vectors = dict(zip(self.in_shapes, mats, strict=True))
         self.restart()
-        with disable(), CTX.unseen(), said(self.problem.model):
+        with computing(self.problem.model):
             for x, y in self.problem.batches():
                 found, loss = self.of_whole_batch(x, y, vectors)
                 if self.problem.single:
@@ -123,8 +122,8 @@ class Hessian(CurvatureOperator):
         with torch.enable_grad():
             loss = LossAt(self.problem.loss_fn, z, y)
             value = self.problem.loss_fn(z, y) * self.weight(loss)
-            gradient = torch.autograd.grad(value, list(params.values()), create_graph=True, allow_unused=True)
-        pairs = [(g, m) for g, m in zip(gradient, mats, strict=True) if g is not None]
+            gradient = products([value], list(params.values()), [value.new_ones(1)], further=True)
+            pairs = [(g[0], m) for g, m in zip(gradient, mats, strict=True) if g is not None]
         if not pairs:  # a block of parameters that the loss does not depend on
             return [torch.zeros_like(mat) for mat in mats], loss
         found = pull([g for g, _ in pairs], params, [m for _, m in pairs], together=not self.problem.heavy)
@@ -151,7 +150,8 @@ class GGN(CurvatureOperator):
         assert self.problem.loss_fn is not None
         z, tangents = with_tangents(self.problem.model, x, params, mats)
         loss = LossAt(self.problem.loss_fn, z, y)
-        return pull([z], params, [self.curve(loss, tangents) * self.weight(loss)]), loss
+        columns = self.curve(loss, tangents) * self.weight(loss)
+        return pull_through(self.problem.model, x, z, params, columns), loss
 
     def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:
         """The middle factor times tangents `[K, N, *out]`."""

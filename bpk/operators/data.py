@@ -125,8 +125,8 @@ class Problem:
 
 
 def is_batch(loader: Any) -> bool:
-    """Whether this is one batch, not several."""
-    return isinstance(loader, tuple) and len(loader) == 2 and not isinstance(loader[0], tuple)
+    """Whether this is one batch, not several; two tuples are two batches, though each could be inputs or targets."""
+    return isinstance(loader, tuple) and len(loader) == 2 and not all(isinstance(part, tuple) for part in loader)
 
 
 def close(a: Tensor, b: Tensor, dtype: torch.dtype, absolute: float = 0.0) -> bool:

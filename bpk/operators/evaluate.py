@@ -1,4 +1,4 @@
-"""A model at one batch: tangents forward, adjoints back, for several vectors at once."""
+"""A model at one batch: tangents forward, adjoints back, for several vectors at once; inside of `kernels.computing`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
+from torch.utils.checkpoint import CheckpointError
 
 from bpk.jacobians.core.numeric import placeholder
 from bpk.jacobians.second_order.graph import products
-from bpk.operators.kernels import exact_kernels
 
 Parameters = Mapping[str, Tensor]
 
 
 def evaluate(model: nn.Module, x: Any) -> Tensor:
     """The output, with its graph."""
-    with torch.enable_grad(), exact_kernels():
+    with torch.enable_grad():
         z: Tensor = model(x)
     return z
 
@@ -50,7 +50,7 @@ def push_one(
     model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], graph: bool
 ) -> tuple[Tensor, Tensor]:
     """One vector: output and tangent in the same forward pass."""
-    with forward_mode.dual_level(), torch.set_grad_enabled(graph), exact_kernels():
+    with forward_mode.dual_level(), torch.set_grad_enabled(graph):
         duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(params.items(), mats, strict=True)}
         z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
     return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
@@ -63,7 +63,7 @@ def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Te
     def tangent(*columns: Tensor) -> Tensor:
         return jvp(lambda *values: functional_call(model, dict(zip(params, values, strict=True)), (x,)), at, columns)[1]
 
-    with torch.no_grad(), exact_kernels():
+    with torch.no_grad():
         return vmap(tangent, randomness="error")(*mats)
 
 
@@ -71,8 +71,8 @@ def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Ten
     """The derivative of `u -> J^T u`, by two backward passes."""
     leaf = placeholder(z)
     with torch.enable_grad():
-        pulled = torch.autograd.grad(z, list(params.values()), leaf, create_graph=True, allow_unused=True)
-    pairs = [(p, m) for p, m in zip(pulled, mats, strict=True) if p is not None]
+        pulled = products([z], list(params.values()), [leaf[None]], further=True)
+        pairs = [(p[0], m) for p, m in zip(pulled, mats, strict=True) if p is not None]
     found = products([p for p, _ in pairs], [leaf], [m for _, m in pairs])[0] if pairs else None
     return z.new_zeros(len(mats[0]), *z.shape) if found is None else found
 
@@ -91,3 +91,15 @@ def pull(
         p.new_zeros(len(columns[0]), *p.shape) if parts[0] is None else torch.cat(parts)
         for p, parts in zip(params.values(), zip(*found, strict=True), strict=True)
     ]
+
+
+def pull_through(model: nn.Module, x: Any, z: Tensor, params: Parameters, columns: Tensor) -> list[Tensor]:
+    """`pull` from the output `z` that came with tangents.
+
+    A checkpoint that saw them runs its part of the model again without them, and does not find what it saved: the
+    output is computed once more then.
+    """
+    try:
+        return pull([z], params, [columns])
+    except CheckpointError:
+        return pull([evaluate(model, x)], params, [columns])

@@ -11,9 +11,8 @@ from bpk.context import disable
 from bpk.operators.curvature import AT_ONCE
 from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, push
-from bpk.operators.kernels import said
+from bpk.operators.kernels import computing
 from bpk.operators.linear import Adjoint, LinearOperator
-from bpk.recording.context.state import CTX
 
 
 class Jacobian(LinearOperator):
@@ -53,7 +52,7 @@ class Jacobian(LinearOperator):
         self.out_shapes = {"output": torch.Size((sum(s[0] for s in shapes), *shapes[0][1:]))}
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:
-        with disable(), CTX.unseen(), said(self.problem.model):
+        with computing(self.problem.model):
             found = [
                 torch.cat([push(self.problem.model, x, self.problem.params, part) for part in self.chunks(mats)])
                 for x, _ in self.problem.batches()
@@ -64,7 +63,7 @@ class Jacobian(LinearOperator):
         """`J^T u_k`: `[K, N, *out]` to `[K, *p]` each."""
         total: list[Tensor] | None = None
         begin = 0
-        with disable(), CTX.unseen():
+        with computing(self.problem.model):
             for x, _ in self.problem.batches():
                 z = evaluate(self.problem.model, x)
                 rows = mats[0][:, begin : begin + len(z)]

@@ -11,11 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bpk.context import disable
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.second_order.fused import StandIns
 from bpk.jacobians.second_order.twice import TWICE
+from bpk.recording.context.state import CTX
 from bpk.rules import REGISTRY
 from bpk.sweeps.stretches.no_second_derivative import only_once
+
+
+@contextmanager
+def computing(model: nn.Module) -> Iterator[None]:
+    """Inside, products with a model are computed, forward and backward: nothing is written down, kernels are exact.
+
+    Backward passes belong inside, and into this thread: checkpoints run a part of the model again in them.
+    """
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with disable(), CTX.unseen(), one_thread, exact_kernels(), said(model):
+        yield
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from bpk.recording.graph.side_effects import passes_on
 from bpk.recording.membership import parameters_in
 from bpk.recording.parameters import read_parameters
 from bpk.recording.record import Record
-from bpk.recording.treatment import Treatment, treatment_of
+from bpk.recording.treatment import StandIn, Treatment, treatment_of
 from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_reason, leave_unrecorded, note_transform
 from bpk.rules import REGISTRY
 
@@ -54,7 +54,7 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if CTX.disabled and engine.checkpointing() is None:
         leave_note(module, tensors)
         return None
-    if not tensors:
+    if not tensors or any(isinstance(x, StandIn) for x in tensors):
         return None
     results = {k: x for k, x in enumerate(tensors) if x.requires_grad}
     rule = rule_of(module, output) if results else REGISTRY.find(module)
@@ -210,7 +210,8 @@ def mark_results(module: nn.Module, output: Any) -> Any:
 
     Complex ones are left to autograd: what lies before the next real ones is a stretch of its own.
     """
-    results = [x for x in tensors_in(output) if x.requires_grad and x.dim() and not x.is_complex()]
+    tensors = [x for x in tensors_in(output) if not isinstance(x, StandIn)]
+    results = [x for x in tensors if x.requires_grad and x.dim() and not x.is_complex()]
     changed = {id(x): passage(module, x) for x in results}
     return substitute(output, changed) if changed else None
 

@@ -12,6 +12,13 @@ from bpk.jacobians.core.function_module import FunctionModule
 from bpk.jacobians.rule import Rule
 
 
+class StandIn(Tensor):
+    """Stands for a tensor while `bpk` runs a model in another way: calls that return one are not written down.
+
+    Checkpoints, which run a function again when autograd comes to it, give it out then, too.
+    """
+
+
 class Treatment(enum.Enum):
     """What is done about a call with differentiable results."""
 

@@ -1,6 +1,7 @@
 """Which axis is that of samples, where shapes do not tell: another one is as long.
 
-`python -m tests.random_networks.axes --count 400 --seed 0` looks at more models, and `...named_axes` at more programs.
+`python -m tests.random_networks.axes --count 400 --seed 0` looks at more models, `...named_axes` at more programs, and
+`...passes` at more passes over one graph.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk.extensions import BatchGrad
-from tests.random_networks import axes, named_axes
+from tests.random_networks import axes, named_axes, passes
 
 SEQUENCES = (6, 9, 10, 11, 27, 37, 61, 64, 75, 78, 84, 92, *range(100, 116))
 """The first dozen were wrong, or refused, before a call's layout in the data was looked at."""
@@ -29,6 +30,11 @@ def test_sequences_as_long_as_the_batch(seed: int) -> None:
 @pytest.mark.parametrize("seed", PROGRAMS)
 def test_programs_over_named_axes(seed: int) -> None:
     assert not named_axes.wrong(seed), named_axes.draw(seed)
+
+
+@pytest.mark.parametrize("seed", [1, 9, 31, 47, 64, 74, 77, 145])
+def test_several_passes_and_losses(seed: int) -> None:
+    assert not passes.wrong(seed), passes.draw(seed)
 
 
 class Flow(nn.Module):

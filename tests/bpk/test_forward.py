@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk.jacobians import UnsupportedLayer
@@ -271,6 +272,36 @@ def test_results_can_be_differentiated(name: str) -> None:
         assert (a is None and b is None) or torch.allclose(
             torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b, atol=1e-9
         )
+
+
+class Checkpointed(nn.Module):
+    """Layers and functions, some of which a checkpoint may run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.again = (
+            nn.Sequential(nn.Linear(D, D), nn.Tanh()),
+            nn.Parameter(torch.rand(D)),
+            False,
+        )
+
+    def part(self, x: Tensor) -> Tensor:
+        return torch.sin(self.inner(x) * self.scale.exp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (checkpoint(self.part, x, use_reentrant=False) if self.again else self.part(x))
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_checkpoints_keep_what_is_differentiated(extended: bool) -> None:
+    model, x = Checkpointed(), torch.randn(N, D)
+    found = []
+    for model.again in (False, True):
+        used = bpk.extend(model) if extended else model
+        value = bpk.laplacian(used, x)
+        found.append((value, *torch.autograd.grad(value.square().sum(), list(model.parameters()))))
+    for expected, again in zip(*found, strict=True):
+        torch.testing.assert_close(again, expected)
 
 
 def test_high_orders() -> None:

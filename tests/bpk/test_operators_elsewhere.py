@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bpk import operators
 from tests.bpk.test_operators import DOUBLE, LOSSES, batches, classes, conv, matrices, mlp
@@ -100,6 +101,48 @@ def test_padding_scalars_and_predictions_without_an_axis() -> None:
     fisher = operators.Fisher(model, loss_fn, (tokens, y), mc_samples=20000).to_dense()
     assert (fisher - expected[operators.GGN]).norm() < 0.05 * fisher.norm()
     assert operators.KFAC(model, loss_fn, (tokens, y)).to_dense().shape == (30, 30)
+
+
+class Checkpointed(nn.Module):
+    """Two inputs; attention, and a table with padding, in a part that may run again in each backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.again = nn.Linear(3, 4), nn.Linear(4, 3), False
+        self.table = nn.Embedding(5, 4, padding_idx=1)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+
+    def part(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.layer(x + self.table(tokens))
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, tokens = self.first(inputs[0]), inputs[1]
+        part = checkpoint(self.part, x, tokens, use_reentrant=False) if self.again else self.part(x, tokens)
+        return self.last(part[:, 0])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3])
+@pytest.mark.parametrize("name", ["GGN", "Hessian", "EmpiricalFisher", "Fisher", "Jacobian"])
+def test_checkpoints_run_again_what_ran(name: str, chunk_size: int) -> None:
+    """With the same kernels, and without tangents."""
+    torch.manual_seed(0)
+    model = Checkpointed().to(DOUBLE).eval()
+    data = (torch.randn(4, 2, 3, dtype=DOUBLE), torch.randint(5, (4, 2))), torch.randint(3, (4,))
+    vectors = torch.randn(sum(p.numel() for p in model.parameters()), 4, dtype=DOUBLE)
+    operator = getattr(operators, name)(model, nn.CrossEntropyLoss(), data, chunk_size=chunk_size)
+    expected, columns = operator @ vectors, torch.randn(operator.shape[0], 4, dtype=DOUBLE)
+    transposed = operator.T @ columns
+    model.again = True
+    torch.testing.assert_close(operator @ vectors, expected)
+    torch.testing.assert_close(operator.T @ columns, transposed)
+
+
+def test_one_batch_of_several_inputs() -> None:
+    """Inputs in a tuple are those of one batch."""
+    model, x = Checkpointed().to(DOUBLE).eval(), (torch.randn(4, 2, 3, dtype=DOUBLE), torch.randint(5, (4, 2)))
+    y, loss_fn = torch.randint(3, (4,)), nn.CrossEntropyLoss()
+    v = torch.randn(sum(p.numel() for p in model.parameters()), dtype=DOUBLE)
+    torch.testing.assert_close(operators.GGN(model, loss_fn, (x, y)) @ v, operators.GGN(model, loss_fn, [(x, y)]) @ v)
 
 
 def test_a_batch_whose_targets_are_all_ignored_does_not_count() -> None:

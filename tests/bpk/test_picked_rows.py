@@ -178,3 +178,31 @@ def test_differences_of_samples_mix(quantity: E.BackpropExtension) -> None:
     with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(quantity):
         out = model(x)
         loss_fn(out[1:] - out[:-1], torch.zeros(5, 5)).backward()
+
+
+class StepsInFront(nn.Module):
+    """Features of each step, with those of its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.places, self.head = nn.Linear(3, 4), nn.Embedding(4, 4), nn.Linear(4, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.read(x.transpose(0, 1).contiguous())).mean(2)
+        return self.head(torch.tanh(h + self.places(torch.arange(4))[:, None]))
+
+
+def test_as_many_rows_of_both_halves_of_the_steps_are_no_two_samples() -> None:
+    """Which the graph alone would agree with."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(StepsInFront().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, mask = torch.randn(3, 4, 2, 3).double(), torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 1, 0]]).bool()
+    y, owners = torch.randint(C, (6,)), torch.arange(3)[:, None].expand(3, 4).t()[mask.t()]
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x)[mask.t()], y).backward()
+    params = list(model.parameters())
+    for n in range(3):
+        loss = nn.functional.cross_entropy(model(x)[mask.t()], y, reduction="none")[owners == n].sum() / 6
+        for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+            assert p.grad_batch.shape == (3, *p.shape)
+            torch.testing.assert_close(p.grad_batch[n], g)

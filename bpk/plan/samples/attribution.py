@@ -167,7 +167,7 @@ def as_picked(
                 put_back(before)
             except NotInFront as error:
                 put_back(before)
-                if isinstance(error, AllSamplesInside) or not movable:
+                if isinstance(error, AllSamplesInside) or not movable or (sure and error.certain):
                     raise
                 tables.append(error)
     if tables and not sure:

@@ -105,6 +105,8 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
     Where samples mix, this `refuses`, or else warns and takes rows for samples.
     """
     root, sources = found.root, found.sources
+    for record in found.above:  # axes in front, where a pass over the same graph, or another loss, had moved them
+        record.shift(0)
     while True:
         try:
             found.n, found.rows = attribute(root, found.above, sources)
