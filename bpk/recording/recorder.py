@@ -54,7 +54,7 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if CTX.disabled and engine.checkpointing() is None:
         leave_note(module, tensors)
         return None
-    if not tensors or any(isinstance(x, StandIn) for x in tensors):
+    if not tensors or [x for x in tensors if isinstance(x, StandIn)]:
         return None
     results = {k: x for k, x in enumerate(tensors) if x.requires_grad}
     rule = rule_of(module, output) if results else REGISTRY.find(module)

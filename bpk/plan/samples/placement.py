@@ -105,8 +105,9 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
     Where samples mix, this `refuses`, or else warns and takes rows for samples.
     """
     root, sources = found.root, found.sources
-    for record in found.above:  # axes in front, where a pass over the same graph, or another loss, had moved them
-        record.shift(0)
+    for record in found.above:
+        if record.shifted:  # by a pass over the same graph before, or from another loss
+            record.shift(0)
     while True:
         try:
             found.n, found.rows = attribute(root, found.above, sources)
