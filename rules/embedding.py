@@ -15,6 +15,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.families.embedding import TableLookup, look_up, outer_products
 
 
@@ -34,7 +35,7 @@ class EmbeddingRule(TableLookup):
         return look_up(options, inputs[0], params["weight"])
 
     def selected(self, call: Call) -> Tensor:
-        return call.inputs[0].reshape(call.batch_size, -1)
+        return as_rows(call.inputs[0])
 
     def to_rows(self, call: Call, mat: Tensor) -> Tensor:
         return self._without_padding(call, mat.reshape(*mat.shape[:2], mat.shape[2:-1].numel(), mat.shape[-1]))

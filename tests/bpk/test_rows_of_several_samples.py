@@ -233,3 +233,46 @@ def test_parameters_of_functions_take_one_pass_for_each_sample(monkeypatch: pyte
         assert 0 < len(passes) <= 4
         passes.clear()
     assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, *quantities)
+
+
+class Tagger(nn.Module):
+    """Tokens to classes of each step, one row for each."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 3), nn.Linear(4, 5)
+        self.layer = nn.GRU(3, 4) if recurrent else nn.Linear(3, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.layer(self.table(tokens).transpose(0, 1))
+        return self.head(h[0] if isinstance(h, tuple) else h.tanh()).transpose(0, 1).flatten(0, 1)
+
+
+class InPieces(nn.Module):
+    def __init__(self, model: nn.Module, cuts: list[int]) -> None:
+        super().__init__()
+        self.model, self.cuts = model, cuts
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.cat([self.model(piece) for piece in tokens.split(self.cuts)])
+
+
+@pytest.mark.parametrize("cuts", [[1, 1, 1, 1], [1, 3], [2, 2], [4]], ids=str)
+@pytest.mark.parametrize("recurrent", [True, False], ids=["recurrent", "linear"])
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_pieces_of_the_batch_are_samples_of_their_own(steps: int, recurrent: bool, cuts: list[int]) -> None:
+    """Layers that know their batch axis see one sample at a time, and a table fewer rows than there are samples."""
+    torch.manual_seed(0)
+    tagger, tokens, y = Tagger(recurrent).double(), torch.randint(6, (4, steps)), torch.randint(5, (4 * steps,))
+    model, loss_fn = bpk.extend(InPieces(tagger, cuts)), bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+    with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), E.BatchDiagGGNExact(), E.BatchKFLR()):
+        loss_fn(model(tokens), y).backward()
+    params = list(tagger.parameters())
+    for n in range(4):
+        loss = nn.functional.cross_entropy(tagger(tokens[[n]]), y[n * steps : (n + 1) * steps], reduction="sum")
+        for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+            assert p.grad_batch.shape == (4, *p.shape)
+            torch.testing.assert_close(p.grad_batch[n], g)
+    for p in params:
+        torch.testing.assert_close(p.diag_ggn_exact_batch.sum(0), p.diag_ggn_exact)
+        assert all(factor.isfinite().all() for factor in p.kflr_batch)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bpk.plan.samples.decoding import digits, is_reached
 from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
-from bpk.plan.samples.given import follows_data, is_given_data
+from bpk.plan.samples.given import follows_data, is_given_data, is_of_data
 from bpk.plan.samples.hypotheses import are_pieces, mixed, reads_tables, require_separate_samples
 from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
 from bpk.plan.samples.silent import follow_neighbours
@@ -47,14 +47,14 @@ def check_hypothesis(
             found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
             if laid_out and not follows_data(record, rows, mat, n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
-            is_table = not record.inputs[0].is_floating_point() and is_given_data(record)
+            is_table = not (is_of_data(record) or record.inputs[0].is_floating_point()) and is_given_data(record)
             if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
                 # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
                 raise FeedsSeveral(f"row of '{record.path}' may feed several of the {n} samples")
         except SamplesInside:
             inside.append(record)
         except FeedsSeveral as error:
-            if record.reads_data or record.data_axis is not None:  # what the model was given is no table
+            if is_of_data(record):  # what the model was given is no table
                 raise mixed(f"one {error}") from None
             shared[record] = error  # an embedding of positions, or a network of a table of constants
     joining: list[Record] = []

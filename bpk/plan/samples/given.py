@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpk.plan.samples.decoding import is_reached
 from bpk.recording.record import Record
@@ -23,9 +23,28 @@ def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool
     rows = [shape[0] for shapes in given.values() for shape in shapes if shape]
     if len(given) != 1 or not rows or rows[0] == 1 or sum(rows) >= root.batch_size:
         return []
-    if any(record.batch_size % rows[0] for record in above if record.knows_batch):
+    first = next(shape for shapes in given.values() for shape in shapes if shape)
+    if not all(may_have(sizes, first) for sizes in known_sizes(above)):
         return []
     return [(rows[0], movable, in_front) for movable in (False, True) for in_front in (True, False)]
+
+
+def known_sizes(above: Iterable[Record]) -> Iterable[list[int]]:
+    """The batch sizes in all calls of each layer that knows its batch axis."""
+    found: dict[nn.Module, list[int]] = {}
+    for record in above:
+        if record.knows_batch:
+            found.setdefault(record.module, []).append(record.batch_size)
+    return found.values()
+
+
+def may_have(sizes: Sequence[int], first: torch.Size) -> bool:
+    """Whether there may be so many samples as a model's first tensor has rows, where a layer sees such batches.
+
+    Each is of all samples, or they are pieces of the batch. Steps of one sample (`[T, 1]`) are no pieces.
+    """
+    n = first[0]
+    return all(size % n == 0 for size in sizes) or (sum(sizes) == n and not (first[1:2] == (1,) and {*sizes} == {1}))
 
 
 def is_told(root: Record, above: Iterable[Record]) -> bool:
@@ -34,7 +53,7 @@ def is_told(root: Record, above: Iterable[Record]) -> bool:
 
 
 def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> bool:
-    """Whether calls that are given data have the samples in order, in rows or groups of rows, or only one of them.
+    """Whether calls that are given data have the samples in order, in rows or groups of rows, or some or one of them.
 
     As many rows as are behind the first axis of what the model was given are those of one index along that axis.
     """
@@ -47,6 +66,8 @@ def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) ->
             orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
             orders = [] if count != n and count in behind else orders
             orders += [found.max().expand(count)] if count != n or record.data_axis else []
+            sliced = record.reads_piece and record.inputs[0].dim() == len(record.given[0]) and count < n
+            orders += [found[0] + torch.arange(count)] if sliced else []
             if not any(bool(((found < 0) | (found == order)).all()) for order in orders):
                 return False
     return True
@@ -103,6 +124,11 @@ def follows_data(record: Record, rows: Tensor, mat: Tensor, n: int) -> bool:
         return torch.equal(found, number % n if axis else number // steps)
     in_order = len(rows) != n or torch.equal(found, number)
     return in_order and (record.reads_piece or record.shifted == axis)
+
+
+def is_of_data(record: Record) -> bool:
+    """Whether a call reads the data of the model, as far as that can be seen: a part of it, a view or a copy."""
+    return record.reads_data or record.data_axis is not None
 
 
 def is_given_data(record: Record) -> bool:
