@@ -89,6 +89,11 @@ def is_checkpointed(node: Node, name: str) -> bool:
     return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
 
 
+def leaf_at(node: Node | None) -> Tensor | None:
+    """The tensor in whose `.grad` a node adds up, if it does that. If it goes: none is found."""
+    return getattr(node, "variable", None)
+
+
 def untraced(hook: H) -> H:
     """A hook that runs as it is, where `torch.compile` has compiled the module: what it writes down is no part of that.
 

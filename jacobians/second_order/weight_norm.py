@@ -14,7 +14,8 @@ from functools import partial
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.engine import saved
+from bpk.jacobians.core.engine import is_checkpointed, leaf_at, saved
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 
 FUSED = "WeightNormInterfaceBackward0"
 """What autograd calls torch's fused function."""
@@ -38,12 +39,30 @@ def gradient(node: Node, sent: Gradients, arrived: Gradients) -> Gradients:
     """What autograd should send to `v` and `g`, as a function of what has arrived, of `v` and of `g`."""
     if arrived[0] is None:
         return sent
-    v, g, dim = (saved(node, name) for name in ("v", "g", "dim"))
+    v, g, dim = operand(node, "v", 0), operand(node, "g", 1), saved(node, "dim")
     length = lengths(v, dim)
     unit = v / length
     along = (arrived[0] * unit).sum_to_size(g.shape)
     found = (arrived[0] - along * unit) * (g / length), along
     return tuple(None if before is None else right for before, right in zip(sent, found, strict=True))
+
+
+def operand(node: Node, name: str, place: int) -> Tensor:
+    """`v` or `g`. What a checkpoint computes again is handed out once, to torch: it must be a parameter there."""
+    if not is_checkpointed(node, name):
+        kept: Tensor = saved(node, name)
+        return kept
+    leaf = leaf_at(node.next_functions[place][0])
+    if leaf is None:
+        raise UnsupportedLayer(
+            explain(
+                f"Second derivatives cannot pass a weight normalisation inside of torch.utils.checkpoint whose {name} is "
+                "computed, or frozen.",
+                "torch's own are wrong, and what a checkpoint computes again is handed out only once.",
+                "normalise the weight outside of the checkpoint.",
+            )
+        )
+    return leaf
 
 
 @contextmanager

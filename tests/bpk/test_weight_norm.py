@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
@@ -119,3 +120,29 @@ def test_verification() -> None:
     model, loss_fn, x, y = network(LAYERS["linear"][0](), (4,))
     result = bpk.verify(model, loss_fn, x, y, E.DiagHessian(), E.HMP(), E.GGNMP())
     assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.model, x, use_reentrant=False)
+        return found
+
+
+def test_inside_of_a_checkpoint() -> None:
+    """What it keeps is handed out once: `v` and `g` are read from the parameters."""
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 3))
+    x, y, loss_fn = torch.randn(5, 4), torch.randint(3, (5,)), bpk.extend(nn.CrossEntropyLoss())
+    expected = hessian(model, loss_fn, x, y)
+    model = bpk.extend(Checkpointed(model))
+    with bpk.backpack(E.DiagHessian(), E.HMP()):
+        loss_fn(model(x), y).backward()
+    for name, p in model.model.named_parameters():
+        torch.testing.assert_close(p.diag_h.flatten(), expected[name].diag())
+        torch.testing.assert_close(p.hmp(p.detach()).flatten(), expected[name] @ p.detach().flatten())
+    model.get_parameter("model.0.parametrizations.weight.original0").requires_grad_(False)  # g
+    with pytest.raises(NotImplementedError, match="outside of the checkpoint"), bpk.backpack(E.DiagHessian()):
+        loss_fn(model(x), y).backward()
