@@ -56,8 +56,8 @@ def operand(node: Node, name: str, place: int) -> Tensor:
     if leaf is None:
         raise UnsupportedLayer(
             explain(
-                f"Second derivatives cannot pass a weight normalisation inside of torch.utils.checkpoint whose {name} is "
-                "computed, or frozen.",
+                f"Second derivatives cannot pass a weight normalisation in a checkpoint, whose {name} is no parameter "
+                "that is trained.",
                 "torch's own are wrong, and what a checkpoint computes again is handed out only once.",
                 "normalise the weight outside of the checkpoint.",
             )
