@@ -100,14 +100,16 @@ class Affine(LinearInEach):
     def sums_pay(self, call: Call, param: str) -> bool:
         if param != "weight" or call.output.numel() < cost.FEW or call.output.device.type != "cpu":
             return False  # on other devices it was not measured
-        g, o, i = self._matrix_shape(call)
-        size = cost.Size(1, call.batch_size, g, o, i, self.positions(call))
+        size = cost.Size(1, call.batch_size, *self._matrix_shape(call), self.positions(call))
         return cost.gradient(size) > cost.adding_up(size)
 
     def adding_up(self, call: Call) -> squares.Shown:
         """What adds up individual gradients of the weight, if somebody wants their sum and nobody knows it."""
-        add = call.summing("weight")
-        return None if add is None else lambda rows: add(self.as_weight(call, rows.sum(0)))
+        add, sums = call.summing("weight"), call.sums
+        if add is None or sums is None:
+            return None
+        # nothing is written into the row of a single sample, unless it is the first
+        return lambda rows: add(self.as_weight(call, rows[0] if len(rows) == 1 and "weight" in sums else rows.sum(0)))
 
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
@@ -170,8 +172,7 @@ class Affine(LinearInEach):
         if param != "weight":
             return wide(self._over_positions(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        patches, shown = partial(self.patches, call), self.adding_up(call)
-        return squares.norm_squared(patches, columns, width, self.views(call), shown)
+        return squares.norm_squared(partial(self.patches, call), columns, width, self.views(call), self.adding_up(call))
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.
@@ -217,8 +218,7 @@ class Affine(LinearInEach):
         groups, _, width = self._matrix_shape(call)
         if groups > 1 or torch.is_grad_enabled():
             return None
-        blocks = [self.as_columns(call, mat) for mat in mats]
-        return projected_squares(partial(self.patches, call), blocks, width, left, right)
+        return projected_squares(partial(self.patches, call), [self.as_columns(call, m) for m in mats], width, left, right)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""
