@@ -104,11 +104,10 @@ class Affine(LinearInEach):
         return cost.gradient(size) > cost.adding_up(size)
 
     def adding_up(self, call: Call) -> squares.Shown:
-        """What adds up individual gradients of the weight, if somebody wants their sum and nobody knows it."""
+        """What adds up individual gradients of the weight, if somebody wants their sum: into the first."""
         add, sums = call.summing("weight"), call.sums
         if add is None or sums is None:
             return None
-        # nothing is written into the row of a single sample, unless it is the first
         return lambda rows: add(self.as_weight(call, rows[0] if len(rows) == 1 and "weight" in sums else rows.sum(0)))
 
     def squared_sum(
@@ -218,7 +217,8 @@ class Affine(LinearInEach):
         groups, _, width = self._matrix_shape(call)
         if groups > 1 or torch.is_grad_enabled():
             return None
-        return projected_squares(partial(self.patches, call), [self.as_columns(call, m) for m in mats], width, left, right)
+        blocks = [self.as_columns(call, mat) for mat in mats]
+        return projected_squares(partial(self.patches, call), blocks, width, left, right)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""
