@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpk.jacobians.core.numeric import CACHE, ONE_BY_ONE, has_wide_vectors
+from bpk.jacobians.core.numeric import CACHE, go_one_by_one, has_wide_vectors
 
 FEW = 1 << 14
 """Fewer numbers than these in an output are not worth the question what a gradient costs."""
@@ -72,7 +72,7 @@ def adding_up(s: Size) -> float:
 
 def product(m: int, k: int, n: int) -> float:
     """One matrix product `[m, k] [k, n]` among several, and what is done with its entries."""
-    onednn = m * k * n >= ONE_BY_ONE and has_wide_vectors()
+    onednn = go_one_by_one(m * k * n)
     return 0.3 * m * n + (1.5e4 if onednn else 250) + multiplication(onednn) * m * k * n
 
 

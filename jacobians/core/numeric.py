@@ -107,9 +107,14 @@ def can_take_onednn(*operands: Tensor) -> bool:
     )
 
 
+def go_one_by_one(multiplications: int) -> bool:
+    """Whether products of a batch, each of so many multiplications, go to oneDNN one after the other."""
+    return multiplications >= ONE_BY_ONE and has_wide_vectors()
+
+
 def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     """`x_b y_b^T` for every `b`: `[B, M, K], [B, N, K] -> [B, M, N]`; large ones one after the other, by oneDNN."""
-    if x.shape[1:].numel() * y.shape[1] < ONE_BY_ONE or not takes_onednn(x, y):
+    if not (go_one_by_one(x.shape[1:].numel() * y.shape[1]) and takes_onednn(x, y)):
         return torch.bmm(x, y.mT) if out is None else torch.bmm(x, y.mT, out=out)
     if len(x) == 1 and out is None:
         return linear(x[0], y[0])[None]

@@ -100,7 +100,8 @@ class Affine(LinearInEach):
     def sums_pay(self, call: Call, param: str) -> bool:
         if param != "weight" or call.output.numel() < cost.FEW or call.output.device.type != "cpu":
             return False  # on other devices it was not measured
-        size = cost.Size(1, call.batch_size, *self._matrix_shape(call), self.positions(call))
+        g, o, i = self._matrix_shape(call)
+        size = cost.Size(1, call.batch_size, g, o, i, self.positions(call))
         return cost.gradient(size) > cost.adding_up(size)
 
     def adding_up(self, call: Call) -> squares.Shown:
@@ -155,8 +156,7 @@ class Affine(LinearInEach):
         elif x is not None and not per_sample and not torch.is_grad_enabled():
             return times_squares(diag, x)
         elif self.positions(call) == 1 and not per_sample:
-            matrix = torch.einsum("ngot,ngit->goi", columns[0], self.patches(call).square())
-            return self.as_weight(call, matrix)
+            return self.as_weight(call, torch.einsum("ngot,ngit->goi", columns[0], self.patches(call).square()))
         else:
             width = self._matrix_shape(call)[2]
             found = gemm.per_sample(lambda some: self.patches(call, some).square(), columns, width, call.empty)
