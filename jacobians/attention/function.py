@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.attention.attention import Heads, Tangent, additive
+from bpk.jacobians.attention.attention import Heads, Tangent, Triple, additive
 from bpk.jacobians.core.binding import Axis, Binding
 from bpk.jacobians.core.broadcast import lifted
 from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, require_constant
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
+from bpk.jacobians.families.latest import Latest
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.taylor import by_nesting
 
@@ -144,9 +145,13 @@ class DotProductRule(Rule):
         return self.at(call).push(self.tangent(call, {wrt: mat}))[0]
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        at = self.at(call)
-        found = (mat, mat, mat, at.pull_scores(mat, None)) if wrt == 3 else at.pull(mat, None)
+        found = (mat, mat, mat, self.at(call).pull_scores(mat, None)) if wrt == 3 else self.pulled(call, mat)
         return self.at_inputs(call, found, (wrt,))[wrt]
+
+    def pulled(self, call: Call, mat: Tensor) -> Triple:
+        """Columns at queries, keys and values; those of the block that came last are kept for the other two."""
+        latest: Latest[Triple] = call.memo((self, "latest"), Latest)
+        return latest.find(mat, lambda: self.at(call).pull(mat, None), lambda found: 3 * mat.numel(), 0)
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO if tuple(wrts) == (2,) else Residual.GENERAL
