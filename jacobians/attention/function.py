@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.attention.attention import Heads, Tangent, Triple, additive
+from bpk.jacobians.attention.fused import Fused, kept_by_kernel
 from bpk.jacobians.core.binding import Axis, Binding
 from bpk.jacobians.core.broadcast import lifted
 from bpk.jacobians.core.call import Call, Options, Wrt, once
@@ -102,8 +103,11 @@ class DotProductRule(Rule):
         elif len(inputs) > 3:
             given = inputs[3]
             mask = lifted(additive(~given if given.dtype == torch.bool else given, q), q.dim() - 1)
-        scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
-        return Heads.attend(q, k, v, mask, scale, zero_rows=True)
+        return Heads.attend(q, k, v, mask, self.scale(options, q), zero_rows=True)
+
+    def scale(self, options: Options, query: Tensor) -> float:
+        """What scores are multiplied with."""
+        return 1 / math.sqrt(query.shape[-1]) if options.scale is None else float(options.scale)
 
     def sharing(self, options: Options, inputs: Sequence[Tensor], index: int) -> int:
         """How many heads of queries share one of these keys, or values."""
@@ -151,7 +155,23 @@ class DotProductRule(Rule):
     def pulled(self, call: Call, mat: Tensor) -> Triple:
         """Columns at queries, keys and values; those of the block that came last are kept for the other two."""
         latest: Latest[Triple] = call.memo((self, "latest"), Latest)
-        return latest.find(mat, lambda: self.at(call).pull(mat, None), lambda found: 3 * mat.numel(), 0)
+        return latest.find(mat, lambda: self.pull(call, mat), lambda found: 3 * mat.numel(), 0)
+
+    def pull(self, call: Call, mat: Tensor) -> Triple:
+        """The same, by torch's kernel for a single column where it has computed the output."""
+        known = self.fused(call) if len(mat) == 1 else None
+        return self.at(call).pull(mat, None) if known is None else known.pull(mat)
+
+    def capture(self, call: Call) -> None:
+        """Read what torch's kernel has kept."""
+        self.fused(call)
+
+    def fused(self, call: Call) -> Fused | None:
+        """The call as torch's kernel has computed it, if it has."""
+        query = call.inputs[0]
+        known = kept_by_kernel(call, query.shape[1], call.options.is_causal, self.scale(call.options, query))
+        same = known is not None and all(x.is_set_to(y) for x, y in zip(known.heads, call.inputs, strict=False))
+        return known if same else None
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO if tuple(wrts) == (2,) else Residual.GENERAL
