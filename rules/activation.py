@@ -135,6 +135,14 @@ HARDTANH = "where(x <= min_val, min_val, where(x >= max_val, max_val, x))"
 T = torch.Tensor
 
 
+def _gelu_backward(mat: Tensor, x: Tensor, options: Options) -> Tensor:
+    return torch.ops.aten.gelu_backward(mat, x, approximate=options.approximate)
+
+
+def _silu_backward(mat: Tensor, x: Tensor, options: Options) -> Tensor:
+    return torch.ops.aten.silu_backward(mat, x)
+
+
 def _cases(layer: type[nn.Module], *arguments: dict[str, Any]) -> tuple[Example, ...]:
     """The layer without arguments, and with each of the given ones, on two shapes."""
     return (case(layer, shape=(2, 3, 4)), *(case(layer, shape=(3, 4), **kwargs) for kwargs in ({}, *arguments)))
@@ -169,11 +177,11 @@ RULES: tuple[Rule, ...] = (
     Elementwise("where(x <= -3, 0, where(x >= 3, x, x*(x + 3)/6))", nn.Hardswish, functions=(F.hardswish,)),
     Elementwise("where(beta*x > threshold, x, softplus(beta*x)/beta)", nn.Softplus, functions=(F.softplus,),
                 examples=_cases(nn.Softplus, {"beta": 2}, {"beta": 1.5, "threshold": 0.5})),
-    Elementwise(GELU, nn.GELU, functions=(F.gelu,), choose="approximate",
+    Elementwise(GELU, nn.GELU, functions=(F.gelu,), choose="approximate", kernel=_gelu_backward,
                 examples=_cases(nn.GELU, {"approximate": "tanh"})),
     Elementwise("sigmoid(x)", nn.Sigmoid, functions=(F.sigmoid, torch.sigmoid, T.sigmoid, torch.special.expit)),
     Elementwise("logsigmoid(x)", nn.LogSigmoid, functions=(F.logsigmoid,)),
-    Elementwise("x*sigmoid(x)", nn.SiLU, functions=(F.silu,)),
+    Elementwise("x*sigmoid(x)", nn.SiLU, functions=(F.silu,), kernel=_silu_backward),
     Elementwise("x*tanh(softplus(x))", nn.Mish, functions=(F.mish,)),
     Elementwise("softsign(x)", nn.Softsign, functions=(F.softsign,)),
     Elementwise("tanh(x)", nn.Tanh, functions=(F.tanh, torch.tanh, T.tanh)),

@@ -6,7 +6,7 @@ by side: one pass of autograd brings those of all samples, where row by row woul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,11 +34,12 @@ class BroadcastRows:
 
     Args:
         source: The stretch.
-        column: What is tested with `[R, *out]`: numbers of which none is zero by chance.
+        output: What is at its end, `[R, *out]`.
+        test: Makes the column of a test: numbers of which none is zero by chance. Default: `output`.
     """
 
-    def __init__(self, source: Source, column: Tensor) -> None:
-        self.source, self.count, self.device = source, len(column), column.device
+    def __init__(self, source: Source, output: Tensor, test: Callable[[], Tensor] | None = None) -> None:
+        self.source, self.count, self.device = source, len(output), output.device
         self.places: dict[int, list[tuple[Broadcast, int]]] = {}
         """By number of a parameter: the functions, and which axis of their results holds the rows."""
         self.bottlenecks: dict[Edge, ParameterBottleneck] = {}
@@ -49,6 +50,7 @@ class BroadcastRows:
         self.places = {k: [(use, 0) for use in uses] for k, uses in proven.items()}
         rest = {k: uses for k, uses in found.items() if k not in proven}
         if rest:
+            column = output if test is None else test()
             labels = labels_of(self.count, column)
             pulled = self.pull(rest, torch.stack([column, *(column * along_rows(x, column) for x in labels)]))
             for k, uses in rest.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from bpk.jacobians.second_order.group_norm import inputs_of_group_norms
 from bpk.jacobians.second_order.weight_norm import corrected
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
+from bpk.recording.graph.attention_kernels import SavedInside
 from bpk.recording.graph.identity import words
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ports import Port
@@ -172,7 +173,7 @@ def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
         return enter.one_to_rule(pulled)
 
     before = call.pull, call.saved
-    call.pull, call.saved = pull, partial(engine.saved_tensor, node)
+    call.pull, call.saved = pull, SavedInside(node, [edge[0] for edge in record.edges])
     try:
         yield
     finally:  # the call is remembered by its record, which the node owns: nothing could free that circle

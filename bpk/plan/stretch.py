@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import cast
 
@@ -97,7 +98,7 @@ class StretchCall(Call):
     def rows(self, mat: Tensor) -> list[Tensor | RowsThrough]:
         """Rows `[V, R, *p]` of all parameters: of those that are only spread in one pass, of others in one a sample."""
         if self.broadcast is None:
-            self.broadcast = BroadcastRows(self.source, draw(self.output.shape, mat[:0], 0))
+            self.broadcast = BroadcastRows(self.source, self.output, partial(draw, self.output.shape, mat[:0], 0))
         full = over_batch(mat, self.samples, self.output.shape[0])
         found = self.broadcast.rows(full)
         if self.samples is not None:

@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.attention.attention import Heads, Tangent, additive
+from bpk.jacobians.attention.attention import Heads, Tangent, Triple, additive
+from bpk.jacobians.attention.fused import Fused, kept_by_kernel
 from bpk.jacobians.core.binding import Axis, Binding
 from bpk.jacobians.core.broadcast import lifted
 from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, require_constant
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
+from bpk.jacobians.families.latest import Latest
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.taylor import by_nesting
 
@@ -101,8 +103,11 @@ class DotProductRule(Rule):
         elif len(inputs) > 3:
             given = inputs[3]
             mask = lifted(additive(~given if given.dtype == torch.bool else given, q), q.dim() - 1)
-        scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
-        return Heads.attend(q, k, v, mask, scale, zero_rows=True)
+        return Heads.attend(q, k, v, mask, self.scale(options, q), zero_rows=True)
+
+    def scale(self, options: Options, query: Tensor) -> float:
+        """What scores are multiplied with."""
+        return 1 / math.sqrt(query.shape[-1]) if options.scale is None else float(options.scale)
 
     def sharing(self, options: Options, inputs: Sequence[Tensor], index: int) -> int:
         """How many heads of queries share one of these keys, or values."""
@@ -144,9 +149,29 @@ class DotProductRule(Rule):
         return self.at(call).push(self.tangent(call, {wrt: mat}))[0]
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        at = self.at(call)
-        found = (mat, mat, mat, at.pull_scores(mat, None)) if wrt == 3 else at.pull(mat, None)
+        found = (mat, mat, mat, self.at(call).pull_scores(mat, None)) if wrt == 3 else self.pulled(call, mat)
         return self.at_inputs(call, found, (wrt,))[wrt]
+
+    def pulled(self, call: Call, mat: Tensor) -> Triple:
+        """Columns at queries, keys and values; those of the block that came last are kept for the other two."""
+        latest: Latest[Triple] = call.memo((self, "latest"), Latest)
+        return latest.find(mat, lambda: self.pull(call, mat), lambda found: 3 * mat.numel(), 0)
+
+    def pull(self, call: Call, mat: Tensor) -> Triple:
+        """The same, by torch's kernel for a single column where it has computed the output."""
+        known = self.fused(call) if len(mat) == 1 else None
+        return self.at(call).pull(mat, None) if known is None else known.pull(mat)
+
+    def capture(self, call: Call) -> None:
+        """Read what torch's kernel has kept."""
+        self.fused(call)
+
+    def fused(self, call: Call) -> Fused | None:
+        """The call as torch's kernel has computed it, if it has."""
+        query = call.inputs[0]
+        known = kept_by_kernel(call, query.shape[1], call.options.is_causal, self.scale(call.options, query))
+        same = known is not None and all(x.is_set_to(y) for x, y in zip(known.heads, call.inputs, strict=False))
+        return known if same else None
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.ZERO if tuple(wrts) == (2,) else Residual.GENERAL

@@ -23,6 +23,7 @@ from bpk.jacobians.attention.parts import (
     beside,
     evaluate_heads,
     mask_tangent,
+    of_kernel,
     projection,
     projection_tangent,
     same,
@@ -80,8 +81,9 @@ class AttentionLayer(AttentionTaylor):
         return REASON if call.options.dropout and call.drawn is None else None
 
     def capture(self, call: Call) -> None:
-        """Draw once more which weights were dropped."""
+        """Draw once more which weights were dropped, or read what torch's kernel has kept."""
         self.keep(call)
+        of_kernel(call)
 
     def keep(self, call: Call) -> Tensor | None:
         """What the weights of this call were multiplied with, `[N, H, L, S]`; `None` where nothing is dropped."""
@@ -115,13 +117,14 @@ class AttentionLayer(AttentionTaylor):
     @once
     def at(self, call: Call) -> Heads:
         """The heads."""
-        plain = evaluate_heads(call.options, call.inputs, call.params)
+        plain = evaluate_heads(call.options, call.inputs, call.params, of_kernel(call))
         return dataclasses.replace(plain, keep=self.keep(call))
 
     @once
     def merged(self, call: Call) -> Tensor:
         """The heads' output side by side: `[N, L, D]`."""
-        return merge_heads(self.at(call).z)
+        known = of_kernel(call)
+        return merge_heads(self.at(call).z if known is None else known.output)
 
     def columns_at_heads(self, call: Call, mat: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """From columns at the results to those at the heads' output `[V, N, H, L, d]` and weights `[V, N, H, L, S]`."""
@@ -142,11 +145,12 @@ class AttentionLayer(AttentionTaylor):
 
     def pull_in_pieces(self, call: Call, mat: Tensor) -> Pulled:
         """A few columns at a time, so that what is as large as the weights stays in the processor's cache."""
+        known = of_kernel(call) if len(mat) == 1 else None
+        if known is not None:  # then the weights are no result
+            return arrange(call, known.pull(split_heads(linear(mat, call.params["out_proj.weight"].T), known.count)))
         at = self.at(call)
-        whole = torch.is_grad_enabled() or mat.device.type != "cpu"
-        step = len(mat) if whole else PIECE // max(1, at.p.numel())
-        pieces = [arrange(call, at.pull(*self.columns_at_heads(call, part))) for part in mat.split(max(1, step))]
-        return beside(pieces)
+        step = len(mat) if torch.is_grad_enabled() or mat.device.type != "cpu" else PIECE // max(1, at.p.numel())
+        return beside([arrange(call, at.pull(*self.columns_at_heads(call, part))) for part in mat.split(max(1, step))])
 
     def tangent(self, call: Call, mats: Mapping[Wrt, Tensor]) -> Tangent:
         """Tangents at the heads from those of inputs, and of parameters before the heads."""
@@ -165,8 +169,7 @@ class AttentionLayer(AttentionTaylor):
             tz, tp = self.at(call).push(self.tangent(call, {wrt: mat}))
             parts[0] = linear(merge_heads(tz), call.params["out_proj.weight"])
             parts[1] = tp.mean(2) if call.options.averaged else tp
-        absent = [k for k in call.used if k not in parts]
-        parts |= {k: mat.new_zeros(mat.shape[0], call.batch_size, *call.used[k]) for k in absent}
+        parts |= {k: mat.new_zeros(mat.shape[0], call.batch_size, *call.used[k]) for k in call.used if k not in parts}
         return self.merge(call, parts)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:

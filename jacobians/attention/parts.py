@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.attention.attention import Heads, Triple, additive, split_heads
+from bpk.jacobians.attention.fused import Fused, kept_by_kernel
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import is_differentiated, linear
 from bpk.jacobians.core.series import add
@@ -55,8 +56,13 @@ def projection(params: Mapping[str, Tensor], role: int) -> tuple[Tensor, Tensor 
     return weight, None if bias is None else bias.chunk(3)[role]
 
 
-def evaluate_heads(settings: Settings, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Heads:
-    """The heads of one call, without dropout."""
+def evaluate_heads(
+    settings: Settings, inputs: Sequence[Tensor], params: Mapping[str, Tensor], known: Fused | None = None
+) -> Heads:
+    """The heads of one call, without dropout; queries, keys and values may be `known`."""
+    if known is not None:
+        return attend(settings, inputs, known.heads)
+    heads = settings.heads
     if "in_proj_weight" in params and not is_differentiated() and same(inputs[:3]):
         together, bias = linear(inputs[0], params["in_proj_weight"]), params.get("in_proj_bias")
         q, k, v = (together if bias is None else together.add_(bias)).chunk(3, -1)
@@ -66,7 +72,20 @@ def evaluate_heads(settings: Settings, inputs: Sequence[Tensor], params: Mapping
         k, v = append(k, params["bias_k"]), append(v, params["bias_v"])
     if settings.module.add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    q, k, v = (split_heads(x, settings.heads) for x in (q, k, v))
+    return attend(settings, inputs, (split_heads(q, heads), split_heads(k, heads), split_heads(v, heads)))
+
+
+def of_kernel(call: Call) -> Fused | None:
+    """A layer without dropout as torch's kernel has computed it, if it has."""
+    settings, width = call.options, call.inputs[0].shape[-1]
+    if settings.dropout or list(call.used) != [0]:
+        return None
+    return kept_by_kernel(call, settings.heads, settings.causal, (width // settings.heads) ** -0.5)
+
+
+def attend(settings: Settings, inputs: Sequence[Tensor], found: Triple) -> Heads:
+    """The heads, from queries, keys and values."""
+    q, k, v = found
     return Heads.attend(q, k, v, mask_at(settings, inputs, q), q.shape[-1] ** -0.5, not settings.weighted)
 
 

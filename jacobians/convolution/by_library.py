@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.numeric import ONE_BY_ONE, takes_onednn
+from bpk.jacobians.core.numeric import ONE_BY_ONE, can_take_onednn
 from bpk.jacobians.families.affine import Affine
 
 MANY = 128
@@ -30,7 +30,7 @@ class ByLibrary(Affine):
     def one_by_one(self, call: Call, mats: Sequence[Tensor]) -> Iterator[Tensor] | None:
         """The gradient `[*p]` of each sample, or `None` where products with patches are faster, or as fast."""
         x, single = call.inputs[0], len(mats) == len(mats[0]) == 1
-        if not (single and self.is_faster(call) and takes_onednn(x, mats[0], call.params["weight"])):
+        if not (single and self.is_faster(call) and can_take_onednn(x, mats[0], call.params["weight"])):
             return None
         return (self.gradient(call, mats[0][0, n : n + 1], x[n : n + 1]) for n in range(len(x)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpk.jacobians.core.numeric import CACHE, ONE_BY_ONE
+from bpk.jacobians.core.numeric import CACHE, go_one_by_one, has_wide_vectors
 
 FEW = 1 << 14
 """Fewer numbers than these in an output are not worth the question what a gradient costs."""
@@ -62,7 +62,7 @@ def by_grams(s: Size) -> float:
 
 def gradient(s: Size) -> float:
     """The sum of individual gradients as one product."""
-    return 0.012 * s.n * s.g * s.o * s.i * s.t
+    return multiplication(large=True) * s.n * s.g * s.o * s.i * s.t
 
 
 def adding_up(s: Size) -> float:
@@ -72,6 +72,10 @@ def adding_up(s: Size) -> float:
 
 def product(m: int, k: int, n: int) -> float:
     """One matrix product `[m, k] [k, n]` among several, and what is done with its entries."""
-    multiplications = m * k * n
-    onednn = multiplications >= ONE_BY_ONE
-    return 0.3 * m * n + (1.5e4 + 0.012 * multiplications if onednn else 250 + 0.023 * multiplications)
+    onednn = go_one_by_one(m * k * n)
+    return 0.3 * m * n + (1.5e4 if onednn else 250) + multiplication(onednn) * m * k * n
+
+
+def multiplication(large: bool) -> float:
+    """One multiplication of a matrix product; in large ones it takes less where vectors are wide."""
+    return 0.026 if not has_wide_vectors() else 0.012 if large else 0.023

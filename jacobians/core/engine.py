@@ -147,6 +147,28 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values, by torch's kernel for attention on processors.
+
+    If it goes: `jacobians/attention/fused.py` goes, too, and all that it does is computed from the weights.
+    """
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found: tuple[Tensor, Tensor, Tensor] = backward(
+        grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return found
+
+
 def add_to_all(totals: list[Tensor], parts: list[Tensor], weight: float) -> None:
     """`total += weight part` for each of several tensors. If it goes: one call for each, which takes longer."""
     torch._foreach_add_(totals, parts, alpha=weight)

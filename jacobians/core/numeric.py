@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -73,8 +74,7 @@ def chunks(total: int, size: int, device: torch.device) -> Iterator[slice]:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x weight^T` `[..., K], [M, K] -> [..., M]`.
 
-    Large products in float32 go to oneDNN, which torch uses for convolutions alone: it is twice as
-    fast as the default library on processors where that library does not use the widest vectors.
+    Large products in float32 go to oneDNN where it is faster, which torch uses for convolutions alone.
     """
     if x.numel() * weight.shape[0] < WORTH_ONEDNN or not takes_onednn(x, weight):
         return torch.nn.functional.linear(x, weight)
@@ -83,7 +83,22 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return onednn_linear(x, weight)
 
 
+@cache
+def has_wide_vectors() -> bool:
+    """Whether the processor has vectors of 512 bits.
+
+    On some of these the default library for matrix products does not use them, and oneDNN is twice as fast. On others
+    both take the same time, but for turned operands, where oneDNN takes up to twice as long.
+    """
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
 def takes_onednn(*operands: Tensor) -> bool:
+    """Whether oneDNN shall multiply these."""
+    return has_wide_vectors() and can_take_onednn(*operands)
+
+
+def can_take_onednn(*operands: Tensor) -> bool:
     """Whether oneDNN can multiply these."""
     return (
         all(x.dtype is torch.float32 and x.device.type == "cpu" for x in operands)
@@ -92,9 +107,14 @@ def takes_onednn(*operands: Tensor) -> bool:
     )
 
 
+def go_one_by_one(multiplications: int) -> bool:
+    """Whether products of a batch, each of so many multiplications, go to oneDNN one after the other."""
+    return multiplications >= ONE_BY_ONE and has_wide_vectors()
+
+
 def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     """`x_b y_b^T` for every `b`: `[B, M, K], [B, N, K] -> [B, M, N]`; large ones one after the other, by oneDNN."""
-    if x.shape[1:].numel() * y.shape[1] < ONE_BY_ONE or not takes_onednn(x, y):
+    if not (go_one_by_one(x.shape[1:].numel() * y.shape[1]) and takes_onednn(x, y)):
         return torch.bmm(x, y.mT) if out is None else torch.bmm(x, y.mT, out=out)
     if len(x) == 1 and out is None:
         return linear(x[0], y[0])[None]

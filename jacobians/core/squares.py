@@ -19,9 +19,9 @@ from bpk.jacobians.core.gemm import Empty, Patches, per_sample
 from bpk.jacobians.core.numeric import (
     CACHE,
     LARGE,
-    ONE_BY_ONE,
     at_once,
     chunks,
+    go_one_by_one,
     linear,
     products,
     squares_of_rows,
@@ -94,7 +94,7 @@ def _columns(blocks: Sequence[Tensor], width: int) -> Iterator[tuple[slice, int,
     """Samples, number of the first column, and columns `[v, B, G, O, T]`, as many as a buffer holds products of."""
     _, n, g, o, t = blocks[0].shape
     size, device, columns = g * o * max(width, t), blocks[0].device, sum(map(len, blocks))
-    alone = columns * o * width * t >= ONE_BY_ONE  # then several samples at once would be copied together
+    alone = go_one_by_one(columns * o * width * t)  # then several samples at once would be copied together
     for part in chunks(n, max(columns * size, CACHE if alone else 0), device):
         step, first = at_once((part.stop - part.start) * size, device), 0
         for group in grouped([piece for block in blocks for piece in block[:, part].split(step)], step):

@@ -105,9 +105,11 @@ class Affine(LinearInEach):
         return cost.gradient(size) > cost.adding_up(size)
 
     def adding_up(self, call: Call) -> squares.Shown:
-        """What adds up individual gradients of the weight, if somebody wants their sum and nobody knows it."""
-        add = call.summing("weight")
-        return None if add is None else lambda rows: add(self.as_weight(call, rows.sum(0)))
+        """What adds up individual gradients of the weight, if somebody wants their sum: into the first."""
+        add, sums = call.summing("weight"), call.sums
+        if add is None or sums is None:
+            return None
+        return lambda rows: add(self.as_weight(call, rows[0] if len(rows) == 1 and "weight" in sums else rows.sum(0)))
 
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
@@ -154,8 +156,7 @@ class Affine(LinearInEach):
         elif x is not None and not per_sample and not torch.is_grad_enabled():
             return times_squares(diag, x)
         elif self.positions(call) == 1 and not per_sample:
-            matrix = torch.einsum("ngot,ngit->goi", columns[0], self.patches(call).square())
-            return self.as_weight(call, matrix)
+            return self.as_weight(call, torch.einsum("ngot,ngit->goi", columns[0], self.patches(call).square()))
         else:
             width = self._matrix_shape(call)[2]
             found = gemm.per_sample(lambda some: self.patches(call, some).square(), columns, width, call.empty)
@@ -170,8 +171,7 @@ class Affine(LinearInEach):
         if param != "weight":
             return wide(self._over_positions(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        patches, shown = partial(self.patches, call), self.adding_up(call)
-        return squares.norm_squared(patches, columns, width, self.views(call), shown)
+        return squares.norm_squared(partial(self.patches, call), columns, width, self.views(call), self.adding_up(call))
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.

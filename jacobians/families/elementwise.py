@@ -67,6 +67,7 @@ class Elementwise(Pointwise):
         from_output: Declares that `f'(f(x)) = f'(x)` for every `x`, so that an in-place layer's output
             can stand in for the overwritten input.
         positive: Declares that `f` is defined for `x > 0` only (this concerns the default examples).
+        kernel: Torch's own `f'(x) m`, of a column `m`, `x` and the layer: it takes less time than the slope.
 
     >>> rule = Elementwise("x*sigmoid(x)", nn.SiLU)
     >>> call = Call.of(nn.SiLU(), torch.zeros(1, 2))
@@ -84,6 +85,7 @@ class Elementwise(Pointwise):
         examples: Sequence[Example] = (),
         from_output: bool = False,
         positive: bool = False,
+        kernel: Callable[[Tensor, Tensor, Options], Tensor] | None = None,
     ) -> None:
         super().__init__(*(modules or (function_layer(functions),)), functions=functions)
         if isinstance(expression, str) is bool(choose):
@@ -98,6 +100,7 @@ class Elementwise(Pointwise):
         self.choose = choose
         self.hyper = dict(hyper or {})
         self.from_output = from_output
+        self.kernel = kernel
         used = {name for text in self.expressions.values() for name in hyperparameters(text)}
         if unused := sorted(set(self.hyper) - used):
             raise RuleError(
@@ -179,10 +182,15 @@ class Elementwise(Pointwise):
         return super().jac_t_mat_prod(call, mat, wrt, sum_batch) if passed is None else passed
 
     def let_through(self, call: Call, mat: Tensor) -> Tensor | None:
-        """Columns times a slope of zeros and ones, in one step: no slope takes memory (`None`: it is not like that)."""
+        """Columns times a slope that need not be computed, in one step (`None`: it has to).
+
+        That is so where it is zeros and ones, and for a single column where torch has a kernel.
+        """
         x, opens_at = call.inputs[0], self.derivation(call.options).opens_at
-        if opens_at is None or is_differentiated() or mat.dtype is not x.dtype:
+        if is_differentiated() or mat.dtype is not x.dtype:
             return None
+        if opens_at is None:
+            return None if self.kernel is None or len(mat) != 1 else self.kernel(mat[0], x, call.options)[None]
         if call.spare is None:
             return torch.ops.aten.threshold_backward.default(mat, x, opens_at)
         out = call.empty(mat.shape, mat)

@@ -20,7 +20,7 @@ import bpk
 from bpk.extensions import BatchGrad, BatchL2Grad, ClippedGrad, DiagGGNMC, SumGradSquared, Variance
 from bpk.fields import awaited
 from bpk.jacobians.convolution.convolution import Conv
-from bpk.jacobians.core import cost
+from bpk.jacobians.core import cost, numeric
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.recording.graph.known_gradient import KnownGradient
 
@@ -176,6 +176,26 @@ def test_what_is_not_worth_it_is_left_to_autograd(monkeypatch: pytest.MonkeyPatc
     with bpk.backpack(BatchGrad()):
         layer(x).square().sum().backward()
     assert sevens.told
+
+
+@pytest.mark.parametrize("extension", [BatchL2Grad, SumGradSquared])
+@pytest.mark.parametrize("name", ["convolution", "linear, positions", "bilinear"])
+def test_rows_of_one_sample_at_a_time(name: str, extension: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem(name)
+    expected, loss_fn = plain_gradients(model, x, y), bpk.extend(nn.CrossEntropyLoss())
+    monkeypatch.setattr(numeric, "CACHE", 1)
+    monkeypatch.setattr(cost, "by_grams", lambda size: float("inf"))
+    bpk.extend(model)
+    with bpk.backpack(extension()):
+        loss_fn(model(x), y).backward()
+    same(model, expected)
+    found = [getattr(p, extension.field) for p in model.parameters()]
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(BatchGrad()):
+        loss_fn(model(x), y).backward()
+    for p, field in zip(model.parameters(), found, strict=True):
+        squares = p.grad_batch.square()
+        torch.testing.assert_close(field, squares.flatten(1).sum(1) if extension is BatchL2Grad else squares.sum(0))
 
 
 def used_twice(model: nn.Module, x: Tensor) -> Tensor:

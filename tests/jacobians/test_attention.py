@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.attention.attention import Heads
 from bpk.jacobians.attention.function import ScaledDotProductAttention
 from bpk.jacobians.attention.layer import AttentionLayer
 from bpk.jacobians.core.call import Call, Wrt
@@ -358,6 +359,21 @@ class SmallGPT(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         z = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
         return self.last((x + self.out(z[:, 0])).mean(1))
+
+
+@torch.no_grad()
+def test_the_function_pulls_columns_through_its_heads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, pull = list[int](), Heads.pull
+    monkeypatch.setattr(Heads, "pull", lambda self, *args: calls.append(1) or pull(self, *args))
+    call = Call.of(ScaledDotProductAttention(), draw(N, L, D), draw(N, S, D), draw(N, S, D))
+    found, mat = REGISTRY.find(ScaledDotProductAttention()), draw(2, N, L, D)
+    assert found is not None
+    first = [found.jac_t_mat_prod(call, mat, wrt) for wrt in range(3)]
+    assert len(calls) == 1
+    mat.mul_(2)  # these are others
+    for wrt, before in enumerate(first):
+        torch.testing.assert_close(found.jac_t_mat_prod(call, mat, wrt), 2 * before)
+    assert len(calls) == 2
 
 
 def test_function_through_the_converter() -> None:

@@ -103,6 +103,17 @@ def test_nan_gives_nan(rule: Elementwise, example: Example) -> None:
     assert value[0].isnan() and value[1].isfinite()
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if isinstance(rule, Elementwise) and rule.kernel])
+@torch.no_grad()
+def test_kernels_for_a_single_column(rule: Elementwise) -> None:
+    for example in rule.examples:
+        call = Call.of(example.build().double(), torch.tensor([KINKS[:12], FAR]).double())
+        mat = torch.randn(1, 2, 12, dtype=torch.float64)
+        assert rule.let_through(call, mat) is not None and rule.let_through(call, torch.cat([mat, mat])) is None
+        for product in (rule.jac_t_mat_prod, rule.jac_mat_prod):
+            torch.testing.assert_close(product(call, mat), mat * rule.slope(call))
+
+
 def test_every_activation_of_torch_has_a_rule() -> None:
     for name in set(torch.nn.modules.activation.__all__) - {"MultiheadAttention"}:
         assert REGISTRY.find(getattr(nn, name)) is not None, name

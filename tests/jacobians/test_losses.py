@@ -13,7 +13,7 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.losses.pointwise import PointwiseLoss
-from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
+from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy, draw
 from bpk.rules.losses import RULES
 
 CASES = [pytest.param(rule, e, id=f"{i}-{e}"[:70]) for rule in RULES for i, e in enumerate(rule.examples)]
@@ -218,6 +218,14 @@ def test_cross_entropy_of_targets_in_bytes() -> None:
     rule = rule_of(loss)
     expected = rule.sqrt_hessian(call_of(loss, x, y))
     torch.testing.assert_close(rule.sqrt_hessian(call_of(loss, x, y.byte())), expected)
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+def test_cross_entropy_draws_no_class_without_probability(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *shape, dtype: torch.full(shape, number, dtype=dtype))
+    p = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [torch.nan] * 5, [1.0, 0.0, 0.0, 0.0, 0.0]])
+    drawn = draw(p, 2)
+    assert drawn.shape == (3, 2) and p[[0, 2]].gather(1, drawn[[0, 2]]).min() > 0 and drawn.max() < 5
 
 
 def test_cross_entropy_columns_by_position() -> None:

@@ -12,6 +12,7 @@ from bpk.jacobians.core import numeric
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORTH_ONEDNN", "ONE_BY_ONE", "LARGE"):
         monkeypatch.setattr(numeric, name, 0)
+    monkeypatch.setattr(numeric, "has_wide_vectors", lambda: True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -26,6 +27,14 @@ def test_products(dtype: torch.dtype) -> None:
         out = torch.empty_like(expected)
         assert numeric.products(x[:some], y[:some], out) is out
         torch.testing.assert_close(out, expected)
+
+
+@torch.no_grad()
+def test_onednn_multiplies_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 3)
+    for wide in (True, False):
+        monkeypatch.setattr(numeric, "has_wide_vectors", lambda wide=wide: wide)
+        assert numeric.takes_onednn(x) is (wide and numeric.can_take_onednn(x))
 
 
 def test_products_are_differentiated_where_logarithms_of_a_gradient_have_derivatives() -> None:

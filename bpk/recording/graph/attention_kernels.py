@@ -7,8 +7,8 @@ it, and the rule of the function serves it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Collection, Sequence
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from bpk.jacobians.attention.function import ScaledDotProductAttention
 from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ownership import can_be_written_down, give
@@ -62,6 +63,28 @@ def names_of_call(node: Node) -> tuple[str, ...]:
         return ()
     wanted, names = (*TENSORS, *OPTIONS, *masks), engine.saved_names(type(node))
     return () if names - OTHER != set(wanted) else wanted
+
+
+class SavedInside:
+    """Looks up what autograd has kept of a call: at the node of its output, else at the only fused attention inside.
+
+    Args:
+        node: That of the output.
+        ends: Those of the inputs, which belong to other calls.
+    """
+
+    def __init__(self, node: Node, ends: Collection[Node | None]) -> None:
+        self.node, self.ends = node, ends
+
+    @cached_property
+    def kernel(self) -> Node | None:
+        """The fused attention."""
+        found = [node for node in between(self.node, self.ends.__contains__) if names_of_call(node)]
+        return found[0] if len(found) == 1 else None
+
+    def __call__(self, name: str) -> Tensor | None:
+        kept = engine.saved_tensor(self.node, name)
+        return kept if kept is not None or self.kernel is None else engine.saved_tensor(self.kernel, name)
 
 
 def misread(module: FusedAttention, inputs: Sequence[Tensor], mask: Tensor, output: Tensor) -> bool:
