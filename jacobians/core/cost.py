@@ -66,8 +66,8 @@ def gradient(s: Size) -> float:
 
 
 def adding_up(s: Size) -> float:
-    """The same from individual gradients that are there."""
-    return 1e5 + 0.3 * s.n * s.g * s.o * s.i
+    """The same from individual gradients that are there, and telling autograd of it."""
+    return 2.5e5 + 0.3 * s.n * s.g * s.o * s.i
 
 
 def product(m: int, k: int, n: int) -> float:
