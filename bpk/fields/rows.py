@@ -61,8 +61,7 @@ class Rows:
     ) -> None:
         self.param = param
         self.batch_size = batch_size
-        self.keeps_rows = keeps_rows
-        self.keeps_samples = keeps_samples
+        self.keeps_rows, self.keeps_samples = keeps_rows, keeps_samples
         self.loss_scale = loss_scale
         self.uses: list[Use] = []
         self._memo: dict[Hashable, Any] = {}

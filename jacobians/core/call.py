@@ -101,21 +101,17 @@ class Call:
     def room(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
         """The spare memory, where a result fits in that has the dtype and the device of `like`.
 
-        In the input products of layers without parameters, the spare memory may be that of the columns themselves:
-        an elementwise rule may overwrite them, others must not ask for memory before they have read all of them.
-
-        On processors new memory costs up to ten times more than writing to memory that is in use already.
+        In the input products of layers without parameters, it may be that of the columns: an elementwise rule
+        may overwrite them, others must have read all of them. (New memory costs up to ten times more than used one.)
         """
         spare, self.spare = self.spare, None
-        if spare is None or spare.numel() != prod(shape):
+        if spare is None or spare.numel() != prod(shape) or (spare.dtype, spare.device) != (like.dtype, like.device):
             return None
-        fits = spare.dtype is like.dtype and spare.device == like.device
-        return spare.view(torch.Size(shape)) if fits else None
+        return spare.view(torch.Size(shape))
 
     def take(self, rows: int, like: Tensor) -> Tensor | None:
         """Spare memory for a matrix `[rows, rows]`, if there is some."""
-        spares = self.spares or []
-        for k, spare in enumerate(spares):
+        for k, spare in enumerate(spares := self.spares or []):
             if spare.numel() == rows * rows and (spare.dtype, spare.device) == (like.dtype, like.device):
                 return spares.pop(k).resize_(rows, rows)  # no view, which would keep another tensor alive
         return None
