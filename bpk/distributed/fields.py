@@ -14,7 +14,7 @@ from bpk.distributed.rows import rows_of_all
 from bpk.distributed.statistics import Statistics, objects, over_processes, together
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows, Size
-from bpk.fields.local import SLOT, Local, Noted
+from bpk.fields.local import Local, Noted, known_of, put
 from bpk.jacobians.core.errors import explain
 
 
@@ -65,17 +65,16 @@ def all_reduce(
         rule = rules[field]
         for name, known in by_name.items():
             assert size is not None
-            parts = known.parts if known.parts is not None else {"": vars(params[name])[field]}
-            scaled = rule.scaled(parts, size)
+            scaled = rule.scaled(known.adding_up(vars(params[name])[field]), size)
             if isinstance(rule, Rows):
-                put(params[name], field, rule.whole(scaled, whole), known.noted)
+                put(params[name], field, rule.whole(scaled, whole), Local(known.noted, done=True))
             else:
                 mine.setdefault(field, {})[name] = scaled
     sums = {field: rule for field, rule in rules.items() if not isinstance(rule, Rows)}
     noted = noted_of(local) or Noted()
     for field, found in over_processes(sums, mine, sizes, next(iter(params.values())).device, group).items():
         for name, total in found.items():
-            put(params[name], field, rules[field].whole(total, whole), noted)
+            put(params[name], field, rules[field].whole(total, whole), Local(noted, done=True))
 
 
 def gather(
@@ -125,8 +124,7 @@ def gather(
         for name, known in by_name.items():
             rule, rows = rules[field], vars(params[name])[field]
             assert size is not None
-            given = known.parts if known.parts is not None else {"": rows}
-            rows = rows if known.done else rule.whole(rule.scaled(given, size), whole)
+            rows = rows if known.done else rule.whole(rule.scaled(known.adding_up(rows), size), whole)
             for number, part in enumerate(rows if isinstance(rows, list) else [rows]):
                 mine[field, name, number] = part.movedim(rule.axis, 0)
     count = 0 if size is None else size.samples
@@ -136,15 +134,6 @@ def gather(
         values.setdefault((field, name), {})[str(number)] = torch.cat(parts).movedim(0, rules[field].axis)
     for (field, name), value in values.items():
         put(params[name], field, rules[field].field(value), None)
-
-
-def put(param: Tensor, field: str, value: Any, noted: Noted | None) -> None:
-    """Replace a field; `noted`: rows of it may still be gathered."""
-    vars(param)[field] = value.to(param.dtype) if isinstance(value, Tensor) else value
-    slot = vars(param).setdefault(SLOT, {})
-    slot.pop(field, None)
-    if noted is not None:
-        slot[field] = Local(noted, done=True)
 
 
 def rule_of(
@@ -174,7 +163,7 @@ def local_of(model: nn.Module, rules: Any, gathers: bool = False) -> dict[str, d
         for field in rules:
             if field not in vars(param):
                 continue
-            known = vars(param).get(SLOT, {}).get(field)
+            known = known_of(param, field)
             if known is None or (known.done and not gathers):
                 raise RuntimeError(
                     explain(

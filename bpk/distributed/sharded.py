@@ -75,7 +75,7 @@ class Sharded:
                 shard, full = known[name]
                 assert size is not None
                 value = vars(full).pop(field)
-                scaled = rule.scaled(one.parts if one.parts is not None else {"": value}, size)
+                scaled = rule.scaled(one.adding_up(value), size)
                 if isinstance(rule, Rows):
                     rows = rule.whole(scaled, every)
                     vars(shard)[field] = rows if isinstance(rows, list) else rows.to(shard.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -51,6 +52,25 @@ class Local:
     noted: Noted
     parts: dict[str, Tensor] | None = None
     done: bool = False
+
+    def adding_up(self, value: Any) -> dict[str, Any]:
+        """What adds up, where the field has this value."""
+        return {"": value} if self.parts is None else self.parts
+
+
+def known_of(param: Tensor, field: str) -> Local | None:
+    """What a parameter keeps of a field."""
+    known: Local | None = vars(param).get(SLOT, {}).get(field)
+    return known
+
+
+def put(param: Tensor, field: str, value: Any, known: Local | None) -> None:
+    """Replace a field, and what there is to know of it."""
+    vars(param)[field] = value.to(param.dtype) if isinstance(value, Tensor) else value
+    slot = vars(param).setdefault(SLOT, {})
+    slot.pop(field, None)
+    if known is not None:
+        slot[field] = known
 
 
 def mark(param: Tensor, name: str, noted: Noted, state: ParameterState | None) -> None:

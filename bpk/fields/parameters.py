@@ -175,13 +175,13 @@ class Parameters:
                     self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
         if state.uses and not waiting:
             state.uses, state.gradients = {}, []
-            if self.when_done is not None:
-                self.announce(state, self.when_done)
+            self.announce(state)
 
-    def announce(self, state: ParameterState, when_done: Callable[[nn.Module], None]) -> None:
+    def announce(self, state: ParameterState) -> None:
         """Tell of the modules of a parameter that is final."""
-        for module in state.modules:
-            when_done(module)
+        if self.when_done is not None:
+            for module in state.modules:
+                self.when_done(module)
 
     def finish_all(self) -> None:
         """The backward pass is over: nothing more will come, and totals are known."""
@@ -190,9 +190,8 @@ class Parameters:
         last = [self.states[id(param)] for param in self.totals.params]
         for param, name, value in self.totals.values():
             self.save(param, name, value)
-        if self.when_done is not None:
-            for state in last:
-                self.announce(state, self.when_done)
+        for state in last:
+            self.announce(state)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import Parts, Size, Sums
-from bpk.fields.local import SLOT, Local, Noted
+from bpk.fields.local import Local, Noted, known_of, put
 
 
 class Passes:
@@ -45,10 +45,10 @@ class Passes:
         now: dict[Tensor, tuple[Parts, Size]] = {}
         names: dict[Tensor, str] = {}
         for name, p in self.model.named_parameters():
-            known = vars(p).get(SLOT, {}).get(field)
+            known = known_of(p, field)
             names[p] = name
             if known is not None and known.noted is noted:
-                now[p] = known.parts if known.parts is not None else {"": vars(p)[field]}, size
+                now[p] = known.adding_up(vars(p)[field]), size
         if not self.parts:
             self.parts, self.noted = now, noted
             return
@@ -56,9 +56,8 @@ class Passes:
         for param in {**self.parts, **now}:
             pairs = [known[param] for known in (self.parts, now) if param in known]
             value, self.parts[param] = self.added(names[param], pairs)
-            vars(param)[field] = value.to(param.dtype) if isinstance(value, Tensor) else value
             parts = self.parts[param][0]
-            vars(param).setdefault(SLOT, {})[field] = Local(self.noted, None if "" in parts else parts)
+            put(param, field, value, Local(self.noted, None if "" in parts else parts))
 
     def added(self, name: str, pairs: list[tuple[Parts, Size]]) -> tuple[Any, tuple[Parts, Size]]:
         """The field of one or two parts together, their parts, and how large they are."""

@@ -23,6 +23,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.hooks import RemovableHandle
 
+from bpk.jacobians.core.engine import ACCUMULATE as ACCUMULATE
 from bpk.jacobians.core.engine import GLOBAL_FORWARD_HOOKS as GLOBAL_FORWARD_HOOKS
 from bpk.jacobians.core.engine import SAVED
 from bpk.jacobians.core.engine import is_transformed as is_transformed
@@ -52,13 +53,9 @@ ENTRIES = (
     "torch.ones(1, requires_grad=True).exp().grad_fn._saved_result",
     "torch.ones(1, requires_grad=True).exp().grad_fn._raw_saved_result",
     "torch.ones(1, requires_grad=True).exp().grad_fn._raw_saved_result.unpack_hook",
-    "torch.ones(1, requires_grad=True).exp().grad_fn.next_functions[0][0].variable",
     "super(torch.autograd.Function, torch.autograd.Function).apply",
 )
 """What this file uses."""
-
-ACCUMULATE = "torch::autograd::AccumulateGrad"
-"""What a node is called that collects the gradient of a leaf."""
 
 current_task = torch._C._current_graph_task_id
 """Identifies the running backward pass (-1 outside of one). If it goes: a mark that the first hook of a pass sets, and

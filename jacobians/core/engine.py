@@ -30,7 +30,9 @@ ENTRIES = (
     "torch.autograd.variable.Variable._execution_engine.run_backward",
     "torch._vmap_internals._vmap",
     "torch._foreach_add_",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.ops.mkldnn._linear_pointwise",
+    "torch.ones(1, requires_grad=True).exp().grad_fn.next_functions[0][0].variable",
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
     "torch.nn.modules.module._global_forward_hooks.move_to_end",
@@ -89,9 +91,13 @@ def is_checkpointed(node: Node, name: str) -> bool:
     return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
 
 
-def leaf_at(node: Node | None) -> Tensor | None:
-    """The tensor in whose `.grad` a node adds up, if it does that. If it goes: none is found."""
-    return getattr(node, "variable", None)
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+"""What a node is called that collects the gradient of a leaf."""
+
+
+def leaf_of(node: Node | None) -> Tensor | None:
+    """The leaf whose gradient a node accumulates. If it goes: none is found."""
+    return node.variable if node is not None and node.name() == ACCUMULATE else None  # type: ignore[attr-defined]
 
 
 def untraced(hook: H) -> H:

@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.engine import is_checkpointed, leaf_at, saved
+from bpk.jacobians.core.engine import is_checkpointed, leaf_of, saved
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 
 FUSED = "WeightNormInterfaceBackward0"
@@ -52,7 +52,7 @@ def operand(node: Node, name: str, place: int) -> Tensor:
     if not is_checkpointed(node, name):
         kept: Tensor = saved(node, name)
         return kept
-    leaf = leaf_at(node.next_functions[place][0])
+    leaf = leaf_of(node.next_functions[place][0])
     if leaf is None:
         raise UnsupportedLayer(
             explain(

@@ -53,6 +53,15 @@ def fields(model: nn.Module, x: Tensor, y: Tensor) -> tuple[dict[str, list[Tenso
     return {n: [*p.kflr, p.diag_ggn_exact] for n, p in named.items()}, {n: p.grad for n, p in named.items()}
 
 
+def columns(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """By parameter, columns whose squares add up to the GGN `[columns, entries]`, and the gradient."""
+    other = bpk.extend(copy.deepcopy(model))
+    other.zero_grad()
+    with bpk.backpack(bpk.extensions.SqrtGGNExact()):
+        loss_of(other(x), y).backward()
+    return {n: (p.sqrt_ggn_exact.flatten(2).flatten(0, 1), p.grad) for n, p in other.named_parameters()}
+
+
 def dense_solve(make: Make, curvature: list[Tensor], gradient: Tensor, damping: float = 0.1) -> Tensor:
     """What a step must make of a gradient."""
     if make is diagonal:
@@ -103,14 +112,11 @@ def test_ekfac_has_the_diagonal_of_the_mean_ggn_in_its_basis(tied: bool) -> None
     bases: dict[str, Tensor] = {}
     for step in range(4):
         x, y = data()
-        other = bpk.extend(copy.deepcopy(model))
-        other.zero_grad()
-        with bpk.backpack(bpk.extensions.SqrtGGNExact()):
-            loss_of(other(x), y).backward()
+        known = columns(model, x, y)
         decay = min(0.6, 1 - 1 / (step + 1))
         take_step(model, preconditioner, x, y)
-        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-            rows = q.sqrt_ggn_exact.flatten(2).flatten(0, 1)
+        for name, p in model.named_parameters():
+            rows, gradient = known[name]
             basis = kfacs_to_mat(preconditioner.moments.bases[p])
             seen = bases.get(name, basis)  # in which this step's moments were taken
             moments = (rows @ seen).square().sum(0)
@@ -118,7 +124,7 @@ def test_ekfac_has_the_diagonal_of_the_mean_ggn_in_its_basis(tied: bool) -> None
                 moments = decay * means[name] + (1 - decay) * moments
             matrix = seen * moments @ seen.T
             means[name], bases[name] = (basis.T @ matrix @ basis).diagonal(), basis
-            want = basis @ ((basis.T @ q.grad.flatten()) / (means[name] + 0.1))
+            want = basis @ ((basis.T @ gradient.flatten()) / (means[name] + 0.1))
             torch.testing.assert_close(p.grad.flatten(), want)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.engine import leaf_of as leaf_of
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name, words
@@ -88,11 +89,6 @@ def weight_of_product(node: Node) -> Tensor | None:
     if above is not None and function_name(above) == "T":
         above = above.next_functions[0][0]
     return leaf_of(above)
-
-
-def leaf_of(node: Node | None) -> Tensor | None:
-    """The leaf whose gradient a node accumulates."""
-    return node.variable if node is not None and node.name() == engine.ACCUMULATE else None  # type: ignore[attr-defined]
 
 
 def is_of_leaves(node: Node | None) -> bool:
