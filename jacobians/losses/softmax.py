@@ -129,14 +129,19 @@ class SoftmaxCrossEntropy(Loss):
         log_p, weight = self._softmax(call)
         p = log_p.exp()
         v = mat.reshape(mat.shape[0], *p.shape)
+        likely = p.argmax(1, keepdim=True).expand(len(v), -1, -1, -1)
+        v = v - v.gather(
+            2, likely
+        )  # no change to H v, which is small where p is close to 1, and so must be what is summed
         return (p * weight[:, None] * (v - (p * v).sum(2, keepdim=True))).reshape(mat.shape).to(mat.dtype)
 
     def sum_hessian(self, call: Call) -> Tensor:
         x = call.inputs[0]
         log_p, weight = self._softmax(call)
         p = log_p.exp()
-        scaled = p * weight[:, None]
-        blocks = scaled.sum(0).T.diag_embed() - torch.einsum("ncp,ndp->pcd", scaled, p)  # [P, C, C]
+        coupled = torch.einsum("ncp,ndp->pcd", p * weight[:, None], p)  # [P, C, C]
+        coupled = coupled.tril(-1) + coupled.triu(1)
+        blocks = coupled.sum(2).diag_embed() - coupled  # rows sum to 0: p (1 - p), right also where p is close to 1
         size = x.shape[1:].numel()
         return blocks.permute(1, 2, 0).diag_embed().transpose(1, 2).reshape(size, size).to(x.dtype)
 

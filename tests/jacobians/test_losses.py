@@ -248,6 +248,23 @@ def test_cross_entropy_is_stable(logits: list[float]) -> None:
         assert torch.autograd.grad(result.sum(), x, retain_graph=True)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [8.0, 14.0, 20.0])
+def test_cross_entropy_of_sure_predictions(gap: float, dtype: torch.dtype) -> None:
+    """Where one probability is nearly 1, the Hessian is what the others leave: it is no difference of large numbers."""
+    x = torch.tensor([[gap, 0.0, 0.5], [0.3, gap, 0.0]], dtype=dtype)
+    p = x.double().softmax(1)
+    each = torch.einsum("nc,nd->ncd", p, p) * ~torch.eye(3, dtype=torch.bool)
+    exact = (each.sum(2).diag_embed() - each).to(dtype)
+    call = call_of(nn.CrossEntropyLoss(reduction="sum"), x, torch.tensor([0, 2]))
+    torch.testing.assert_close(CE.sum_hessian(call), exact.sum(0), rtol=1e-5, atol=0.0)
+    vectors = torch.randn(4, 2, 3, dtype=dtype)
+    found = CE.hessian_mat_prod(call, vectors)
+    torch.testing.assert_close(
+        found, torch.einsum("ncd,vnd->vnc", exact, vectors), rtol=1e-5, atol=1e-5 * float(exact.max())
+    )
+
+
 def test_infinite_logits_stay_in_their_sample() -> None:
     x = torch.tensor([[torch.inf, 0.0], [1.0, 0.0]])
     call = call_of(nn.CrossEntropyLoss(), x, torch.tensor([0, 1]))
