@@ -130,9 +130,7 @@ class SoftmaxCrossEntropy(Loss):
         p = log_p.exp()
         v = mat.reshape(mat.shape[0], *p.shape)
         likely = p.argmax(1, keepdim=True).expand(len(v), -1, -1, -1)
-        v = v - v.gather(
-            2, likely
-        )  # no change to H v, which is small where p is close to 1, and so must be what is summed
+        v = v - v.gather(2, likely)  # H maps constants to 0, and its product is no small difference of large numbers
         return (p * weight[:, None] * (v - (p * v).sum(2, keepdim=True))).reshape(mat.shape).to(mat.dtype)
 
     def sum_hessian(self, call: Call) -> Tensor:
