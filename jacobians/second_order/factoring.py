@@ -18,6 +18,9 @@ from bpk.jacobians.second_order.structure import Couplings, Product, components,
 BALANCE = 4
 """How many times rows are scaled by the root of their largest entry; a ratio is then its 16th root."""
 
+ROUNDINGS = 4
+"""Up to so many roundings of the largest eigenvalue, in the type of a matrix, another one is zero."""
+
 LARGE = 48
 """From how many rows a matrix is looked at for blocks before it is decomposed."""
 
@@ -26,15 +29,16 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     """Eigendecompose symmetric matrices `[N, D, D]` into columns `[K, N, D]` and signs `[K, N]`.
 
     Columns that are zero up to rounding, which is that of the largest eigenvalue, are left out, so that `K` is the
-    largest rank. A matrix with NaN or infinite entries gives NaN columns; it leaves the other samples alone, and so
-    does one of zeros, also in derivatives. Columns that are `balanced` are no eigenvectors, but those of the matrix
-    whose rows have been scaled to about the same size (Ruiz, 2001), scaled back: rounding is that of each row then.
+    largest rank; double precision tells these from small ones. A matrix with NaN or infinite entries gives NaN columns;
+    it leaves the other samples alone, and so does one of zeros, also in derivatives. Columns that are `balanced` are no
+    eigenvectors, but those of the matrix whose rows have been scaled to about the same size (Ruiz, 2001), scaled back:
+    rounding is that of each row then.
     """
     seen = used_rows(dense)
     if seen is not None:
         columns, signs = factor(dense[:, seen[:, None], seen], balanced)
         return columns.new_zeros(*columns.shape[:2], dense.shape[1]).index_copy(2, seen, columns), signs
-    symmetric = wide((dense + dense.transpose(1, 2)) / 2)
+    symmetric = ((dense + dense.transpose(1, 2)) / 2).double()
     scale = None
     if balanced and not is_differentiated() and symmetric.numel():
         scale = symmetric.new_ones(symmetric.shape[:2])
@@ -46,7 +50,7 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
     distinct = torch.arange(1, symmetric.shape[1] + 1).diag().to(symmetric)  # its eigenvectors have derivatives
     values, basis = block_by_block(torch.where(regular[..., None], symmetric, distinct))
     size = values.abs()
-    rounding = 4 * torch.finfo(values.dtype).eps * size.shape[1]
+    rounding = ROUNDINGS * torch.finfo(wide(dense[:0]).dtype).eps
     kept = regular & (size > rounding * (size.amax(1, keepdim=True) if size.numel() else size))
     roots, signs = torch.where(kept, torch.where(kept, size, 1.0).sqrt(), 0.0), torch.where(kept, values.sign(), 0.0)
     if not is_differentiated() and values.numel():

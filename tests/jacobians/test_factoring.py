@@ -51,6 +51,18 @@ def test_columns_of_blocks_are_those_of_the_matrix(
 
 
 @torch.no_grad()
+def test_what_is_small_in_single_precision_is_no_rounding() -> None:
+    """Eigenvalues of 1e-5 times the largest one: as many columns as there are of them, and nothing is lost."""
+    basis = torch.linalg.qr(torch.randn(N, 64, 64, dtype=torch.float64)).Q
+    sizes = torch.cat([torch.ones(1), 1e-5 * torch.linspace(-1.0, 1.0, 20), torch.zeros(43)]).double()
+    dense = basis * sizes @ basis.mT
+    columns, signs = factor(dense.float())
+    assert len(columns) == 21
+    whole = torch.einsum("kn,kni,knj->nij", signs.double(), columns.double(), columns.double())
+    torch.testing.assert_close(whole, dense, rtol=0.0, atol=3e-7)
+
+
+@torch.no_grad()
 def test_a_sample_alone_may_join_blocks_or_be_broken() -> None:
     dense = blocks([30, 30], 0)
     dense[1] = blocks([60], 0)[1]

@@ -238,9 +238,9 @@ class Words(nn.Module):
 class Tagger(nn.Module):
     """A prediction for every step."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, width: int = 3) -> None:
         super().__init__()
-        self.layer, self.last = layer, nn.Linear(3, 2)
+        self.layer, self.last = layer, nn.Linear(width, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.layer(x)[0]).transpose(1, 2)
@@ -260,6 +260,20 @@ def test_subsampling() -> None:
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad_batch, ref.grad_batch(name)[[2, 0]])
         torch.testing.assert_close(p.diag_ggn_exact_batch, ref.diag_ggn_batch(name)[[2, 0]])
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_hessian_diagonals_in_single_precision(layer: Any) -> None:
+    """Their many small residuals are not taken for rounding."""
+    model, x, y = Tagger(layer(6, 8, batch_first=True), 8), torch.randn(8, 5, 6), torch.randint(2, (8, 5))
+    found = []
+    for dtype in (torch.float32, F64):
+        copied, lossfunc = bpk.extend(copy.deepcopy(model).to(dtype)), bpk.extend(nn.CrossEntropyLoss())
+        with bpk.backpack(E.DiagHessian()):
+            lossfunc(copied(x.to(dtype)), y).backward()
+        found.append([p.diag_h.double() for p in copied.parameters()])
+    for single, double in zip(*found, strict=True):
+        assert (single - double).norm() < 3e-6 * double.norm()
 
 
 def test_gradient_of_the_variance() -> None:
