@@ -3,7 +3,8 @@
     python -m tests.random_networks.named_axes --count 400 --seed 0
 
 draws permutations (of data and of features, as views and as copies), layers on merged axes, positions along an axis,
-layers and functions that mix an axis, and rows of the loss in any order. Compared as in `axes.py`.
+layers and functions that mix an axis, rows of the loss in any order, and other sizes in later passes. Compared as in
+`axes.py`.
 """
 
 from __future__ import annotations
@@ -168,15 +169,28 @@ class Model(nn.Module):
         )
 
 
+def sizes_of_passes(seed: int, program: Sequence[Step], sizes: dict[str, int]) -> list[dict[str, int]]:
+    """The sizes of axes in each pass: twice the same, then others, where no layer depends on them."""
+    r = random.Random(seed)
+    fixed = {axis for kind, axis, _ in program if kind in ("over", "embedding", "parameter", "network")}
+
+    def others() -> dict[str, int]:
+        new = {axis: size if axis in fixed else r.choice([2, 3, 4, 5]) for axis, size in sizes.items()}
+        return {axis: new["n"] if axis not in fixed and r.random() < 0.2 else size for axis, size in new.items()}
+
+    return [sizes, sizes, others(), others()]
+
+
 def wrong(seed: int) -> list[str]:
-    """What is wrong in two passes of the program of a seed, the second one with other data."""
+    """What is wrong in passes of the program of a seed, each with other data."""
     torch.manual_seed(seed)
-    model = bpk.extend(Model(*draw(seed)).double())
-    loss_fn = bpk.extend(nn.CrossEntropyLoss())
-    shape, found = tuple(model.sizes.values()), list[str]()
-    for _ in range(2):
-        x = torch.randint(WORDS, shape) if model.words else torch.randn(*shape, ENTRIES).double()
-        found += missing_or_wrong(model, loss_fn, x, model.sizes["n"])
+    program, sizes, words = draw(seed)
+    model = bpk.extend(Model(program, sizes, words).double())
+    loss_fn, found = bpk.extend(nn.CrossEntropyLoss()), list[str]()
+    for number, model.sizes in enumerate(sizes_of_passes(seed, program, sizes)):
+        shape = tuple(model.sizes.values())
+        x = torch.randint(WORDS, shape) if words else torch.randn(*shape, ENTRIES).double()
+        found += [f"pass {number}, {model.sizes}: {w}" for w in missing_or_wrong(model, loss_fn, x, model.sizes["n"])]
     return found
 
 

@@ -1,8 +1,8 @@
 """What was found out about the samples of a graph, for the next pass over a graph of the same form.
 
 To look for samples takes several gradients, so what was found is remembered, in one of two ways. It is *proven* if it
-follows from the form of the graph alone, whatever the values are (`dependence.py`): then it is used as it is. Otherwise
-it is a guess, and tested in every pass.
+follows from the form of the graph alone, whatever the values are (`proofs.py`): then it is used as it is, and carried
+over to graphs of other sizes. Otherwise it is a guess, and tested in every pass.
 
 The form has all that a proof depends on: the layers, their mode, the shapes they see, how calls are connected, and
 of the functions in between their names, shapes, connections and those attributes that say what goes where.
@@ -11,18 +11,19 @@ of the functions in between their names, shapes, connections and those attribute
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.plan.dependence import reached_entries, relevant_attributes
+from bpk.plan.dependence import relevant_attributes
 from bpk.plan.graph import Source
 from bpk.plan.samples.decoding import all_different
+from bpk.plan.samples.other_sizes import Arrangement, arrangement_of, without_sizes
 from bpk.plan.samples.probing import send_back, tolerance_of
 from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
@@ -31,11 +32,10 @@ from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
+T = TypeVar("T")
+
 MOST = 16
 """How many forms of graphs are remembered for a loss."""
-
-ROUNDING = 1e-9
-"""Of ratios in double precision that are equal."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +57,47 @@ class Form:
 FORMS: WeakKeyDictionary[nn.Module, dict[Hashable, Form]] = WeakKeyDictionary()
 """By the module of the root, and by the form of the graph behind it; the last one used comes last."""
 
+ARRANGED: WeakKeyDictionary[nn.Module, dict[Hashable, Arrangement]] = WeakKeyDictionary()
+"""Of what is proven, by the form without sizes."""
+
 
 def recall(root: Record, form: Hashable) -> Form | None:
     """What is known of a graph of this form."""
-    known = FORMS.get(root.module, {})
-    if form in known:
-        known[form] = known.pop(form)
-    return known.get(form)
+    return last_used(FORMS, root, form)
 
 
-def remember(root: Record, form: Hashable, found: Form) -> None:
-    """Keep what was found out, and drop what belongs to modules that are gone, or was not used for long."""
-    known = FORMS.setdefault(root.module, {})
-    known[form] = found
-    for other in [key for key in known if not is_alive(key)] + list(known)[:-MOST]:
+def recall_of_other_sizes(root: Record, form: Hashable) -> Arrangement | None:
+    """What is known of graphs of this form in other sizes."""
+    return last_used(ARRANGED, root, without_sizes(form)) if root.module in ARRANGED else None
+
+
+def last_used(kept: Mapping[nn.Module, dict[Hashable, T]], root: Record, key: Hashable) -> T | None:
+    """What is kept of a root, which is the last one used then."""
+    known = kept.get(root.module, {})
+    if key in known:
+        known[key] = known.pop(key)
+    return known.get(key)
+
+
+def remember(root: Record, form: Hashable, found: Form, records: Sequence[Record] = ()) -> None:
+    """Keep what was found out; also for other sizes, if that was of these `records` alone."""
+    keep(FORMS, root, form, found)
+    arranged = arrangement_of(records, found.axes, found.n, found.rows[-1]) if found.proven and records else None
+    if arranged is not None:
+        keep(ARRANGED, root, without_sizes(form), arranged)
+
+
+def keep(kept: MutableMapping[nn.Module, dict[Hashable, T]], root: Record, key: Hashable, found: T) -> None:
+    """Keep something, and drop what belongs to modules that are gone, or was not used for long."""
+    known = kept.setdefault(root.module, {})
+    known[key] = found
+    for other in [form for form in known if not is_alive(form)] + list(known)[:-MOST]:
         known.pop(other, None)
 
 
 def is_alive(form: Any) -> bool:
     """Whether all modules of a form still exist."""
-    return all(call[0]() is not None for call in form[1])
+    return all(call[0]() is not None for call in form[-1])
 
 
 def form_of(records: Sequence[Record], sources: Sources, *details: Hashable) -> Hashable:
@@ -125,75 +146,6 @@ def form_of_stretch(end: Edge, source: Source) -> Hashable:
             connected += (numbers.get(above, ends.get((above, nr))), nr)
         form.append((kind, engine.output_shapes(node), read and read(node), *connected))
     return end[1], tuple(form)
-
-
-# ---- proofs ------------------------------------------------------------------------------------------
-def prove(
-    root: Record, above: list[Record], sources: Sources, n: int, found: dict[Record, Tensor]
-) -> list[Tensor | None] | None:
-    """The sample of each row of every call, the root's last, as it follows from the form alone.
-
-    Returns:
-        `None` where it does not follow from the form, or something else follows than what was `found`.
-    """
-    weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
-    known: dict[Record, Tensor] = {root: found.get(root, torch.arange(n)).cpu()}
-    arrived: dict[Record, Tensor] = {}
-    for record in [root, *sources.in_backward_order(root, above)]:
-        if record is not root:
-            rows = None if record not in arrived else labels(arrived.pop(record), weights)
-            if rows is None:
-                return None
-            known[record] = rows
-        if record.problem or mixes(record):  # not row by row, whatever its values say here
-            return None
-        for source in sources[record].values():
-            for target, part in to_targets(source, known[record], weights):
-                if part is None:
-                    return None
-                arrived[target] = arrived[target] + part if target in arrived else part
-    in_order = torch.arange(n)
-    result: list[Tensor | None] = []
-    for record in (*above, root):
-        before = found.get(record, in_order).cpu()
-        after = known.get(record, before)
-        if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
-            return None
-        rows = torch.where(after < 0, before, after)
-        result.append(None if torch.equal(rows, in_order) else rows.to(record.output.device))
-    return result
-
-
-def to_targets(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record, Tensor | None]]:
-    """What comes to the calls that feed an input whose rows are those of these samples (`None`: not known)."""
-    if not source.targets:
-        return
-    shape = source.consumer.inputs[source.index].movedim(source.consumer.axis(source.index), 0).shape
-    alive = (rows >= 0).double()
-    columns = torch.stack([alive, alive * weights[rows.clamp(min=0)]])
-    columns = columns.reshape(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape)
-    at_graph = source.entrance.to_graph(columns)
-    if source.stretch is None:
-        yield source.targets[0][0], source.exits[0].to_rule(at_graph)
-        return
-    found = reached_entries(source, at_graph)
-    for number, (record, _) in enumerate(source.targets):
-        if found is None:
-            yield record, None
-        elif number in found:
-            yield record, source.exits[number].to_rule(found[number])
-
-
-def labels(columns: Tensor, weights: Tensor) -> Tensor | None:
-    """The sample `[R]` of each row of columns `[2, R, ...]` (-1: none), or `None` if one has entries of several."""
-    plain, weighted = columns.flatten(2) if columns.dim() > 2 else columns[..., None]
-    total = plain.sum(1)
-    ratio = torch.where(total > 0, weighted.sum(1) / total, 0.0)
-    number = torch.searchsorted(weights, ratio - ROUNDING).clamp(max=len(weights) - 1)
-    off = (weighted - plain * weights[number][:, None]).abs()
-    if bool((off > ROUNDING * plain).any()):
-        return None
-    return torch.where(total > 0, number, -1)
 
 
 def confirms(root: Record, above: list[Record], sources: Sources, n: int, rows: dict[Record, Tensor]) -> bool:

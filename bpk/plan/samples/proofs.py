@@ -1,0 +1,96 @@
+"""Proofs of where samples are: what follows from the form of a graph alone, whatever the values are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bpk.plan.dependence import reached_entries
+from bpk.plan.graph import Source
+from bpk.plan.sources import Sources
+from bpk.plan.survey import mixes
+from bpk.recording.record import Record
+
+ROUNDING = 1e-9
+"""Of ratios in double precision that are equal."""
+
+
+def prove(
+    root: Record, above: list[Record], sources: Sources, n: int, found: dict[Record, Tensor]
+) -> list[Tensor | None] | None:
+    """The sample of each row of every call, the root's last, as it follows from the form alone.
+
+    Returns:
+        `None` where it does not follow from the form, or something else follows than what was `found`.
+    """
+    known = follow(root, above, sources, n, found.get(root, torch.arange(n)).cpu())
+    if known is None:
+        return None
+    in_order = torch.arange(n)
+    result: list[Tensor | None] = []
+    for record in (*above, root):
+        before = found.get(record, in_order).cpu()
+        after = known.get(record, before)
+        if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
+            return None
+        rows = torch.where(after < 0, before, after)
+        result.append(None if torch.equal(rows, in_order) else rows.to(record.output.device))
+    return result
+
+
+def follow(root: Record, above: list[Record], sources: Sources, n: int, rows: Tensor) -> dict[Record, Tensor] | None:
+    """The sample of each row (-1: none) of the calls behind rows of the root, if it is of one whatever the values."""
+    weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
+    known = {root: rows}
+    arrived: dict[Record, Tensor] = {}
+    for record in [root, *sources.in_backward_order(root, above)]:
+        if record is not root:
+            found = None if record not in arrived else labels(arrived.pop(record), weights)
+            if found is None:
+                return None
+            known[record] = found
+        if record.problem or mixes(record):  # not row by row, whatever its values say here
+            return None
+        for source in sources[record].values():
+            for target, part in to_targets(source, known[record], weights):
+                if part is None:
+                    return None
+                arrived[target] = arrived[target] + part if target in arrived else part
+    return known
+
+
+def to_targets(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record, Tensor | None]]:
+    """What comes to the calls that feed an input whose rows are those of these samples (`None`: not known)."""
+    if not source.targets:
+        return
+    shape = source.consumer.inputs[source.index].movedim(source.consumer.axis(source.index), 0).shape
+    alive = (rows >= 0).double()
+    columns = torch.stack([alive, alive * weights[rows.clamp(min=0)]])
+    columns = columns.reshape(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape)
+    at_graph = source.entrance.to_graph(columns)
+    if source.stretch is None:
+        yield source.targets[0][0], source.exits[0].to_rule(at_graph)
+        return
+    found = reached_entries(source, at_graph)
+    for number, (record, _) in enumerate(source.targets):
+        if found is None:
+            yield record, None
+        elif number in found:
+            yield record, source.exits[number].to_rule(found[number])
+
+
+def labels(columns: Tensor, weights: Tensor) -> Tensor | None:
+    """The sample `[R]` of each row of columns `[2, R, ...]` (-1: none), or `None` if one has entries of several."""
+    for axis in range(2, columns.dim()):
+        if columns.stride(axis) == 0 and columns.shape[axis] > 1:
+            columns = columns.narrow(axis, 0, 1)  # entries that are one and the same
+    plain, weighted = columns[..., None].flatten(2)
+    total = plain.sum(1)
+    ratio = torch.where(total > 0, weighted.sum(1) / total, 0.0)
+    number = torch.searchsorted(weights, ratio - ROUNDING).clamp(max=len(weights) - 1)
+    off = (weighted - plain * weights[number][:, None]).abs()
+    if bool((off > ROUNDING * plain).any()):
+        return None
+    return torch.where(total > 0, number, -1)

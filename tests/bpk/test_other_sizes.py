@@ -1,0 +1,142 @@
+"""Batches of other sizes: what is known of a graph is carried over where it follows from the new graph's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.plan.samples import placement
+from tests.bpk.test_forms import check_rows
+
+SIZES = [(4, 3), (4, 5), (2, 3), (5, 5), (3, 6)]
+"""Samples and steps."""
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of the losses behind which samples were looked for."""
+    found: list[int] = []
+    search = placement.search
+
+    def counted(place: placement.Placement, refuses: bool, twice: bool) -> object:
+        found.append(place.root.batch_size)
+        return search(place, refuses, twice)
+
+    monkeypatch.setattr(placement, "search", counted)
+    return found
+
+
+class Tagger(nn.Module):
+    """Steps that see each other, and rows of all steps, in an order that `rows` says; steps may be in front."""
+
+    def __init__(self, rows: Callable[[Tensor], Tensor], in_front: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.rows, self.in_front = nn.Linear(2, 4), nn.Linear(4, 3), rows, in_front
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.transpose(0, 1) if self.in_front else x)
+        axis = 0 if self.in_front else 1
+        return self.rows(self.last((h + h.mean(axis, keepdim=True)).tanh()))
+
+
+def flat(y: Tensor) -> Tensor:
+    """One row after the other."""
+    return y.flatten(0, 1)
+
+
+def other_axis_first(y: Tensor) -> Tensor:
+    """The same, by the second axis."""
+    return y.transpose(0, 1).flatten(0, 1)
+
+
+def passed(model: nn.Module, loss_fn: nn.Module, n: int, steps: int, samples_first: bool) -> None:
+    """A pass, and individual gradients of the rows' samples."""
+    x, y = torch.randn(n, steps, 2).double(), torch.randint(3, (n * steps,))
+    with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact()):
+        loss_fn(model(x), y).backward()
+    owner = torch.arange(n * steps)
+    owner = owner // steps if samples_first else owner % n
+    params = list(model.parameters())
+    with bpk.disable():
+        rows = nn.functional.cross_entropy(model(x), y, reduction="none") / len(y)
+    for k in range(n):
+        mine = torch.autograd.grad(rows[owner == k].sum(), params, retain_graph=True)
+        for p, g in zip(params, mine, strict=True):
+            torch.testing.assert_close(p.grad_batch[k], g)
+            assert p.diag_ggn_exact_batch.shape == (n, *p.shape)
+
+
+@pytest.mark.parametrize("in_front", [False, True])
+@pytest.mark.parametrize("rows", [flat, other_axis_first])
+def test_sentences_of_other_lengths(rows: Callable[[Tensor], Tensor], in_front: bool, searches: list[int]) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Tagger(rows, in_front).double()), bpk.extend(nn.CrossEntropyLoss())
+    for n, steps in SIZES:
+        passed(model, loss_fn, n, steps, samples_first=(rows is flat) is not in_front)
+    assert searches == [12]
+
+
+def test_predictions_of_samples(searches: list[int]) -> None:
+    """A batch of another size, such as the last one of an epoch."""
+    torch.manual_seed(0)
+    model = Tagger(lambda y: y.mean(1)).double()
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    for n, steps in SIZES:
+        check_rows(bpk.extend(model), loss_fn, torch.randn(n, steps, 2).double(), torch.randint(3, (n,)))
+    assert searches == [4]
+
+
+def turned_and_back(y: Tensor) -> Tensor:
+    """Samples in front, behind two views."""
+    return y.transpose(0, 2).transpose(0, 2).flatten(0, 1)
+
+
+def turned(y: Tensor) -> Tensor:
+    """Steps in front, behind two views."""
+    return y.transpose(0, 1).transpose(2, 2).flatten(0, 1)
+
+
+def test_an_order_of_rows_that_is_another_one_in_other_sizes(searches: list[int]) -> None:
+    """The same functions, of other axes: what was known does not follow, and samples are looked for."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Tagger(turned).double()), bpk.extend(nn.CrossEntropyLoss())
+    for n, steps in ((4, 3), (5, 3), (4, 5)):
+        model.rows = turned_and_back if n == 5 else turned
+        passed(model, loss_fn, n, steps, samples_first=n == 5)
+    assert searches[:2] == [12, 15]
+
+
+def test_nothing_is_learnt_where_steps_are_as_many_as_samples(searches: list[int]) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Tagger(flat).double()), bpk.extend(nn.CrossEntropyLoss())
+    for n, steps in ((4, 4), (3, 5), (5, 3)):
+        passed(model, loss_fn, n, steps, samples_first=True)
+    assert searches == [16, 15]
+
+
+def test_samples_that_mix_in_large_batches() -> None:
+    """It is refused in the pass in which it begins, and right again afterwards."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.last((h - h.mean(0 if len(x) > 3 else 1, keepdim=True)).tanh().mean(1))
+
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Centred().double()), bpk.extend(nn.CrossEntropyLoss())
+    for n in (2, 3, 5, 3, 2, 4):
+        x, y = torch.randn(n, 6, 2).double(), torch.randint(3, (n,))
+        if n > 3:
+            with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchDiagGGNExact()):
+                loss_fn(model(x), y).backward()
+        else:
+            check_rows(model, loss_fn, x, y)
