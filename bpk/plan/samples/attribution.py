@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from bpk.plan.samples.picked import picked_rows
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
-Test = Callable[[Tensor, int, bool], dict[Record, Tensor]]
+Test = Callable[..., dict[Record, Tensor]]
 """Tests a hypothesis: the sample of each row of the root, the number of samples, whether batch axes are movable."""
 
 Picked = Callable[[bool], list[tuple[int, Tensor]]]
@@ -126,10 +127,11 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
     """
     before = [(record, record.shifted) for record in above]
     tables: list[NotInFront] = []
-    for n, movable, in_front in of_what_was_given(root, above):
+    given = of_what_was_given(root, above)
+    for only_by_form, (n, movable, in_front) in product((True, False), given):  # that takes no gradients
         for numbers in numberings(root.batch_size, n, in_front):
             try:
-                rows = test(numbers, n, movable)
+                rows = test(numbers, n, movable, only_by_form=only_by_form)
                 if rows_in_order(above, rows, n):
                     return n, rows
             except UnsupportedLayer:

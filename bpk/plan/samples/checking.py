@@ -1,4 +1,4 @@
-"""Tests a hypothesis about samples throughout a graph, by gradients of its rows."""
+"""Tests a hypothesis about samples throughout a graph: by its form, or else by gradients of its rows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor
 from bpk.plan.samples.decoding import digits, is_reached
 from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
 from bpk.plan.samples.given import follows_data, is_given_data, is_of_data
-from bpk.plan.samples.hypotheses import are_pieces, mixed, reads_tables, require_separate_samples
+from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, mixed, reads_tables, require_separate_samples
 from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
+from bpk.plan.samples.proofs import follow
 from bpk.plan.samples.silent import follow_neighbours
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -23,6 +24,7 @@ def check_hypothesis(
     numbers: Tensor,
     n: int,
     movable: bool,
+    only_by_form: bool = False,
 ) -> dict[Record, Tensor]:
     """Test one hypothesis about the rows of the root throughout the graph: those of `n` samples have these numbers.
 
@@ -30,6 +32,13 @@ def check_hypothesis(
     many steps as samples may tell which is which, where the graph does not.
     """
     numbers = numbers.to(root.inputs[0].device)
+    if proven := by_form(root, above, sources, numbers, n, movable):
+        for record in above if laid_out else ():
+            if not follows_data(record, proven[record], torch.ones_like(proven[record]).bool(), n):
+                raise mixed(f"'{root.path}' has them in another order than the data of the model")
+        return out_of_order(root, above, proven, n)
+    if only_by_form:
+        raise mixed(f"those of '{root.path}' do not follow from the form of the graph")
     found: dict[Record, Tensor] = {root: numbers}
     reached: set[Record] = set()
     shared: dict[Record, FeedsSeveral] = {}
@@ -45,11 +54,9 @@ def check_hypothesis(
                 silent[record] = mat
         try:
             found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
-            if laid_out and not follows_data(record, rows, mat, n):
+            if laid_out and not follows_data(record, rows, is_reached(mat.movedim(1 + record.shifted, 1)), n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
-            is_table = not (is_of_data(record) or record.inputs[0].is_floating_point()) and is_given_data(record)
-            if is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n:
-                # other samples may read positions as well, and have no gradient here (dropped, at a point of rest)
+            if may_be_table(record, rows, n):
                 raise FeedsSeveral(f"row of '{record.path}' may feed several of the {n} samples")
         except SamplesInside:
             inside.append(record)
@@ -83,6 +90,37 @@ def check_hypothesis(
         require_separate_samples(inside, sources, found, n)
         raise AllSamplesInside(inside)
     follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
+    return out_of_order(root, above, found, n)
+
+
+def by_form(
+    root: Record, above: list[Record], sources: Sources, numbers: Tensor, n: int, movable: bool
+) -> dict[Record, Tensor] | None:
+    """The samples of the rows of all calls, where those follow from the root's by the form of the graph alone."""
+    if n < 2 or any(record.shifted or has_no_axis(record) for record in above):
+        return None
+    found = follow(root, above, sources, n, numbers.cpu(), movable)
+    if found is None or any(
+        record not in found or (found[record] < 0).any() or may_be_table(record, found[record], n) for record in above
+    ):
+        for record in above:
+            record.shift(0)
+        return None
+    return {record: rows.to(numbers.device) for record, rows in found.items()}
+
+
+def may_be_table(record: Record, rows: Tensor, n: int) -> bool:
+    """Whether a call may read a table of positions rather than data.
+
+    Other samples than those of its rows may read positions as well, and have no gradient here (dropped, at a point of
+    rest).
+    """
+    is_table = not (is_of_data(record) or record.inputs[0].is_floating_point()) and is_given_data(record)
+    return is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n
+
+
+def out_of_order(root: Record, above: list[Record], found: dict[Record, Tensor], n: int) -> dict[Record, Tensor]:
+    """The samples of rows that are not those of the `n` samples in order."""
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
     if are_pieces(above, rows_of, n):
         raise mixed(f"'{root.path}' has {n}, and what was called has one")

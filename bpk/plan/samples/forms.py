@@ -1,8 +1,8 @@
 """What was found out about the samples of a graph, for the next pass over a graph of the same form.
 
 To look for samples takes several gradients, so what was found is remembered, in one of two ways. It is *proven* if it
-follows from the form of the graph alone, whatever the values are (`proofs.py`): then it is used as it is, and carried
-over to graphs of other sizes. Otherwise it is a guess, and tested in every pass.
+follows from the form of the graph alone, whatever the values are (`proofs.py`): then it is used as it is. Otherwise
+it is a guess, and tested in every pass.
 
 The form has all that a proof depends on: the layers, their mode, the shapes they see, how calls are connected, and
 of the functions in between their names, shapes, connections and those attributes that say what goes where.
@@ -11,9 +11,9 @@ of the functions in between their names, shapes, connections and those attribute
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,6 @@ from torch.autograd.graph import Node
 from bpk.plan.dependence import relevant_attributes
 from bpk.plan.graph import Source
 from bpk.plan.samples.decoding import all_different
-from bpk.plan.samples.other_sizes import Arrangement, arrangement_of, without_sizes
 from bpk.plan.samples.probing import send_back, tolerance_of
 from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
@@ -31,8 +30,6 @@ from bpk.recording import engine
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
-
-T = TypeVar("T")
 
 MOST = 16
 """How many forms of graphs are remembered for a loss."""
@@ -57,47 +54,26 @@ class Form:
 FORMS: WeakKeyDictionary[nn.Module, dict[Hashable, Form]] = WeakKeyDictionary()
 """By the module of the root, and by the form of the graph behind it; the last one used comes last."""
 
-ARRANGED: WeakKeyDictionary[nn.Module, dict[Hashable, Arrangement]] = WeakKeyDictionary()
-"""Of what is proven, by the form without sizes."""
-
 
 def recall(root: Record, form: Hashable) -> Form | None:
     """What is known of a graph of this form."""
-    return last_used(FORMS, root, form)
+    known = FORMS.get(root.module, {})
+    if form in known:
+        known[form] = known.pop(form)
+    return known.get(form)
 
 
-def recall_of_other_sizes(root: Record, form: Hashable) -> Arrangement | None:
-    """What is known of graphs of this form in other sizes."""
-    return last_used(ARRANGED, root, without_sizes(form)) if root.module in ARRANGED else None
-
-
-def last_used(kept: Mapping[nn.Module, dict[Hashable, T]], root: Record, key: Hashable) -> T | None:
-    """What is kept of a root, which is the last one used then."""
-    known = kept.get(root.module, {})
-    if key in known:
-        known[key] = known.pop(key)
-    return known.get(key)
-
-
-def remember(root: Record, form: Hashable, found: Form, records: Sequence[Record] = ()) -> None:
-    """Keep what was found out; also for other sizes, if that was of these `records` alone."""
-    keep(FORMS, root, form, found)
-    arranged = arrangement_of(records, found.axes, found.n, found.rows[-1]) if found.proven and records else None
-    if arranged is not None:
-        keep(ARRANGED, root, without_sizes(form), arranged)
-
-
-def keep(kept: MutableMapping[nn.Module, dict[Hashable, T]], root: Record, key: Hashable, found: T) -> None:
-    """Keep something, and drop what belongs to modules that are gone, or was not used for long."""
-    known = kept.setdefault(root.module, {})
-    known[key] = found
-    for other in [form for form in known if not is_alive(form)] + list(known)[:-MOST]:
+def remember(root: Record, form: Hashable, found: Form) -> None:
+    """Keep what was found out, and drop what belongs to modules that are gone, or was not used for long."""
+    known = FORMS.setdefault(root.module, {})
+    known[form] = found
+    for other in [key for key in known if not is_alive(key)] + list(known)[:-MOST]:
         known.pop(other, None)
 
 
 def is_alive(form: Any) -> bool:
     """Whether all modules of a form still exist."""
-    return all(call[0]() is not None for call in form[-1])
+    return all(call[0]() is not None for call in form[1])
 
 
 def form_of(records: Sequence[Record], sources: Sources, *details: Hashable) -> Hashable:

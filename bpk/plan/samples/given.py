@@ -9,7 +9,6 @@ from operator import mul
 import torch
 from torch import Tensor, nn
 
-from bpk.plan.samples.decoding import is_reached
 from bpk.recording.record import Record
 
 
@@ -107,20 +106,21 @@ def axis_of_data(record: Record) -> int | None:
     return 0 if record.data_axis is None and alike else record.data_axis
 
 
-def follows_data(record: Record, rows: Tensor, mat: Tensor, n: int) -> bool:
+def follows_data(record: Record, rows: Tensor, known: Tensor, n: int) -> bool:
     """Whether a call has samples along the first axis of what the model was given, as far as that can be seen.
 
-    Its rows are said to be these samples, by gradients `mat`: rows without one say nothing.
+    Its rows are said to be these samples; those that are not `known`, having no gradient, say nothing.
     """
     axis = axis_of_data(record)
     if axis is None or n != record.given[0][0]:
         return True
     steps, count = record.given[0][1], record.batch_size
-    tells = (rows >= 0) & is_reached(mat.movedim(1 + record.shifted, 1))
+    tells = (rows >= 0) & known
     found, number = rows[tells], torch.arange(len(rows), device=rows.device)[tells]
     if record.reads_piece and axis:  # steps of one sample
         return len(found.unique()) <= 1
-    if count == n * steps:
+    merged = sorted(record.inputs[0].shape) != sorted(record.given[0])  # an axis behind may be as long as both together
+    if merged and count == n * steps:
         return torch.equal(found, number % n if axis else number // steps)
     in_order = len(rows) != n or torch.equal(found, number)
     return in_order and (record.reads_piece or record.shifted == axis)

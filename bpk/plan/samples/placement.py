@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.plan.samples.attribution import attribute
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
-from bpk.plan.samples.forms import Form, confirms, form_of, recall, recall_of_other_sizes, remember
+from bpk.plan.samples.forms import Form, confirms, form_of, recall, remember
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
-from bpk.plan.samples.other_sizes import Arrangement
-from bpk.plan.samples.proofs import follow, prove
+from bpk.plan.samples.proofs import prove
 from bpk.plan.sources import Sources
 from bpk.recording.graph.nodes import is_of_leaves
 from bpk.recording.graph.ownership import DISSOLVED, leave_to_autograd
@@ -65,24 +63,6 @@ class Placement:
             record.shift(0)
         return False
 
-    def carry_over(self, arranged: Arrangement) -> Form | None:
-        """Take what is known of graphs of other sizes, if it follows from this one's form."""
-        records = (*self.above, self.root)
-        numbered = arranged.numbers(records)
-        if numbered is None:
-            return None
-        for record, axis in zip(records, arranged.axes, strict=True):
-            record.shift(axis)
-        n, in_order = numbered[0], torch.arange(numbered[0])
-        known = follow(self.root, self.above, self.sources, *numbered)
-        if known is None or any(record not in known or (known[record] < 0).any() for record in records):
-            for record in records:
-                record.shift(0)
-            return None
-        rows = [None if torch.equal(known[r], in_order) else known[r].to(r.output.device) for r in records]
-        self.n, self.rows = n, {r: each for r, each in zip(records, rows, strict=True) if each is not None}
-        return Form((), arranged.axes, n, tuple(rows), proven=True)
-
 
 def place(
     root: Record,
@@ -113,12 +93,10 @@ def place(
     known = None if known is not None and known.mixed and independent else known
     found.leave([above[k] for k in (stuck if known is None else known.left)])
     if known is None or not found.take(known):
-        alike = recall_of_other_sizes(root, form) if known is None else None
-        carried = None if alike is None else found.carry_over(alike)
-        what = carried or search(found, second_order or independent, twice)
+        what = search(found, second_order or independent, twice)
         remaining = set(found.above)
         left = tuple([k for k, record in enumerate(above) if record not in remaining])
-        remember(root, form, replace(what, left=left), (*found.above, root) if left == stuck else ())
+        remember(root, form, replace(what, left=left))
     return found
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.plan.dependence import reached_entries
 from bpk.plan.graph import Source
+from bpk.plan.samples.findings import may_be_in
 from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
 from bpk.recording.record import Record
@@ -40,14 +41,22 @@ def prove(
     return result
 
 
-def follow(root: Record, above: list[Record], sources: Sources, n: int, rows: Tensor) -> dict[Record, Tensor] | None:
-    """The sample of each row (-1: none) of the calls behind rows of the root, if it is of one whatever the values."""
+def follow(
+    root: Record, above: list[Record], sources: Sources, n: int, rows: Tensor, movable: bool = False
+) -> dict[Record, Tensor] | None:
+    """The sample of each row (-1: none) of the calls behind rows of the root, if it is of one whatever the values.
+
+    Where the samples of a call are along another axis, that is moved to the front if it is `movable`.
+    """
     weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
     known = {root: rows}
     arrived: dict[Record, Tensor] = {}
     for record in [root, *sources.in_backward_order(root, above)]:
         if record is not root:
-            found = None if record not in arrived else labels(arrived.pop(record), weights)
+            columns = arrived.pop(record, None)
+            found = None if columns is None else labels(columns, weights)
+            if found is None and columns is not None and movable:
+                found = moved(record, columns, weights)
             if found is None:
                 return None
             known[record] = found
@@ -79,6 +88,18 @@ def to_targets(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[
             yield record, None
         elif number in found:
             yield record, source.exits[number].to_rule(found[number])
+
+
+def moved(record: Record, columns: Tensor, weights: Tensor) -> Tensor | None:
+    """The samples along another axis of a call, all of them and in order; it is in front then."""
+    if record.binding.axes or record.rule is None or len(record.used) > 1:
+        return None
+    for axis in range(1, columns.dim() - 1):
+        found = labels(columns.movedim(1 + axis, 1), weights) if may_be_in(record, axis) else None
+        if found is not None and torch.equal(found, torch.arange(len(weights))):
+            record.shift(axis)
+            return found
+    return None
 
 
 def labels(columns: Tensor, weights: Tensor) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""Batches of other sizes: what is known of a graph is carried over where it follows from the new graph's form."""
+"""Where samples are follows from the form of most graphs: no gradients are sent, for batches of any size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.plan.samples import placement
+from bpk.plan.samples import checking, probing
+from bpk.plan.sources import Sources
+from bpk.recording.record import Record
 from tests.bpk.test_forms import check_rows
 
 SIZES = [(4, 3), (4, 5), (2, 3), (5, 5), (3, 6)]
@@ -18,16 +20,18 @@ SIZES = [(4, 3), (4, 5), (2, 3), (5, 5), (3, 6)]
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of rows of the losses behind which samples were looked for."""
-    found: list[int] = []
-    search = placement.search
+def tests_by_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+    """The calls to which gradients are sent, to test where samples are."""
+    found: list[Record] = []
 
-    def counted(place: placement.Placement, refuses: bool, twice: bool) -> object:
-        found.append(place.root.batch_size)
-        return search(place, refuses, twice)
+    def counted(
+        root: Record, above: list[Record], sources: Sources, weights: Tensor
+    ) -> Iterator[tuple[Record, Tensor]]:
+        for record, mat in probing.send_back(root, above, sources, weights):
+            found.append(record)
+            yield record, mat
 
-    monkeypatch.setattr(placement, "search", counted)
+    monkeypatch.setattr(checking, "send_back", counted)
     return found
 
 
@@ -73,50 +77,33 @@ def passed(model: nn.Module, loss_fn: nn.Module, n: int, steps: int, samples_fir
 
 @pytest.mark.parametrize("in_front", [False, True])
 @pytest.mark.parametrize("rows", [flat, other_axis_first])
-def test_sentences_of_other_lengths(rows: Callable[[Tensor], Tensor], in_front: bool, searches: list[int]) -> None:
+def test_sentences_of_any_length(
+    rows: Callable[[Tensor], Tensor], in_front: bool, tests_by_gradients: list[Record]
+) -> None:
+    """What is wrong is seen at the last layer."""
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(Tagger(rows, in_front).double()), bpk.extend(nn.CrossEntropyLoss())
     for n, steps in SIZES:
         passed(model, loss_fn, n, steps, samples_first=(rows is flat) is not in_front)
-    assert searches == [12]
+    assert all(record.module is model.last for record in tests_by_gradients)
 
 
-def test_predictions_of_samples(searches: list[int]) -> None:
-    """A batch of another size, such as the last one of an epoch."""
+def test_predictions_of_samples(tests_by_gradients: list[Record]) -> None:
     torch.manual_seed(0)
-    model = Tagger(lambda y: y.mean(1)).double()
+    model, loss_fn = bpk.extend(Tagger(lambda y: y.mean(1)).double()), bpk.extend(nn.CrossEntropyLoss())
+    for n, steps in SIZES:
+        check_rows(model, loss_fn, torch.randn(n, steps, 2).double(), torch.randint(3, (n,)))
+    assert not tests_by_gradients
+
+
+def test_rows_that_were_picked_are_tested(tests_by_gradients: list[Record]) -> None:
+    """Where indices point to is no part of the form."""
+    torch.manual_seed(0)
+    model = bpk.extend(Tagger(lambda y: y[:, torch.arange(y.shape[1])].flatten(0, 1)).double())
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
     for n, steps in SIZES:
-        check_rows(bpk.extend(model), loss_fn, torch.randn(n, steps, 2).double(), torch.randint(3, (n,)))
-    assert searches == [4]
-
-
-def turned_and_back(y: Tensor) -> Tensor:
-    """Samples in front, behind two views."""
-    return y.transpose(0, 2).transpose(0, 2).flatten(0, 1)
-
-
-def turned(y: Tensor) -> Tensor:
-    """Steps in front, behind two views."""
-    return y.transpose(0, 1).transpose(2, 2).flatten(0, 1)
-
-
-def test_an_order_of_rows_that_is_another_one_in_other_sizes(searches: list[int]) -> None:
-    """The same functions, of other axes: what was known does not follow, and samples are looked for."""
-    torch.manual_seed(0)
-    model, loss_fn = bpk.extend(Tagger(turned).double()), bpk.extend(nn.CrossEntropyLoss())
-    for n, steps in ((4, 3), (5, 3), (4, 5)):
-        model.rows = turned_and_back if n == 5 else turned
-        passed(model, loss_fn, n, steps, samples_first=n == 5)
-    assert searches[:2] == [12, 15]
-
-
-def test_nothing_is_learnt_where_steps_are_as_many_as_samples(searches: list[int]) -> None:
-    torch.manual_seed(0)
-    model, loss_fn = bpk.extend(Tagger(flat).double()), bpk.extend(nn.CrossEntropyLoss())
-    for n, steps in ((4, 4), (3, 5), (5, 3)):
         passed(model, loss_fn, n, steps, samples_first=True)
-    assert searches == [16, 15]
+    assert {record.module for record in tests_by_gradients} == {model.first, model.last}
 
 
 def test_samples_that_mix_in_large_batches() -> None:
