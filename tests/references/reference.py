@@ -192,6 +192,7 @@ class Reference:
         """`[N, T, P]`: the gradient of each token's term of the loss."""
         return self._token_gradients[name]
 
+    @once
     def token_ggn_diagonals(self, name: str) -> Tensor:
         """`[N, T, P]`: the diagonal of the GGN of each term."""
         jac = self._jacobians[0][name]
