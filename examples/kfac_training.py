@@ -5,7 +5,7 @@ matrix. Its damped inverse times the gradient is `(G + g I)⁻¹ grad (A + a I)�
 which `bpk.utils.kroneckers.inv_kfac_mat_prod` prepares. As usual, the factors are averaged over time and renewed in
 every fifth step only, and the damping is split between them by their mean eigenvalues (Martens and Grosse, 2015).
 
-Prints the training loss of both for six rates and along the way, means of two runs, and asserts that KFAC wins after
+Prints the training loss of both for four rates and along the way, means of two runs, and asserts that KFAC wins after
 the same number of steps; also what SGD reaches with twice as many. Checks the factors against autograd and the inverse
 against a dense solve.
 """
@@ -29,7 +29,7 @@ from bpk.progress import followed
 from bpk.utils.kroneckers import apply_inv_kfac_mat_prod, inv_kfac_mat_prod, kfacs_to_mat
 
 BATCH, STEPS, EVERY, SEEDS = 128, 120, 10, 2
-RATES = {"SGD": (0.03, 0.1, 0.2, 0.3, 0.5, 1.0), "KFAC": (0.001, 0.002, 0.004, 0.006, 0.01, 0.02)}
+RATES = {"SGD": (0.1, 0.2, 0.3, 0.5), "KFAC": (0.002, 0.004, 0.006, 0.01)}
 
 
 class Preconditioned(torch.optim.SGD):

@@ -57,7 +57,7 @@ def train(dim: int, width: int, points: int, steps: int) -> tuple[Trial, float]:
 def main() -> None:
     torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
     torch.manual_seed(0)
-    for dim, width, points, steps in ((2, 32, 256, 500), (5, 64, 256, 500)):
+    for dim, width, points, steps in ((2, 32, 256, 200), (5, 64, 256, 200)):
         start = time.process_time()
         trial, error = train(dim, width, points, steps)
         seconds = time.process_time() - start

@@ -56,7 +56,7 @@ RULES = (
         examples=(
             case(nn.GRU, 2, 3, batch_first=True, shape=(3, 3, 2)),
             case(nn.GRU, 2, 2, bias=False, shape=(2, 3, 2)),
-            case(nn.GRU, 2, 2, num_layers=2, bidirectional=True, batch_first=True, shape=(3, 2, 2)),
+            case(nn.GRU, 2, 2, num_layers=2, bias=False, bidirectional=True, batch_first=True, shape=(3, 2, 2)),
         ),
     ),
     RecurrentStep(

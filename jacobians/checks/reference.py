@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +77,15 @@ class Reference:
 
     def jacobian(self, wrt: Wrt) -> Tensor:
         """The dense Jacobian `[N * out, *wrt]`."""
+        return self._jacobians[wrt]
+
+    @cached_property
+    def _jacobians(self) -> dict[Wrt, Tensor]:
+        """One row after the other, with respect to everything at once."""
         size = self.output.numel()
         eye = torch.eye(size, dtype=self.output.dtype, device=self.output.device)
-        return self.jac_t(eye.reshape(size, *self.output.shape), wrt)
+        rows = [self.grads(self.output, self.wrts, row.reshape(self.output.shape)) for row in eye]
+        return {wrt: torch.stack(parts) for wrt, parts in zip(self.wrts, zip(*rows, strict=True), strict=True)}
 
     def jac(self, mat: Tensor, wrt: Wrt) -> Tensor:
         """`[V, *wrt] -> [V, N, *out]`: the transposed product is linear in its vector; transpose it again."""

@@ -68,14 +68,13 @@ def coefficients(reference: Reference, curves: dict[int, list[Tensor]], cotangen
     """`<u, c_k>` `[V, U]` for `k = 1, 2, ...`, by differentiating the layer again and again along each curve."""
     found: list[list[Tensor]] = []
     for v in range(2):
-        each = [of_curve(reference, {i: [c[v] for c in cs] for i, cs in curves.items()}, u) for u in cotangents]
+        each = of_curve(reference, {i: [c[v] for c in cs] for i, cs in curves.items()}, cotangents)
         found.append([torch.stack(parts) for parts in zip(*each, strict=False)])
     return [torch.stack(parts) for parts in zip(*found, strict=False)]
 
 
-def of_curve(reference: Reference, curve: dict[int, list[Tensor]], u: Tensor) -> list[Tensor]:
-    """One curve and one cotangent."""
-    found: list[Tensor] = []
+def of_curve(reference: Reference, curve: dict[int, list[Tensor]], cotangents: Tensor) -> list[list[Tensor]]:
+    """One curve, and each of the cotangents."""
     with torch.enable_grad():
         t = torch.zeros((), dtype=reference.output.dtype, requires_grad=True)
         inputs = [x.detach() for x in reference.inputs]
@@ -83,11 +82,17 @@ def of_curve(reference: Reference, curve: dict[int, list[Tensor]], u: Tensor) ->
             for k, c in enumerate(cs, start=1):
                 inputs[i] = inputs[i] + c * t**k
         with Composed():  # torch's third derivatives of its fused normalisations are wrong
-            value = (reference.at(inputs) * u).sum()
-        for k in range(1, ORDER + 1):
-            try:
-                value = reference.grads(value, (t,), create_graph=True)[0]
-            except (RuntimeError, NotImplementedError):  # no double backward
-                return found
-            found.append(value.detach() / factorial(k))
+            output = reference.at(inputs)
+        return [derivatives(reference, (output * u).sum(), t) for u in cotangents]
+
+
+def derivatives(reference: Reference, value: Tensor, t: Tensor) -> list[Tensor]:
+    """Those of a number in `t`, divided by factorials, as many as torch has."""
+    found: list[Tensor] = []
+    for k in range(1, ORDER + 1):
+        try:
+            value = reference.grads(value, (t,), create_graph=True)[0]
+        except (RuntimeError, NotImplementedError):  # no double backward
+            return found
+        found.append(value.detach() / factorial(k))
     return found

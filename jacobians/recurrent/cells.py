@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp
+from torch.func import vjp
 
 from bpk.jacobians.core.call import Options
 from bpk.jacobians.core.side_by_side import pick
@@ -106,13 +106,13 @@ class Cell(ABC):
         return (slope * q).sum(-2), None
 
     def second(self, q: Tensor, dm: Tensor, dc: Tensor | None, tangent: Tensor) -> Tensor:
-        """The second derivative, contracted with the gradients of both states, times a tangent of `q`."""
+        """The second derivative (symmetric), contracted with the gradients of both states, times a tangent of `q`."""
 
         def gradient(at: Tensor) -> Tensor:
             pull = vjp(lambda q: tuple(state for state in self.output(q) if state is not None), at)[1]
             return pull((dm,) if dc is None else (dm, dc))[0]
 
-        return jvp(gradient, (q,), (tangent,))[1]
+        return vjp(gradient, q)[1](tangent)[0]
 
 
 class Elman(Cell):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from functools import cache
 
 import pytest
 import torch
@@ -123,6 +124,12 @@ def test_those_of_samples_are_refused_behind_several_losses(extension: type, ord
         sum(loss(out[k], y) for loss, k in zip(losses, order, strict=True)).backward()
 
 
+@cache
+def of_whole_batch(name: str, loss: str) -> Reference:
+    """The reference of a problem, which is the same for all choices of samples."""
+    return Reference(*problem(name, loss))
+
+
 class Terms(nn.Module):
     """Some terms of a loss that is a mean over `n` samples, each as often as it is named."""
 
@@ -140,7 +147,7 @@ class Terms(nn.Module):
 def test_subsampling_is_of_terms_of_the_loss(name: str, loss: str, chosen: list[int]) -> None:
     """The chosen samples' terms, as functions of the whole batch."""
     model, loss_fn, x, y = problem(name, loss)
-    whole, some = Reference(model, loss_fn, x, y), Reference(model, Terms(loss_fn, chosen), x, y)
+    whole, some = of_whole_batch(name, loss), Reference(model, Terms(loss_fn, chosen), x, y)
     exact, product = E.DiagGGNExact(subsampling=chosen), E.GGNMP(savefield="some", subsampling=chosen)
     run(model, loss_fn, x, y, exact, product, E.GGNMP(), E.HMP())
     for key, p in model.named_parameters():

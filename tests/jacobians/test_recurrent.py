@@ -52,7 +52,7 @@ def rule_of(layer: type[nn.Module]) -> Recurrent:
 
 GIVEN = [
     (nn.RNN, case(nn.RNN, 2, 3, bidirectional=True, batch_first=True, shapes=((2, 3, 2), (2, 2, 3)))),
-    (nn.GRU, case(nn.GRU, 2, 2, num_layers=2, shapes=((3, 2, 2), (2, 2, 2)))),
+    (nn.GRU, case(nn.GRU, 2, 2, num_layers=2, bias=False, shapes=((3, 2, 2), (2, 2, 2)))),
     (nn.LSTM, case(GivenLSTM, 2, 3, proj_size=2, shapes=((2, 3, 2), (1, 3, 2), (1, 3, 3)))),
     (nn.LSTM, case(GivenLSTM, 1, 2, bidirectional=True, bias=False, shapes=((3, 2, 1), (2, 2, 2), (2, 2, 2)))),
     (nn.LSTMCell, case(GivenLSTMCell, 2, 2, shapes=((3, 2), (3, 2), (3, 2)))),
@@ -83,7 +83,7 @@ def test_arguments_by_name_in_any_order(layer: Any) -> None:
 
 
 def test_results_of_which_some_are_used() -> None:
-    example = case(nn.LSTM, 2, 2, num_layers=2, shape=(3, 2, 2))
+    example = case(nn.LSTM, 2, 2, num_layers=2, bias=False, shape=(3, 2, 2))
     for used in ((1,), (2,), (0, 2), (1, 2)):
         check_rule(rule_of(nn.LSTM), [example], [F64], used=used)
 

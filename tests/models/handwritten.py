@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tests.references.kronecker import KRONECKER, gradients
+from tests.references.kronecker import KRONECKER, gradients, jacobian
 
 Output = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 
@@ -121,13 +121,10 @@ class Reference:
     def jacobians(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """`[N, D, P]` of parameters, and `[N, D, channels]` of a bias added to each use's output."""
         wrt = [*self.params.values(), *[use.output for use in self.uses]]
-        rows = [gradients(entry, wrt) for entry in self.pred.flatten()]
-        shape = (*self.pred.shape, -1)
-        found = {name: torch.stack([r[k] for r in rows]).reshape(shape) for k, name in enumerate(self.params)}
-        count = len(self.params)
-        return found, [
-            torch.stack([of_bias(use, r[count + k]) for r in rows]).reshape(shape) for k, use in enumerate(self.uses)
-        ]
+        rows, shape = jacobian(self.pred, wrt), (*self.pred.shape, -1)
+        found = {name: rows[k].reshape(shape) for k, name in enumerate(self.params)}
+        of_uses = zip(self.uses, rows[len(self.params) :], strict=True)
+        return found, [torch.stack([of_bias(use, r) for r in row]).reshape(shape) for use, row in of_uses]
 
     def ggn(self, name: str) -> Tensor:
         """`[P, P]`."""
@@ -139,12 +136,11 @@ class Reference:
 
     @cached_property
     def diag_h(self) -> dict[str, Tensor]:
-        """`[*p]`: one more backward pass for each entry."""
+        """`[*p]`: from one more row for each entry."""
         grads = gradients(self.loss_of(self.pred), list(self.params.values()), create_graph=True)
         found = {}
         for (name, p), g in zip(self.params.items(), grads, strict=True):
-            rows = [gradients(entry, [p])[0].flatten() for entry in g.flatten()]
-            found[name] = torch.stack(rows).diagonal().reshape(p.shape)
+            found[name] = jacobian(g, [p])[0].reshape(p.numel(), p.numel()).diagonal().reshape(p.shape)
         return found
 
     def factors(self, name: str) -> list[Tensor]:
@@ -284,8 +280,7 @@ def input_moment(use: Use) -> Tensor:
     rows = []
     for group in range(groups):
         channel = group * (len(by_channel) // groups)
-        for entry in by_channel[channel].flatten():
-            grad = gradients(entry, [weight])[0]
+        for grad in jacobian(by_channel[channel], [weight])[0]:
             own = grad[:, 0] if isinstance(module, nn.Embedding) or transposed else grad[channel]
             rows.append((own.chunk(groups)[group] if transposed else own).flatten())
     stacked = torch.stack(rows)

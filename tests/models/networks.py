@@ -7,9 +7,11 @@ small network before it. Hand-made networks add depth, extra axes, branches, and
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ def plain(loss: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Network:
-    """A model, a loss module and data; `build` gives the same ones every time."""
+    """A model, a loss module and data; `build` gives equal ones every time."""
 
     name: str
     make: Callable[[], tuple[nn.Module, nn.Module, Tensor, tuple[Tensor, ...]]]
@@ -44,7 +46,7 @@ class Network:
     def build(self) -> tuple[nn.Module, nn.Module, Tensor, tuple[Tensor, ...]]:
         """Model, loss module, input, and what the loss takes beside the prediction."""
         torch.manual_seed(0)
-        return self.make()
+        return copy.deepcopy(made(self))
 
     def loss_of(self, lossfunc: nn.Module, targets: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
         """The loss as a function of the prediction."""
@@ -56,6 +58,12 @@ class Network:
 
     def __str__(self) -> str:
         return self.name
+
+
+@lru_cache(maxsize=2)
+def made(net: Network) -> tuple[nn.Module, nn.Module, Tensor, tuple[Tensor, ...]]:
+    """What a network is copied from: tests go network by network, so few are kept."""
+    return net.make()
 
 
 # ---- from the registry -------------------------------------------------------------------------------

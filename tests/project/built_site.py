@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300  # seconds on the clock, while another process builds
+PAGES = "pages.json"
+BUILD = """
+import json, pathlib, sys
+from mkdocs.__main__ import cli
+from tools.site.generated import generated
+cli(["build", "--quiet", "--strict", "--site-dir", sys.argv[1]], standalone_mode=False)
+pathlib.Path(sys.argv[2]).write_text(json.dumps(generated()), encoding="utf-8")
+"""
+"""`python -m mkdocs build`, which also writes down the pages that the build has generated."""
 
 
 def built_site(factory: pytest.TempPathFactory) -> tuple[Path, float]:
@@ -34,7 +44,7 @@ def built_site(factory: pytest.TempPathFactory) -> tuple[Path, float]:
             time.sleep(0.2)
         return site, float(taken.read_text())
     before = processor_seconds()
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
+    command = [sys.executable, "-c", BUILD, str(site), str(place / PAGES)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     seconds = processor_seconds() - before
@@ -42,6 +52,13 @@ def built_site(factory: pytest.TempPathFactory) -> tuple[Path, float]:
     unfinished.write_text(str(seconds))
     unfinished.rename(taken)
     return site, seconds
+
+
+def generated_pages(factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The Markdown of all generated pages by path, as the site was built from it."""
+    site, _ = built_site(factory)
+    pages: dict[str, str] = json.loads((site.parent / PAGES).read_text(encoding="utf-8"))
+    return pages
 
 
 class Quiet(SimpleHTTPRequestHandler):

@@ -40,7 +40,7 @@ OF_QUANTITIES = tuple(
 def clone(tmp_path: Path) -> Path:
     """The checkout with the files of CONTRIBUTING in it."""
     for folder in ("bpk", "rules", "jacobians", "tests", "benchmarks", "examples", "tools"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for path, code in RECIPES.items():
         assert not (ROOT / path).exists(), f"{path} is there already: give the recipe another name"

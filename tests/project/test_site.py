@@ -24,7 +24,7 @@ from bpk.jacobians import Elementwise, Rule
 from bpk.rules import REGISTRY
 from bpk.support.matrix import taylor_matrix
 from bpk.support.table import WORDS
-from tests.project.built_site import ROOT, built_site
+from tests.project.built_site import ROOT, built_site, generated_pages
 
 MISSING = [name for name in ("mkdocs", "material", "mkdocstrings", "latex2mathml") if find_spec(name) is None]
 if MISSING:
@@ -179,7 +179,7 @@ def test_functions_that_rules_serve_are_listed() -> None:
 def test_a_new_rule_file_needs_no_other_edit(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for folder in ("bpk", "rules", "jacobians", "tools", "benchmarks", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
     (tmp_path / "rules" / "mine.py").write_text(CUBE)
     show = "from tools.site import matrix, rules; print(matrix.page(), rules.pages()['rules/mine.md'])"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -248,8 +248,8 @@ def flat(page: str) -> str:
     return re.sub(r"<mrow>(<m[in]>[^<]*</m[in]>)</mrow>", r"\1", page)
 
 
-def test_links_to_the_repository_lead_to_pages() -> None:
-    pages = generated.generated()
+def test_links_to_the_repository_lead_to_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pages = generated_pages(tmp_path_factory)
     text = "[a](../examples/demo.py#x) [b](../Makefile) [c](verify.md) [d](../rules/linear.py)"
     found = generated.linked(text, "page.md")
     assert found == "[a](examples/demo.md#x) b [c](verify.md) [d](rules/linear.md)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.built_site import ROOT
+from tests.project.built_site import ROOT, generated_pages
 
 for package in ("mkdocs", "latex2mathml"):
     pytest.importorskip(package, reason="the site needs it: pip install -e '.[docs]'")
@@ -22,7 +22,6 @@ from tools.notebooks import cells_of  # noqa: E402
 from tools.site import command_line, drawing, notebooks, quantities  # noqa: E402
 from tools.site.definitions import DEFINITIONS  # noqa: E402
 from tools.site.docstrings import run  # noqa: E402
-from tools.site.generated import generated  # noqa: E402
 
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)\n(?P<body>.*?)^(?P=indent)(?P=fence)$", re.M | re.S
@@ -54,7 +53,7 @@ def test_blocks_of_a_page_are_found() -> None:
     assert blocks(page, "python") == ["x = 1", "y = '''\n```\n'''"] and blocks(page, "text") == ["1"]
 
 
-def test_python_on_generated_pages_is_a_file_or_has_been_run() -> None:
+def test_python_on_generated_pages_is_a_file_or_has_been_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     files = [path for folder in ("rules", "examples") for path in (ROOT / folder).glob("*.py")]
     known = {path.read_text().strip("\n") for path in files}
     for listed in (*every_extension(), extensions.HBP()):
@@ -64,7 +63,7 @@ def test_python_on_generated_pages_is_a_file_or_has_been_run() -> None:
     for script in notebooks.SCRIPTS:  # test_notebooks.py runs them
         known |= {text.strip("\n") for _, text in cells_of(script.read_text(encoding="utf-8"))}
     count = 0
-    for path, text in generated().items():
+    for path, text in generated_pages(tmp_path_factory).items():
         for block in blocks(text, "python"):
             count += 1
             assert block in known, f"{path} shows code that nothing runs:\n{block}"
@@ -86,9 +85,9 @@ def test_a_quantity_without_an_entry_has_a_page_that_is_right(
     assert "has no definition" not in page and bool(written) == ("`bpk.verify` knows" not in page)
 
 
-def test_what_is_shown_below_code_is_what_it_prints() -> None:
+def test_what_is_shown_below_code_is_what_it_prints(tmp_path_factory: pytest.TempPathFactory) -> None:
     for page in ("quantities/index.md", "quantities/kflr.md", "quantities/diaghessian.md"):
-        text = generated()[page]
+        text = generated_pages(tmp_path_factory)[page]
         [code], [printed] = blocks(text, "python"), blocks(text, "text")
         assert run(code + "\n").strip("\n") == printed
 

@@ -17,12 +17,13 @@ import bpk
 for package in ("mkdocs", "latex2mathml"):
     pytest.importorskip(package, reason="the site needs it: pip install -e '.[docs]'")
 
-from tools.site import command_line, docstrings, examples, fenced_examples, markdown, measured, quantities, rules  # noqa: E402
+from tests.project.built_site import generated_pages  # noqa: E402
+from tools.site import command_line, docstrings, examples, fenced_examples, markdown, measured, rules  # noqa: E402
 from tools.site.definitions import DEFINITIONS  # noqa: E402
 
 
-def test_every_quantity_has_a_page() -> None:
-    pages = quantities.pages()
+def test_every_quantity_has_a_page(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pages = generated_pages(tmp_path_factory)
     for name in bpk.extensions.__all__:
         page = pages[f"quantities/{name.lower()}.md"]
         assert "**Source**: " in page and len(page.partition("**Source**: ")[2].splitlines()[0]) > 5

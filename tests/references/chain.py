@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from tests.references.kronecker import KRONECKER, gradients, in_order, input_factor, leaves, of_bias, positive
+from tests.references.kronecker import KRONECKER, gradients, in_order, input_factor, jacobian, leaves, of_bias, positive
 
 if TYPE_CHECKING:
     from tests.references.reference import Reference
@@ -66,31 +66,28 @@ class Chain:
     def input_jacobian(self, k: int) -> Tensor:
         """`[N, D_out, D_in]`; samples do not mix, so one entry of all samples is taken at a time."""
         flat = self.outputs[k].flatten(1)
-        rows = [gradients(flat[:, d].sum(), [self.points[k]])[0].flatten(1) for d in range(flat.shape[1])]
-        return torch.stack(rows, 1)
+        return jacobian(flat.sum(0), [self.points[k]])[0].flatten(2).transpose(0, 1)
 
     @once
     def param_jacobian(self, k: int, param: Tensor) -> Tensor:
         """`[N, D_out, P]`."""
         flat = self.outputs[k].flatten(1)
-        rows = [gradients(entry, [param])[0].flatten() for entry in flat.flatten()]
-        return torch.stack(rows).reshape(*flat.shape, -1)
+        return jacobian(flat, [param])[0].reshape(*flat.shape, -1)
 
     @once
     def residual(self, k: int, grad_out: Tensor) -> Tensor:
         """`[N, D_in, D_in]`: the layer's second derivative, contracted with the gradient of its output."""
         point = self.points[k]
         slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0].flatten(1)
-        rows = [gradients(slope[:, d].sum(), [point])[0].flatten(1) for d in range(slope.shape[1])]
-        return torch.stack(rows, 1)
+        return jacobian(slope.sum(0), [point])[0].flatten(2).transpose(0, 1)
 
     @once
     def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:
         """`[N, P, P]`: the same with respect to a parameter."""
         rows = []
         for n in range(self.ref.N):
-            slope = gradients((self.outputs[k][n] * grad_out[n]).sum(), [param], create_graph=True)[0].flatten()
-            rows.append(torch.stack([gradients(entry, [param])[0].flatten() for entry in slope]))
+            slope = gradients((self.outputs[k][n] * grad_out[n]).sum(), [param], create_graph=True)[0]
+            rows.append(jacobian(slope, [param])[0].reshape(param.numel(), param.numel()))
         return torch.stack(rows)
 
     def own_params(self, k: int) -> list[tuple[str, str, Tensor]]:
@@ -150,8 +147,7 @@ class ChainOfBatch(Chain):
 
     @once
     def input_jacobian(self, k: int) -> Tensor:
-        rows = [gradients(entry, [self.points[k]])[0].flatten() for entry in self.outputs[k].flatten()]
-        return torch.stack(rows)[None]
+        return jacobian(self.outputs[k], [self.points[k]])[0].flatten(1)[None]
 
     @once
     def param_jacobian(self, k: int, param: Tensor) -> Tensor:
@@ -161,7 +157,7 @@ class ChainOfBatch(Chain):
     def residual(self, k: int, grad_out: Tensor) -> Tensor:
         point = self.points[k]
         slope = gradients((self.outputs[k] * grad_out).sum(), [point], create_graph=True)[0]
-        return torch.stack([gradients(entry, [point])[0].flatten() for entry in slope.flatten()])[None]
+        return jacobian(slope, [point])[0].flatten(1)[None]
 
     @once
     def param_residual(self, k: int, param: Tensor, grad_out: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ def pairs(extension: BackpropExtension, ref: Reference, name: str, found: Any) -
     """What is in a field, and what must be."""
     param = ref.params[name]
     vectors = torch.randn(2, *param.shape, dtype=param.dtype)
-    defined = [extension.definition(Dense(ref, name, vector)) for vector in vectors]
+    is_product = extension.form in (Form.PRODUCT, Form.BOUNDED_PRODUCT)
+    defined = [extension.definition(Dense(ref, name, v)) for v in (vectors if is_product else vectors[:1])]
     if extension.form in shapes(ref, name):
         return [(found, defined[0].reshape(shapes(ref, name)[extension.form]))]
     if extension.form is Form.AXES:

@@ -33,6 +33,19 @@ def gradients(output: Tensor, wrt: Sequence[Tensor], create_graph: bool = False)
     return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
 
 
+def jacobian(output: Tensor, wrt: Sequence[Tensor]) -> list[Tensor]:
+    """`[D, *w]`: the gradients of all `D` entries of the output, all at once where torch can batch its graph."""
+    if not output.requires_grad or not output.numel():
+        return [w.new_zeros(output.numel(), *w.shape) for w in wrt]
+    eye = torch.eye(output.numel(), dtype=output.dtype).reshape(-1, *output.shape)
+    try:
+        found = torch.autograd.grad(output, wrt, eye, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    except RuntimeError:  # one after the other
+        rows = [gradients(entry, wrt) for entry in output.flatten()]
+        return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+    return [w.new_zeros(len(eye), *w.shape) if g is None else g for g, w in zip(found, wrt, strict=True)]
+
+
 def of_bias(module: nn.Module, jac: Tensor, out_shape: torch.Size, inputs: tuple[Tensor, ...]) -> Tensor:
     """`[N, ..., D_out] -> [N, ..., C]`: what a bias of the layer sees (the sum over positions, without padding)."""
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -58,8 +71,7 @@ def input_factor(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     rows = []
     for group in range(groups):
         channel = group * (by_channel.shape[1] // groups)
-        for entry in by_channel[:, channel].flatten():
-            grad = gradients(entry, [weight])[0]
+        for grad in jacobian(by_channel[:, channel], [weight])[0]:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag | TimesWeight):
                 rows.append(grad[:, channel])
                 continue

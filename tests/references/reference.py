@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.references import attention, recurrence
-from tests.references.chain import Chain, ChainOfBatch
-from tests.references.kronecker import KRONECKER, gradients, in_order, input_factor, of_bias
+from tests.references.chain import Chain, ChainOfBatch, once
+from tests.references.kronecker import KRONECKER, gradients, in_order, input_factor, jacobian, of_bias
 from tests.references.weight_norm import WrittenOut
 
 LossOf = Callable[[Tensor], Tensor]
@@ -192,6 +192,7 @@ class Reference:
         """`[N, T, P]`: the gradient of each token's term of the loss."""
         return self._token_gradients[name]
 
+    @once
     def token_ggn_diagonals(self, name: str) -> Tensor:
         """`[N, T, P]`: the diagonal of the GGN of each term."""
         jac = self._jacobians[0][name]
@@ -221,17 +222,14 @@ class Reference:
     def _jacobians(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """`[N, D, P]` for parameters, and `[N, D, D_out]` for the outputs of layers with Kronecker factors."""
         wrt = [*self.params.values(), *[call.output for call in self.calls if call.output.requires_grad]]
-        rows = [gradients(entry, wrt) for entry in self.pred.reshape(-1)]
-        k = len(self.params)
-        jac_params = {
-            name: torch.stack([r[i] for r in rows]).reshape(self.N, self.D, -1) for i, name in enumerate(self.params)
-        }
+        found, k = jacobian(self.pred, wrt), len(self.params)
+        jac_params = {name: found[i].reshape(self.N, self.D, -1) for i, name in enumerate(self.params)}
         jac_outputs = []
         for i in range(k, len(wrt)):
             if len(wrt[i]) != self.N:  # a layer without a batch axis (an embedding of positions)
                 jac_outputs.append(torch.empty(0))
                 continue
-            full = torch.stack([r[i] for r in rows]).reshape(self.N, self.D, self.N, -1)
+            full = found[i].reshape(self.N, self.D, self.N, -1)
             jac_outputs.append(torch.stack([full[n, :, n] for n in range(self.N)]))
         return jac_params, jac_outputs
 
@@ -266,8 +264,7 @@ class Reference:
         for n in range(self.N):
             grads = gradients(self.share(n), params, create_graph=True)
             for (name, p), g in zip(self.params.items(), grads, strict=True):
-                rows = [gradients(entry, [p])[0].flatten() for entry in g.flatten()]
-                blocks[name].append(torch.stack(rows) if rows else p.new_zeros(0, 0))
+                blocks[name].append(jacobian(g, [p])[0].reshape(p.numel(), p.numel()))
         return {name: torch.stack(b) for name, b in blocks.items()}
 
     def hessian_batch(self, name: str) -> Tensor:
@@ -284,6 +281,7 @@ class Reference:
         return self.diag_h_batch(name).sum(0)
 
     # ---- Kronecker factors of the exact GGN ------------------------------------------------------
+    @once
     def kflr(self, name: str) -> list[Tensor]:
         """`[G, A]` for the weight of a linear or convolutional layer, `[G]` for everything else.
 

@@ -108,8 +108,8 @@ def test_an_attention_layer_with_a_trained_mask(shape: tuple[int, ...]) -> None:
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.Module], read: str, **options: Any) -> None:
         super().__init__()
-        self.rnn = kind(3, 4, num_layers=2, batch_first=True, **options)
-        width = options.get("proj_size", 4) * (2 if options.get("bidirectional") else 1)
+        self.rnn = kind(3, 2, num_layers=2, batch_first=True, **options)
+        width = options.get("proj_size", 2) * (2 if options.get("bidirectional") else 1)
         self.out = linear(width * (2 if read == "both" else 1), 3)
         self.read = read
 
