@@ -96,6 +96,30 @@ def test_predictions_of_samples(tests_by_gradients: list[Record]) -> None:
     assert not tests_by_gradients
 
 
+class Positions(nn.Module):
+    """Words with an embedding of their positions, given as `[T]` or `[1, T]`, and steps that see each other."""
+
+    def __init__(self, axes: int) -> None:
+        super().__init__()
+        self.words, self.places, self.last = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 3)
+        self.axes = axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1]).reshape(*[1] * (self.axes - 1), -1)
+        h = self.words(x) + self.places(places)
+        return self.last((h.tanh() + h.mean(1, keepdim=True)).mean(1))
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_tables_of_positions(axes: int, tests_by_gradients: list[Record]) -> None:
+    """All samples read them: they are left to autograd, which needs no test either."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Positions(axes).double()), bpk.extend(nn.CrossEntropyLoss())
+    for n, steps in SIZES:
+        check_rows(model, loss_fn, torch.randint(9, (n, steps)), torch.randint(3, (n,)))
+    assert not tests_by_gradients
+
+
 def test_rows_that_were_picked_are_tested(tests_by_gradients: list[Record]) -> None:
     """Where indices point to is no part of the form."""
     torch.manual_seed(0)

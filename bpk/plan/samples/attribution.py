@@ -78,7 +78,9 @@ def first_that_holds(
 ) -> tuple[int, dict[Record, Tensor]]:
     """Test one hypothesis after the other, the simplest first."""
     if at_most is None and (
-        found := as_given(root, above, test) or as_picked(above, test, picked, sure=True, complete=False)
+        found := as_given(root, above, test)
+        or in_simplest_order(root, above, test)
+        or as_picked(above, test, picked, sure=True, complete=False)
     ):
         return found
     refusal: UnsupportedLayer | NotInFront | None = None
@@ -147,6 +149,26 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
             put_back(before)
     if tables:
         raise min(tables, key=lambda error: error.missing)
+    return None
+
+
+def in_simplest_order(root: Record, above: list[Record], test: Test) -> tuple[int, dict[Record, Tensor]] | None:
+    """The first hypothesis, if it follows from the form of the graph: with rows that were picked it would not.
+
+    Raises:
+        NotInFront: If it does but for layers that read tables.
+    """
+    before = [(record, record.shifted) for record in above]
+    try:
+        n, movable, in_front = hypotheses(root, above)[0]
+        return n, test(next(numberings(root.batch_size, n, in_front)), n, movable, only_by_form=True)
+    except (UnsupportedLayer, IndexError, StopIteration):
+        pass
+    except NotInFront as error:
+        if not error.missing or is_told(root, above):
+            put_back(before)
+            raise
+    put_back(before)
     return None
 
 

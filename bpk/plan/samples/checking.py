@@ -96,17 +96,35 @@ def check_hypothesis(
 def by_form(
     root: Record, above: list[Record], sources: Sources, numbers: Tensor, n: int, movable: bool
 ) -> dict[Record, Tensor] | None:
-    """The samples of the rows of all calls, where those follow from the root's by the form of the graph alone."""
-    if n < 2 or any(record.shifted or has_no_axis(record) for record in above):
+    """The samples of the rows of all calls, where those follow from the root's by the form of the graph alone.
+
+    Raises:
+        NotInFront: If they do but for tables of positions, whose rows feed several samples.
+    """
+    if n < 2 or any(record.shifted for record in above):
         return None
-    found = follow(root, above, sources, n, numbers.cpu(), movable)
-    if found is None or any(
-        record not in found or (found[record] < 0).any() or may_be_table(record, found[record], n) for record in above
-    ):
+    integers = [record for record in above if is_given_data(record) and not record.inputs[0].is_floating_point()]
+    tables = {record for record in integers if not is_of_data(record)}
+    found = follow(root, above, sources, n, numbers.cpu(), movable, tables)
+    shared = [] if found is None else [record for record in tables if record not in found]
+    if found is None or any(is_doubtful(record, found, n) for record in above if record not in shared):
         for record in above:
             record.shift(0)
         return None
+    others = [record for record in above if record not in shared]
+    if shared:
+        if not any(r.params for r in others) or {r.module for r in shared} & {r.module for r in others}:
+            return None
+        alone = [record for record in shared if has_no_axis(record)]
+        certain = any(is_given_data(record) and record.batch_size >= n for record in others)
+        raise NotInFront(alone) if alone else NotInFront(shared, len(shared), certain)
     return {record: rows.to(numbers.device) for record, rows in found.items()}
+
+
+def is_doubtful(record: Record, found: dict[Record, Tensor], n: int) -> bool:
+    """Whether the form of the graph leaves open which sample the rows of a call are of, or whether it has any."""
+    known = found.get(record)
+    return known is None or bool((known < 0).any()) or has_no_axis(record) or may_be_table(record, known, n)
 
 
 def may_be_table(record: Record, rows: Tensor, n: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor
@@ -42,11 +42,18 @@ def prove(
 
 
 def follow(
-    root: Record, above: list[Record], sources: Sources, n: int, rows: Tensor, movable: bool = False
+    root: Record,
+    above: list[Record],
+    sources: Sources,
+    n: int,
+    rows: Tensor,
+    movable: bool = False,
+    tables: Container[Record] = (),
 ) -> dict[Record, Tensor] | None:
     """The sample of each row (-1: none) of the calls behind rows of the root, if it is of one whatever the values.
 
-    Where the samples of a call are along another axis, that is moved to the front if it is `movable`.
+    Where the samples of a call are along another axis, that is moved to the front if it is `movable`. Rows of `tables`
+    may feed several samples; those that do are left out.
     """
     weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
     known = {root: rows}
@@ -57,6 +64,8 @@ def follow(
             found = None if columns is None else labels(columns, weights)
             if found is None and columns is not None and movable:
                 found = moved(record, columns, weights)
+            if found is None and columns is not None and record in tables:
+                continue
             if found is None:
                 return None
             known[record] = found
