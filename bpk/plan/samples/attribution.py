@@ -130,7 +130,8 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
     before = [(record, record.shifted) for record in above]
     tables: list[NotInFront] = []
     given = of_what_was_given(root, above)
-    for only_by_form, (n, movable, in_front) in product((True, False), given):  # that takes no gradients
+    alike = any(n in shape[1:] for n, _, _ in given for record in above for shape in record.given[:1])
+    for only_by_form, (n, movable, in_front) in product((False,) if alike else (True, False), given):
         for numbers in numberings(root.batch_size, n, in_front):
             try:
                 rows = test(numbers, n, movable, only_by_form=only_by_form)

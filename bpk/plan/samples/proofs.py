@@ -100,14 +100,15 @@ def to_targets(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[
 
 
 def moved(record: Record, columns: Tensor, weights: Tensor) -> Tensor | None:
-    """The samples along another axis of a call, all of them and in order; it is in front then."""
+    """The samples along another axis of a call, preferably all of them in order; it is in front then."""
     if record.binding.axes or record.rule is None or len(record.used) > 1:
         return None
-    for axis in range(1, columns.dim() - 1):
-        found = labels(columns.movedim(1 + axis, 1), weights) if may_be_in(record, axis) else None
-        if found is not None and torch.equal(found, torch.arange(len(weights))):
-            record.shift(axis)
-            return found
+    axes = [axis for axis in range(1, columns.dim() - 1) if may_be_in(record, axis)]
+    found = {axis: rows for axis in axes if (rows := labels(columns.movedim(1 + axis, 1), weights)) is not None}
+    in_order = [axis for axis, rows in found.items() if torch.equal(rows, torch.arange(len(weights)))]
+    for axis in (*in_order, *found):
+        record.shift(axis)
+        return found[axis]
     return None
 
 
