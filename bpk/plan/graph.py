@@ -159,10 +159,14 @@ def zeros_at(edge: GradientEdge, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def connected(record: Record, call: Call, node: Node) -> Iterator[None]:
-    """Let a rule ask autograd's graph about a call, whose output is at `node`: for products, and for what it saved."""
+def connected(record: Record, call: Call, node: Node, quiet: bool = False) -> Iterator[None]:
+    """Let a rule ask autograd's graph about a call, whose output is at `node`: for products, and for what it saved.
+
+    The layer may have been made `quiet` before (see `quieten_layer`).
+    """
     here = (node, next(nr for nr, number in record.places.items() if number == record.used[0]))
-    quieten_layer(record, node)
+    if not quiet:
+        quieten_layer(record, node)
     leave, enter = record.exit(record.used[0]), record.entrance(0)
 
     def pull(vector: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.families.no_rows import with_rows
-from bpk.plan.graph import Source, gradient_edge, quieten_layer
+from bpk.plan.graph import Source, gradient_edge
 from bpk.plan.samples.rows import Attribution
 from bpk.plan.sources import Sources
 from bpk.plan.step import Link, Step, matched
@@ -133,8 +133,7 @@ class Plan:
             if loss.module._backward_hooks:
                 make_quiet(engine.hooks_behind(node))
         for step in steps:
-            if step.node is not None:
-                quieten_layer(step.record, step.node)
+            step.quieten()
         with CTX.quietly(EVERY_CALL):
             factors = [self.step_of[loss].grad for loss in self.losses]
             found = iter(pull_back(ends, edges, factors, create_graph=torch.is_grad_enabled()))

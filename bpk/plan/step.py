@@ -17,7 +17,7 @@ from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.plan.graph import Source, connected
+from bpk.plan.graph import Source, connected, quieten_layer
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording.graph.ports import Port
 from bpk.recording.record import Record
@@ -84,6 +84,7 @@ class Step:
     last: tuple[str, ...] = field(default=(), init=False)
     reached: bool = field(default=False, init=False)
     prepared: bool = field(default=False, init=False)
+    quiet: bool = field(default=False, init=False)
     runs: bool = field(default=True, init=False)
     is_loss: bool = field(default=False, init=False)
     find_gradients: Callable[[], None] | None = field(default=None, init=False)
@@ -120,10 +121,17 @@ class Step:
             self.gradient = reader.rule.jac_t_mat_prod(reader.call, reader.grad[None], self.index)[0]
         return self.gradient
 
+    def quieten(self) -> None:
+        """Let hooks inside of the layer not see what is differentiated, from now on in this pass."""
+        if not self.quiet and self.node is not None:
+            quieten_layer(self.record, self.node)
+            self.quiet = True
+
     def prepare(self) -> None:
         """Let the rule note what is only known during the backward pass."""
         if self.rule is not None and type(self.rule).capture is not Rule.capture and self.node is not None:
-            with connected(self.record, self.call, self.node):
+            self.quieten()
+            with connected(self.record, self.call, self.node, quiet=self.quiet):
                 self.rule.capture(self.call)
         self.prepared = True
 

@@ -78,7 +78,7 @@ def check_hypothesis(
         raise LastResort(joining)
     if shared:  # all others agree with this hypothesis
         others = [r for r in above if r not in shared]
-        certain = any(is_given_data(r) and r.batch_size >= n for r in others)
+        certain = some_are_given(others, n)
         doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
         if (doubtful and not movable and not certain) or not any(r.params for r in others):
             raise mixed(f"one row of '{(doubtful or [*shared])[0].path}' feeds several of the {n} samples")
@@ -103,8 +103,7 @@ def by_form(
     """
     if n < 2 or any(record.shifted for record in above):
         return None
-    integers = [record for record in above if is_given_data(record) and not record.inputs[0].is_floating_point()]
-    tables = {record for record in integers if not is_of_data(record)}
+    tables = {record for record in above if is_given_numbers(record)}
     found = follow(root, above, sources, n, numbers.cpu(), movable, tables)
     shared = [] if found is None else [record for record in tables if record not in found]
     if found is None or any(is_doubtful(record, found, n) for record in above if record not in shared):
@@ -116,8 +115,7 @@ def by_form(
         if not any(r.params for r in others) or {r.module for r in shared} & {r.module for r in others}:
             return None
         alone = [record for record in shared if has_no_axis(record)]
-        certain = any(is_given_data(record) and record.batch_size >= n for record in others)
-        raise NotInFront(alone) if alone else NotInFront(shared, len(shared), certain)
+        raise NotInFront(alone) if alone else NotInFront(shared, len(shared), some_are_given(others, n))
     return {record: rows.to(numbers.device) for record, rows in found.items()}
 
 
@@ -133,8 +131,17 @@ def may_be_table(record: Record, rows: Tensor, n: int) -> bool:
     Other samples than those of its rows may read positions as well, and have no gradient here (dropped, at a point of
     rest).
     """
-    is_table = not (is_of_data(record) or record.inputs[0].is_floating_point()) and is_given_data(record)
-    return is_table and record.batch_size != n and len(rows[rows >= 0].unique()) < n
+    return is_given_numbers(record) and record.batch_size != n and len(rows[rows >= 0].unique()) < n
+
+
+def is_given_numbers(record: Record) -> bool:
+    """Whether a call is given integers that are none of the model's data, such as those of positions."""
+    return is_given_data(record) and not (is_of_data(record) or record.inputs[0].is_floating_point())
+
+
+def some_are_given(records: list[Record], n: int) -> bool:
+    """Whether a call is given data with an axis long enough for the samples."""
+    return any(is_given_data(record) and record.batch_size >= n for record in records)
 
 
 def out_of_order(root: Record, above: list[Record], found: dict[Record, Tensor], n: int) -> dict[Record, Tensor]:
