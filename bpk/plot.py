@@ -30,11 +30,11 @@ def strip(model: nn.Module, field: str, axes: Any = None, bins: int = 60) -> Any
         The axes.
     """
     values = shaped_as_parameters(model, field)
-    rows = torch.full((len(values), bins), torch.nan, dtype=torch.float64)
+    rows = torch.full((len(values), bins), torch.nan, dtype=torch.float64, device="cpu")
     for row, value in zip(rows, values.values(), strict=True):
         parts = value.detach().double().cpu().abs().flatten().tensor_split(min(bins, value.numel()))
         means = torch.stack([part.mean() for part in parts])
-        index = torch.arange(bins) * len(parts) // bins  # few entries have wide colours
+        index = torch.arange(bins, device="cpu") * len(parts) // bins  # few entries have wide colours
         row.copy_(means.log10()[index])
     rows[rows.isinf()] = torch.nan  # a mean of zero
     axes = axes_or_new(axes)
@@ -100,13 +100,13 @@ def kronecker_spectra(model: nn.Module, field: str = "kfac", axes: Any = None) -
                     "use 'kfac', 'kflr' or 'kfra', on a model whose large parameters are weights of layers.",
                 )
             )
-        spectrum = torch.ones(1, dtype=torch.float64)
+        spectrum = torch.ones(1, dtype=torch.float64, device="cpu")
         for factor in factors:
             eigenvalues = torch.linalg.eigvalsh(factor.detach().double().cpu()).clamp(min=0)
             spectrum = torch.outer(spectrum, eigenvalues).flatten()
         spectrum = spectrum.sort(descending=True).values
         kept = spectrum[spectrum > 1e-12 * spectrum[0]]
-        axes.plot(torch.arange(1, 1 + len(kept)).numpy(), kept.numpy(), label=name)
+        axes.plot(torch.arange(1, 1 + len(kept), device="cpu").numpy(), kept.numpy(), label=name)
     axes.set(xscale="log", yscale="log", xlabel="number", ylabel=f"eigenvalue ({field})")
     axes.legend()
     return axes

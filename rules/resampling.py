@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.linear_map import LinearMap
+
+
+def shuffled(options: Any, x: Tensor) -> Tensor:
+    """`[N, C, *d]` with the channels of groups in turns; on GPUs, torch's own takes no tensor with gaps in memory."""
+    return x.unflatten(1, (options.groups, -1)).transpose(1, 2).flatten(1, 2)
+
 
 RULES = (
     # channels to positions, and back
@@ -32,6 +40,7 @@ RULES = (
     ),
     LinearMap(
         nn.ChannelShuffle,
+        linear=shuffled,
         axes=1,
         functions=(F.channel_shuffle, F.native_channel_shuffle),
         examples=(

@@ -1,12 +1,58 @@
-"""Shared settings of the tests: one thread, a fixed seed, and no time for what none of them needs."""
+"""Shared settings of the tests: device, one thread, a fixed seed, and no time for what none of them needs."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--device cuda` runs the tests on a GPU."""
+    parser.addoption("--device", default="cpu", help="where tests make their tensors (cpu, cuda; default cpu)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Networks and data are made while tests are collected, too."""
+    config.addinivalue_line("markers", "processor(why): only where tensors are in the processor's memory")
+    if config.getoption("--device") != "cpu":
+        torch.set_default_device(config.getoption("--device"))
+        without_cudnn()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests out that are of processors."""
+    if config.getoption("--device") == "cpu":
+        return
+    for item in items:
+        if marker := item.get_closest_marker("processor"):
+            item.add_marker(pytest.mark.skip(reason=f"only on a processor: {marker.args[0]}"))
+
+
+def without_cudnn() -> None:
+    """Recurrent layers as torch computes them itself.
+
+    cuDNN's have no gradients in evaluation mode, no second derivatives, and dropout that cannot be drawn again.
+    `test_gpu.py` has tests of theirs.
+    """
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        setattr(torch._VF, name, torch.backends.cudnn.flags(enabled=False)(getattr(torch._VF, name)))
+    torch.backends.cudnn.is_acceptable = lambda x: False
+    torch.backends.cudnn.allow_tf32 = False  # tests compare what float32 rounds
+
+
+@pytest.fixture(autouse=True)
+def device_that_works() -> Iterator[None]:
+    """A GPU on which an assertion has failed is of no use any more: the process ends, and another one goes on."""
+    yield
+    if torch.get_default_device().type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from bpk.converter.tracing import nodes_in
 from bpk.jacobians.core.conversion import signature_of
+from bpk.jacobians.core.random_state import RandomState
 
 
 def convolution(layer: type[nn.Module], weight: Tensor, groups: int = 1, **options: Any) -> nn.Module:
@@ -59,7 +59,7 @@ def as_layer(node: fx.Node, parameters: dict[str, nn.Parameter]) -> tuple[nn.Mod
             return None
     if "weight" not in names or not isinstance(x, fx.Node) or nodes_in(tuple(options.values())):
         return None
-    with torch.random.fork_rng(devices=[]):
+    with RandomState.now().again():
         module = LAYERS[node.target](parameters[names["weight"]], **options)
     for name in [n for n, _ in module.named_parameters()]:
         module.register_parameter(name, parameters[names[name]] if name in names else None)

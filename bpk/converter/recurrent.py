@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn.modules.rnn import RNNBase
 
@@ -13,6 +12,7 @@ from bpk.converter.converted import Holder
 from bpk.converter.kinds import name_of
 from bpk.converter.tree import Tree
 from bpk.custom_module.reduce_tuple import ReduceTuple
+from bpk.jacobians.core.random_state import RandomState
 
 
 def split_recurrent(graph: fx.Graph, tree: Tree) -> None:
@@ -67,7 +67,7 @@ def single_layer(module: RNNBase, k: int, tree: Tree, path: str, child: str) -> 
     inner = (module.proj_size or module.hidden_size) * directions
     options: dict[str, Any] = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
     options |= {"proj_size": module.proj_size} if module.proj_size else {}
-    with torch.random.fork_rng(devices=[]):
+    with RandomState.now().again():
         kind: Any = type(module)
         layer: RNNBase = kind(
             module.input_size if k == 0 else inner,

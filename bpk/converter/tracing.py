@@ -20,6 +20,7 @@ from bpk.converter.forward import TYPE, State, Value, known_instances, without_c
 from bpk.converter.kinds import OTHER, Kind, computes_size
 from bpk.jacobians.core.function_module import FunctionModule, Slot
 from bpk.jacobians.core.generated import Generated
+from bpk.jacobians.core.random_state import RandomState
 from bpk.recording import engine
 from bpk.rules import REGISTRY
 
@@ -132,7 +133,7 @@ class BackpackTracer(fx.Tracer):
             ConversionError: If the forward pass depends on values, with the line where it does.
         """
         modules = list(root.modules()) if isinstance(root, nn.Module) else []
-        state, generator = State(modules), torch.get_rng_state()
+        state, generators = State(modules), RandomState.now()
         self.surroundings = surroundings()
         self.parameters = {m: dict(m._parameters) for m in modules}
         try:
@@ -147,8 +148,8 @@ class BackpackTracer(fx.Tracer):
             raise not_a_graph(root, RuntimeError(f"it puts values into self.{filled[0]}, which the next call may read"))
         for node in graph.nodes:
             node.type = None  # annotations may be strings, which copies of the code could not resolve
-        if not torch.equal(generator, torch.get_rng_state()):
-            torch.set_rng_state(generator)
+        if generators.moved():
+            generators.restore()
             raise ConversionError(
                 root,
                 "draws random numbers",

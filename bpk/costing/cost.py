@@ -182,10 +182,10 @@ def extended_to(n: int, few: Sequence[int], values: Sequence[float], pairs: bool
     if tuple(few) == (n,):
         return values[0]
     powers = range(3 if pairs else 2)
-    y = torch.tensor(values, dtype=torch.float64)
+    y = torch.tensor(values, dtype=torch.float64, device="cpu")
     best, found = float("inf"), float(y[-1])
     for chosen in (some for count in range(1, len(powers) + 1) for some in combinations(powers, count)):
-        rows = torch.tensor([[float(size) ** p for p in chosen] for size in few], dtype=torch.float64)
+        rows = torch.tensor([[float(size) ** p for p in chosen] for size in few], dtype=torch.float64, device="cpu")
         weights = torch.linalg.lstsq(rows / y[:, None], torch.ones_like(y)).solution
         error = float((rows @ weights / y - 1).square().sum())
         if bool((weights >= 0).all()) and error < best - 1e-12:

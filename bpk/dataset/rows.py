@@ -135,7 +135,7 @@ class Stored(Sink):
                 raise ValueError(other_rows(f"'{field}' of '{name}'", rows.shape[1:], self.shapes[key]))
             self.append(field, name, rows)
         for (field, name), shape in waiting.items():
-            self.append(field, name, torch.zeros(size.samples, *shape))
+            self.append(field, name, torch.zeros(size.samples, *shape, device="cpu"))
         self.count += size.samples
         self.sizes.append(size.samples)
 

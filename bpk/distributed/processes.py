@@ -108,7 +108,7 @@ class Processes:
 
     def gone(self) -> list[int]:
         """The ranks to which there is no connection any more."""
-        found, nothing = list[int](), torch.zeros(1)
+        found, nothing = list[int](), torch.zeros(1, device="cpu")
         for rank in set(range(self.world)) - {self.rank}:
             try:
                 dist.isend(nothing, rank, self.control, tag=1)

@@ -42,7 +42,7 @@ class Share:
         self.splits = given is None if split is None else split
         self.own: DataLoader[Any] | None = None
         self.seen = hashlib.sha256()
-        self.seed = processes.tell(int(torch.randint(1 << 62, ())))[0]
+        self.seed = processes.tell(int(torch.randint(1 << 62, (), device="cpu")))[0]
         if self.splits and has_indices(loader):
             self.own = only(loader, common_order(loader, processes)[self.rank :: self.world])
 

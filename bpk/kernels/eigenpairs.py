@@ -106,7 +106,7 @@ class Gram:
 
     def __init__(self) -> None:
         self.keys: list[Hashable] = []
-        self.total = torch.zeros(())
+        self.total = torch.zeros((), device="cpu")
 
     def add(self, uses: Uses) -> Tensor:
         """Those of one parameter."""

@@ -99,7 +99,7 @@ class Problem:
 
     def seen(self, twice: bool) -> Tensor:
         """Sums over all batches, of squared outputs and of losses; or a refusal of a model that is random."""
-        total = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros(2, dtype=torch.float64, device="cpu")
         for x, y in self.batches():
             z = self.predict(x)
             if not isinstance(z, Tensor):

@@ -105,6 +105,11 @@ class Step:
         return self.record.where if self.consumer is None else f"the function before {self.record.where}"
 
     @cached_property
+    def factor(self) -> float:
+        """The number in front of a loss; it is read once, for which a processor waits until a GPU has come there."""
+        return float(self.grad)
+
+    @cached_property
     def joint(self) -> Joint:
         """A loss as a function of the inputs that calls or parameters feed."""
         assert isinstance(self.rule, Loss)

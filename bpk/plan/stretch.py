@@ -130,7 +130,7 @@ class StretchCall(Call):
         found = [self.samples_of_rows, *self.rows_of_inputs]
         if all(samples is None for samples in found):
             return None
-        each = [torch.arange(self.n) if samples is None else samples for samples in found]
+        each = [torch.arange(self.n, device="cpu") if samples is None else samples for samples in found]
         return [[(samples == k).nonzero()[:, 0] for k in range(self.n)] for samples in each]
 
 

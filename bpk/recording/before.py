@@ -113,7 +113,7 @@ def generators_of(module: nn.Module) -> RandomState | None:
     if rule is None or not rule.draws(module):
         return None
     parameter = next(module.parameters(), None)
-    return RandomState.now(torch.device("cpu") if parameter is None else parameter.device)
+    return RandomState.now(None if parameter is None else parameter.device)
 
 
 def keep_input(module: nn.Module, x: Tensor, before: Before) -> Tensor:

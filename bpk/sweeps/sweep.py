@@ -125,7 +125,7 @@ class Player(Sweep):
 
 def positive_factor(step: Step) -> float:
     """The scalar in front of a loss, which a square root needs to be non-negative."""
-    factor = float(step.grad)
+    factor = step.factor
     if factor < 0:
         raise ValueError(
             explain(

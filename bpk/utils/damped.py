@@ -109,5 +109,5 @@ def split_damping(factors: Sequence[Tensor], damping: float) -> list[float]:
     root = damping ** (1 / len(means))
     if min(means) <= 0:
         return [root] * len(means)
-    middle = torch.tensor(means, dtype=torch.float64).log().mean().exp().item()
+    middle = torch.tensor(means, dtype=torch.float64, device="cpu").log().mean().exp().item()
     return [root * mean / middle for mean in means]

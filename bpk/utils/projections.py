@@ -26,11 +26,11 @@ def generator(*key: object) -> torch.Generator:
 def entries(kind: str, k: int, width: int, source: torch.Generator) -> Tensor:
     """`[k, width]` numbers with mean zero and variance one; `sparse` has two thirds of zeros (Achlioptas, 2003)."""
     if kind == "rademacher":
-        return torch.randint(2, (k, width), generator=source, dtype=torch.int8).float().mul_(2).sub_(1)
+        return torch.randint(2, (k, width), generator=source, dtype=torch.int8, device="cpu").float().mul_(2).sub_(1)
     if kind == "sparse":
-        drawn = torch.randint(6, (k, width), generator=source, dtype=torch.int8)
+        drawn = torch.randint(6, (k, width), generator=source, dtype=torch.int8, device="cpu")
         return ((drawn == 0).float() - (drawn == 1).float()) * 3**0.5
-    return torch.randn(k, width, generator=source)
+    return torch.randn(k, width, generator=source, device="cpu")
 
 
 def rows_of_matrix(kind: str, k: int, width: int, seed: int, like: Tensor) -> Iterator[Tensor]:

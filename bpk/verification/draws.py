@@ -102,7 +102,9 @@ class Draws:
         have not happened.
         """
         size = split.pred.numel()
-        where = torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:entries].to(split.pred.device)
+        where = torch.randperm(size, generator=torch.Generator().manual_seed(seed), device="cpu")[:entries].to(
+            split.pred.device
+        )
         total, largest, drawn = split.pred.new_zeros(len(where), size), 0.0, 0
         wanted = max(20, min(MANY, NUMBERS // size))
         step = min(wanted, max(1, AT_ONCE // (size * len(self.parts))))

@@ -77,7 +77,9 @@ class InEigenbasis(Check):
             padded[side.offset : side.offset + len(vector)] = vector
             [curved] = ref.ggn_times({bias_of(place.name): padded}, place.chosen)
             columns.append(curved[side.offset :][: len(vector)])
-        moment = ref.layers.input_entries(side, torch.arange(side.sizes[1]), ref.split, ref.n, place.chosen)
+        moment = ref.layers.input_entries(
+            side, torch.arange(side.sizes[1], device="cpu"), ref.split, ref.n, place.chosen
+        )
         rows = list(torch.cat([inputs, probe(inputs)]) @ moment)
         expected = [eigen(outputs, columns, ref.noise), eigen(inputs, rows)]
         return expected[::-1] if turned else expected
@@ -99,7 +101,7 @@ def unit(basis: Tensor, k: int) -> Tensor:
 def probe(vectors: Tensor) -> Tensor:
     """A random direction `[1, D]`, along which the curvature is about the mean of the eigenvalues."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(1, vectors.shape[1], generator=generator, dtype=torch.float64)
+    drawn = torch.randn(1, vectors.shape[1], generator=generator, dtype=torch.float64, device="cpu")
     return (drawn / drawn.norm()).to(vectors)
 
 

@@ -59,21 +59,25 @@ class InputDerivatives:
         if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(self.x) or not output.numel():
             raise NoReference("the model does not return one tensor with a row for each sample")
         count = min(self.entries, max(1, self.passes // each), output.numel())
-        order = torch.randperm(output.numel(), generator=torch.Generator().manual_seed(self.seed))[:count]
+        order = torch.randperm(output.numel(), generator=torch.Generator().manual_seed(self.seed), device="cpu")[:count]
         size = output.numel() // len(output)
         return order // size, order % size
 
     def second(self, summed: bool) -> tuple[Tensor, Tensor, str]:
         """Second derivatives along unit vectors, or their sum: of `bpk`, and by two reverse passes."""
         size = self.x[0].numel()
-        axes = torch.arange(size)
+        axes = torch.arange(size, device="cpu")
         if fewer := size + 1 > self.passes:
-            order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed), device="cpu")
             axes = order[: max(1, self.passes - 1)].sort().values
         samples, outputs = self.chosen(len(axes) + 1)
         with torch.no_grad():
             if summed:
-                units = torch.eye(size, dtype=self.x.dtype)[axes].reshape(-1, *self.x.shape[1:]).to(self.x.device)
+                units = (
+                    torch.eye(size, dtype=self.x.dtype, device="cpu")[axes]
+                    .reshape(-1, *self.x.shape[1:])
+                    .to(self.x.device)
+                )
                 given = {"directions": units} if fewer else {}
                 found = self.at(laplacian, self.model, self.x, chunk_size=AT_ONCE, **given)
             else:
@@ -97,7 +101,7 @@ class InputDerivatives:
         """Coefficients along random directions: of `bpk`, and by as many reverse passes in `t`."""
         samples, outputs = self.chosen(ORDER * CURVES)
         draw = torch.Generator().manual_seed(self.seed)
-        directions = torch.randn(CURVES, *self.x.shape, generator=draw, dtype=torch.float64).to(self.x)
+        directions = torch.randn(CURVES, *self.x.shape, generator=draw, dtype=torch.float64, device="cpu").to(self.x)
         with torch.no_grad():
             first, *others = self.at(taylor, self.model, self.x, directions, ORDER)
         found = torch.stack([c.flatten(2)[:, samples, outputs] for c in (first.expand(CURVES, *first.shape), *others)])

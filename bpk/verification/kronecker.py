@@ -120,9 +120,9 @@ class Factors(Check):
             raise NoReference(f"{size} passes for a table tied to a linear layer are too many (passes=); {PROPERTIES}")
         outputs, inputs = [], []
         for k, side in enumerate(sides):
-            entries = torch.arange(side.offset, side.offset + side.sizes[0])
+            entries = torch.arange(side.offset, side.offset + side.sizes[0], device="cpu")
             outputs.append(ref.blocks(ref.columns_at(bias_of(place.name, k), entries))[list(place.chosen)].sum(0))
-            inputs.append(self.inputs(ref, place, side, torch.arange(side.sizes[1])))
+            inputs.append(self.inputs(ref, place, side, torch.arange(side.sizes[1], device="cpu")))
         if outputs[0].numel() == 1 or inputs[0].numel() == 1:
             raise NoReference(f"of single numbers, how both factors share the scale is left open; {PROPERTIES}")
         left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])

@@ -43,8 +43,8 @@ class Place:
         Where the gradient is zero at some of the entries (tokens that do not occur), half of them are others.
         """
         where = torch.Generator().manual_seed(seed)
-        looked = torch.randperm(n, generator=where)[:samples].sort().values
-        vector = torch.randn(gradient.shape, generator=where, dtype=torch.float64).to(gradient)
+        looked = torch.randperm(n, generator=where, device="cpu")[:samples].sort().values
+        vector = torch.randn(gradient.shape, generator=where, dtype=torch.float64, device="cpu").to(gradient)
         entries = pick_live(gradient.flatten(), count, seed)
         rows = pick_live(gradient.abs().sum(1), count, seed) if gradient.dim() == 2 else None
         return cls(name, gradient.shape, entries, vector, n, tuple(range(n)), tuple(looked.tolist()), count, seed, rows)
@@ -69,7 +69,7 @@ class Place:
         if subsampling is None:
             return self
         where = torch.Generator().manual_seed(self.seed)
-        looked = torch.randperm(len(subsampling), generator=where)[: len(self.looked)].sort().values
+        looked = torch.randperm(len(subsampling), generator=where, device="cpu")[: len(self.looked)].sort().values
         return replace(self, chosen=tuple(subsampling), looked=tuple(looked.tolist()))
 
 
@@ -77,8 +77,8 @@ def pick(size: int, count: int, seed: int) -> Tensor:
     """Random numbers below `size` without repetition, in order; the same for the same seed."""
     where = torch.Generator().manual_seed(seed + size)
     if size <= 100_000:
-        return torch.randperm(size, generator=where)[:count].sort().values
-    return torch.randint(size, (count,), generator=where).unique()
+        return torch.randperm(size, generator=where, device="cpu")[:count].sort().values
+    return torch.randint(size, (count,), generator=where, device="cpu").unique()
 
 
 def pick_live(gradient: Tensor, count: int, seed: int) -> Tensor:

@@ -65,7 +65,7 @@ class JacobianRows:
         given, draw = Arguments.of(inputs, batch_axis, model), torch.Generator().manual_seed(seed)
         if given.kwargs or given.axis or not all(isinstance(x, Tensor) for x in given.args):
             raise NoReference("the model is not called with tensors whose first axis counts samples")
-        some = torch.randperm(given.n, generator=draw)[: effort.samples].sort().values
+        some = torch.randperm(given.n, generator=draw, device="cpu")[: effort.samples].sort().values
         x = tuple(cast(x, dtype)[some.to(x.device)] for x in given.args)
         model = duplicate(model, dtype)
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -77,8 +77,8 @@ class JacobianRows:
         bytes_of_row = sum(p.numel() * p.element_size() for p in params.values())
         most = min(effort.passes, int(effort.memory * 2**30 / bytes_of_row))
         asked, allowed = (max(1, min(effort.entries, limit) // len(some)) for limit in (effort.entries, most))
-        outputs = torch.randperm(out.shape[1], generator=draw)[:allowed]
-        places = torch.arange(len(some)).repeat_interleave(len(outputs)), outputs.repeat(len(some))
+        outputs = torch.randperm(out.shape[1], generator=draw, device="cpu")[:allowed]
+        places = torch.arange(len(some), device="cpu").repeat_interleave(len(outputs)), outputs.repeat(len(some))
         rows = []
         for n, c in zip(*(place.tolist() for place in places), strict=True):
             grads = torch.autograd.grad(
@@ -107,8 +107,11 @@ class JacobianRows:
     def covariance(self) -> tuple[Tensor, Tensor]:
         """Covariances of outputs of one sample, for a posterior with random variances and directions."""
         draw, like = torch.Generator().manual_seed(self.seed), self.rows[0]
-        variances = {name: torch.rand(row.shape, generator=draw).to(row) for name, row in like.items()}
-        directions = {name: torch.randn(DIRECTIONS, *row.shape, generator=draw).to(row) for name, row in like.items()}
+        variances = {name: torch.rand(row.shape, generator=draw, device="cpu").to(row) for name, row in like.items()}
+        directions = {
+            name: torch.randn(DIRECTIONS, *row.shape, generator=draw, device="cpu").to(row)
+            for name, row in like.items()
+        }
         (n, c), found = self.places, self.at(predictive_covariance, LowRank(directions, isotropic=variances))
         along = torch.stack([inner(row, directions) for row in self.rows])
         expected = self.times(lambda name, rows: rows * variances[name].flatten()) + along @ along.T

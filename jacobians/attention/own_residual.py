@@ -59,7 +59,7 @@ class ProjectionResidual(LinearInside):
 def of_queries(at: Heads, c: Tensor | None, cp: Tensor | None) -> Tensor:
     """`R[(t, j), (t, j)]` `[N, H, T, d]`: one product for each feature, at all positions and heads at once."""
     found = torch.empty_like(at.q)
-    for j, unit in enumerate(torch.eye(at.q.shape[-1]).to(at.q)):
+    for j, unit in enumerate(torch.eye(at.q.shape[-1], dtype=at.q.dtype, device=at.q.device)):
         found[..., j] = at.pull_second(c, cp, Tangent(q=unit.expand(1, *at.q.shape)))[0][0, ..., j]
     return found
 
@@ -67,7 +67,8 @@ def of_queries(at: Heads, c: Tensor | None, cp: Tensor | None) -> Tensor:
 def of_keys(at: Heads, c: Tensor | None, cp: Tensor | None) -> Tensor:
     """`R[(t, j), (s, j)]` `[N, H, d, S, S]`: one product for each feature and position, at all heads at once."""
     s, d = at.k.shape[-2:]
-    units, rows = torch.eye(s * d).to(at.k).reshape(-1, 1, 1, s, d), []
+    units = torch.eye(s * d, dtype=at.k.dtype, device=at.k.device).reshape(-1, 1, 1, s, d)
+    rows = []
     for number, part in enumerate(units.split(step := max(1, AT_ONCE // max(1, at.p.numel())))):
         found = at.pull_second(c, cp, Tangent(k=part.expand(-1, *at.k.shape)))[1]
         feature = torch.arange(number * step, number * step + len(part), device=found.device) % d

@@ -18,6 +18,7 @@ from bpk.jacobians.checks.taylor import taylor
 from bpk.jacobians.core.errors import RuleError, explain, raised_at
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.nested import tensors_in
+from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.losses.by_autograd import COUPLES
 from bpk.jacobians.losses.loss import Loss
@@ -78,7 +79,7 @@ def check_rule(
                 "give examples=[case(Layer, *arguments, shape=(3, 4))], or pass them to check_rule.",
             )
         )
-    with torch.random.fork_rng(devices=[]):
+    with RandomState.now().again():
         built = [example for example in chosen if _builds(example, report)]
         if len(built) == len(chosen):
             try:
@@ -235,7 +236,7 @@ def unnamed(rule: Rule, module: nn.Module, inputs: Sequence[Tensor]) -> list[str
 
 def _draws_random_numbers(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     """Whether evaluating the layer moves the global generator."""
-    before = torch.get_rng_state()
+    before = RandomState.now()
     with torch.no_grad():
         module(*[x.clone() for x in inputs])
-    return not torch.equal(before, torch.get_rng_state())
+    return before.moved()

@@ -63,7 +63,7 @@ class Arrangement:
         """Whether both are so already."""
         if self.is_transpose is not None:
             return True
-        return all(torch.equal(order, torch.arange(len(order))) for order in (self.rows, self.columns))
+        return all(torch.equal(order, torch.arange(len(order), device="cpu")) for order in (self.rows, self.columns))
 
     @cached_property
     def firsts(self) -> tuple[bool, bool]:
@@ -71,7 +71,7 @@ class Arrangement:
         if self.is_transpose is not None:
             return not self.is_transpose or 1 in self.shape, self.is_transpose or 1 in self.shape
         matrix = self._numbers()[self.rows][:, self.columns]
-        number = torch.arange(matrix.numel())
+        number = torch.arange(matrix.numel(), device="cpu")
         return torch.equal(matrix.flatten(), number), torch.equal(matrix.T.flatten(), number)
 
     @cached_property
@@ -87,4 +87,4 @@ class Arrangement:
 
     def _numbers(self) -> Tensor:
         """The numbers of the tensor's entries where they go to: as large as the tensor, so not kept."""
-        return self(torch.arange(torch.Size(self.shape).numel()).reshape(self.shape))
+        return self(torch.arange(torch.Size(self.shape).numel(), device="cpu").reshape(self.shape))

@@ -247,4 +247,4 @@ def once(compute: Callable[[R, Call], T]) -> Callable[[R, Call], T]:
 
 def index_of(samples: Sequence[int], device: torch.device) -> Tensor:
     """Samples of a batch, maybe none, as an index."""
-    return torch.as_tensor(samples, dtype=torch.long, device=device)
+    return torch.as_tensor(samples, dtype=torch.long, device="cpu").to(device, non_blocking=True)

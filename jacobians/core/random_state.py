@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,15 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """The generator of the processor, and that of the device where it is another one."""
+    """The generator of the processor, and those of GPUs by their number."""
 
-    device: torch.device
     processor: Tensor
-    accelerator: Tensor | None
+    gpus: Mapping[int, Tensor]
 
     @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """The present state.
+    def now(cls, device: torch.device | None = None) -> RandomState:
+        """The present state: of the processor and of a device, or of all that are in use.
 
         >>> before = RandomState.now(torch.device("cpu"))
         >>> drawn = torch.rand(3)
@@ -29,25 +28,29 @@ class RandomState:
         >>> same
         True
         """
-        accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(device, torch.get_rng_state(), accelerator)
+        numbers = range(0)
+        if device is None and torch.cuda.is_initialized():
+            numbers = range(torch.cuda.device_count())
+        elif device is not None and device.type == "cuda":
+            number = torch.cuda.current_device() if device.index is None else device.index
+            numbers = range(number, number + 1)
+        return cls(torch.get_rng_state(), {number: torch.cuda.get_rng_state(number) for number in numbers})
 
     def moved(self) -> bool:
         """Whether numbers have been drawn since."""
-        if not torch.equal(self.processor, torch.get_rng_state()):
-            return True
-        here = self.accelerator
-        return here is not None and not torch.equal(here, torch.cuda.get_rng_state(self.device))
+        here = [(self.processor, torch.get_rng_state())]
+        here += [(state, torch.cuda.get_rng_state(number)) for number, state in self.gpus.items()]
+        return not all(torch.equal(before, now) for before, now in here)
 
     def restore(self) -> None:
         """Go back to this state."""
         torch.set_rng_state(self.processor)
-        if self.accelerator is not None:
-            torch.cuda.set_rng_state(self.accelerator, self.device)
+        for number, state in self.gpus.items():
+            torch.cuda.set_rng_state(state, number)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, the same numbers are drawn again; afterwards, the generators are where they were."""
-        with torch.random.fork_rng([self.device] if self.accelerator is not None else []):
+        with torch.random.fork_rng(list(self.gpus)):
             self.restore()
             yield

@@ -55,7 +55,7 @@ class LinearInEach(Rule):
     def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
         """`J_b(wrt := e_j)^T g` for the unit vectors `e_j`, one after the other."""
         shape = call.sample_shape(wrt)
-        units = torch.eye(shape.numel()).to(call.output).reshape(-1, *shape)
+        units = torch.eye(shape.numel(), dtype=call.output.dtype, device=call.output.device).reshape(-1, *shape)
         operands, rows = self.operands(wrts), dict[Wrt, Tensor]()
         for b in wrts:
             own = call.sample_shape(b)

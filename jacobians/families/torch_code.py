@@ -37,7 +37,7 @@ def _mask(condition: Tensor, a: float, b: float, dtype: torch.dtype) -> Tensor:
 
 def _scalar(function: Callable[[Tensor], Tensor], value: float) -> float:
     """A function of hyperparameters alone."""
-    return float(function(torch.tensor(float(value), dtype=torch.float64)))
+    return float(function(torch.tensor(float(value), dtype=torch.float64, device="cpu")))
 
 
 _NAMESPACE: dict[str, Any] = {f"f_{name}": f.torch for name, f in FUNCTIONS.items()}

@@ -59,7 +59,7 @@ def draw(p: Tensor, count: int) -> Tensor:
         return torch.where(p.isfinite().all(1, keepdim=True), p, 1.0).multinomial(count, replacement=True)
     upto = p.cumsum(1, dtype=torch.float64)
     total = upto[:, -1:]
-    below = torch.rand(len(p), count, dtype=torch.float64) * total
+    below = torch.rand(len(p), count, dtype=torch.float64, device="cpu") * total
     below = torch.minimum(below, torch.nextafter(total, torch.zeros_like(total)))  # the product may be rounded up
     return torch.searchsorted(upto, below, right=True).clamp_(max=p.shape[1] - 1)
 

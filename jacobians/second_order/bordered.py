@@ -40,7 +40,8 @@ def rows_by_sample(
 ) -> dict[Wrt, Tensor]:
     """The residual times the unit vectors of `part`, for one sample after the other: `{b: [D, N, *b]}` for `wrts`."""
     sizes = [call.sample_shape(a).numel() for a in part]
-    eye, zero = torch.eye(sum(sizes)).to(call.output), call.output.new_zeros(())
+    eye = torch.eye(sum(sizes), dtype=call.output.dtype, device=call.output.device)
+    zero = call.output.new_zeros(())
     units = dict(zip(part, eye.split(sizes, 1), strict=True))
     mats: dict[Wrt, Tensor] = {}
     for b in wrts:

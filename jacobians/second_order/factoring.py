@@ -47,7 +47,8 @@ def factor(dense: Tensor, balanced: bool = False) -> tuple[Tensor, Tensor]:
             symmetric, scale = symmetric / (step[:, :, None] * step[:, None]), scale * step
     finite = symmetric.isfinite().flatten(1).all(1)[:, None]
     regular = finite & (symmetric != 0).flatten(1).any(1, keepdim=True)
-    distinct = torch.arange(1, symmetric.shape[1] + 1).diag().to(symmetric)  # its eigenvectors have derivatives
+    numbers = torch.arange(1, symmetric.shape[1] + 1, dtype=symmetric.dtype, device=symmetric.device)
+    distinct = numbers.diag()  # its eigenvectors have derivatives
     values, basis = block_by_block(torch.where(regular[..., None], symmetric, distinct))
     size = values.abs()
     rounding = ROUNDINGS * torch.finfo(wide(dense[:0]).dtype).eps

@@ -25,8 +25,8 @@ SHORT = 1e-4
 def draw(shape: Sequence[int], like: Tensor, seed: int) -> Tensor:
     """Numbers between 1/2 and 3/2 with random signs, of a generator of its own."""
     generator = torch.Generator().manual_seed(SEED + seed)
-    size = torch.rand(tuple(shape), generator=generator, dtype=torch.float64) + 0.5
-    signs = torch.randint(2, tuple(shape), generator=generator) * 2 - 1
+    size = torch.rand(tuple(shape), generator=generator, dtype=torch.float64, device="cpu") + 0.5
+    signs = torch.randint(2, tuple(shape), generator=generator, device="cpu") * 2 - 1
     return (size * signs).to(like.device, like.dtype)
 
 

@@ -115,7 +115,7 @@ class Blocks:
     def indices(self) -> Tensor:
         """Which entries `[P, S]` of the flattened, concatenated parts of a sample belong to each block."""
         sizes = [shape[1:].numel() for shape in self.shapes]
-        parts = torch.arange(sum(sizes)).split(sizes)
+        parts = torch.arange(sum(sizes), device="cpu").split(sizes)
         shaped = [part.reshape(1, 1, *shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
         return torch.cat([self.to_blocks(k, part)[0, 0] for k, part in enumerate(shaped)], 1)
 
@@ -224,7 +224,9 @@ def rows_of_mixed(rule: Differentiable, call: Call, wrt: Wrt) -> Tensor:
     """The same random columns times the Jacobian of each sample: `[TURNS, DRAWS, N, D]`."""
     out, most = call.output, EXPONENTS.get(call.output.dtype, 16)
     generator = torch.Generator().manual_seed(SEED)
-    exponents = torch.randint(-most, most + 1, (TURNS, 1, 1, *out.shape[1:]), generator=generator).to(out.device)
+    exponents = torch.randint(-most, most + 1, (TURNS, 1, 1, *out.shape[1:]), generator=generator, device="cpu").to(
+        out.device
+    )
     column = torch.ldexp(draw((TURNS, DRAWS, 1, *out.shape[1:]), out, 0), exponents).flatten(0, 1)
     rows = rule.jac_t_mat_prod(call, column.expand(-1, *out.shape), wrt, sum_batch=False)
     return rows.reshape(TURNS, DRAWS, call.batch_size, -1)

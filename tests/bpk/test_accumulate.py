@@ -57,7 +57,7 @@ def assert_same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
         for field, value in fields.items():
             pairs = zip(*[v if isinstance(v, list) else [v] for v in (found[name][field], value)], strict=True)
             for mine, one in pairs:
-                mine, one = (x.to_dense() for x in (mine, one))
+                mine, one = (x.to_dense().cpu() for x in (mine, one))  # rows of samples are kept by the processor
                 assert mine.shape == one.shape, (name, field)
                 error = (mine - one).abs().max() / one.abs().max().clamp(min=1e-30)
                 assert error < tolerance, f"{field} of {name}: {error:.1e}"

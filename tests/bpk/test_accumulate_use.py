@@ -29,6 +29,7 @@ def few(n: int = 7) -> tuple[nn.Module, Tensor, Tensor]:
 # ---- batches, modes, precision ------------------------------------------------------------------------
 
 
+@pytest.mark.processor("the test moves the model there")
 def test_batches_that_are_dictionaries_take_a_step() -> None:
     model, x, y = few()
     batches = [{"inputs": {"x": a}, "labels": b, "names": ["?"] * len(b)} for a, b in split(x, y, 2, 4, 1)]
@@ -134,6 +135,7 @@ def test_rows_on_disk(tmp_path: Path) -> None:
 # ---- bad input ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.processor("an index out of range ends a process that uses a GPU")
 def test_batches_that_are_bad_are_named() -> None:
     model, x, y = few(9)
     loss_fn = nn.CrossEntropyLoss()

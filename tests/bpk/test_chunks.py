@@ -166,6 +166,7 @@ def test_columns_of_a_unit_stay_together() -> None:
         assert [len(columns[0]) for columns, _ in lazy.chunks(size)] == lengths
 
 
+@pytest.mark.processor("elsewhere, all columns go at once")
 def test_half_of_the_memory_is_enough_for_many_columns() -> None:
     found = []
     for features in (1 << 10, 1 << 14, 1 << 20):
@@ -176,6 +177,7 @@ def test_half_of_the_memory_is_enough_for_many_columns() -> None:
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.processor("elsewhere, all columns go at once")
 def test_squares_of_columns_are_taken_several_at_a_time(
     per_sample: bool, signed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

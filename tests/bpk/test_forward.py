@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk.jacobians import UnsupportedLayer
+from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.second_order.fused import Composed
 
 N, D = 3, 4
@@ -62,13 +63,13 @@ def coefficients(model: nn.Module, x: Tensor, v: Tensor, order: int) -> list[Ten
 def check(model: nn.Module, x: Tensor, order: int = 3) -> None:
     """Two directions, with and without a graph."""
     directions = torch.randn(2, *x.shape)
-    state = torch.get_rng_state()
+    state = RandomState.now()
     expected = [coefficients(model, x, v, order) for v in directions]
     for mode in (torch.no_grad, torch.enable_grad):
-        torch.set_rng_state(state)
+        state.restore()
         with mode():
             found = bpk.taylor(model, x, directions, order)
-        torch.set_rng_state(state)
+        state.restore()
         assert torch.allclose(found[0], model(x))
         for k, c in enumerate(found[1:]):
             assert torch.allclose(c, torch.stack([e[k] for e in expected]), rtol=1e-8, atol=1e-9), k + 1
@@ -226,15 +227,15 @@ def test_laplacian_and_diagonal(name: str) -> None:
         return
     if name == "lstm":  # its samples are along axis 1
         return
-    state = torch.get_rng_state()
-    torch.set_rng_state(state)
+    state = RandomState.now()
+    state.restore()
     with torch.no_grad():
         whole = bpk.laplacian(model, x)
-        torch.set_rng_state(state)
+        state.restore()
         parts = bpk.laplacian(model, x, chunk_size=3)
-        torch.set_rng_state(state)
+        state.restore()
         diagonal = bpk.input_hessian_diag(model, x, chunk_size=2)
-    torch.set_rng_state(state)
+    state.restore()
     expected = laplacian(model, x)
     assert torch.allclose(whole, expected, atol=1e-9)
     assert torch.allclose(parts, expected, atol=1e-9)

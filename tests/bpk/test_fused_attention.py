@@ -74,6 +74,7 @@ def passed(model: nn.Module, x: Tensor, y: Tensor, *extensions: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.processor("its kernel")
 def test_a_single_column_by_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = problem(name)
     params = list(model.parameters())

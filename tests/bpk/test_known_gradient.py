@@ -152,6 +152,7 @@ def test_gradients_are_those_of_autograd(name: str, extensions: tuple[Any, ...])
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, BatchL2Grad, SumGradSquared, Variance])
+@pytest.mark.processor("elsewhere, autograd's own gradients are faster")
 def test_autograd_does_not_compute_them(extension: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bpk.extend(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(2), nn.Linear(9, 4), nn.Flatten(), nn.ReLU()))
     expected = plain_gradients(model, x := torch.randn(N, 2, 5, 5), y := torch.randint(12, (N,)))
@@ -164,6 +165,7 @@ def test_autograd_does_not_compute_them(extension: Any, monkeypatch: pytest.Monk
     assert sevens.told == 2
 
 
+@pytest.mark.processor("elsewhere, autograd's own gradients are faster")
 def test_what_is_not_worth_it_is_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     model, x, y = problem("convolution")
@@ -253,6 +255,7 @@ def test_nothing_stays() -> None:
     assert not any(type(x) is KnownGradient for x in gc.get_objects())
 
 
+@pytest.mark.processor("elsewhere, autograd's own gradients are faster")
 def test_autograd_does_not_compute_those_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = bpk.extend(nn.MultiheadAttention(4, 2, batch_first=True))
     x = torch.randn(N, 3, 4, requires_grad=True)
@@ -262,6 +265,7 @@ def test_autograd_does_not_compute_those_inside(monkeypatch: pytest.MonkeyPatch)
     assert sevens.told == 1 and bool((layer.in_proj_weight.grad == 7).all())
 
 
+@pytest.mark.processor("elsewhere, autograd's own gradients are faster")
 def test_passes_over_a_data_set_are_relieved_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = problem("convolution")
     sevens = Sevens(monkeypatch)
@@ -270,6 +274,7 @@ def test_passes_over_a_data_set_are_relieved_as_well(monkeypatch: pytest.MonkeyP
     assert sevens.told and any(bool((found[name]["grad"] == 7).all()) for name in weights)
 
 
+@pytest.mark.processor("elsewhere, autograd's own gradients are faster")
 def test_a_data_set_needs_no_gradients_beside_individual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     own = Conv.jac_t_mat_prod
@@ -356,6 +361,7 @@ def test_low_precision_is_left_as_it_is(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("channels", [(2, 3), (4, 8)], ids=["rows are small", "rows are large"])
 @pytest.mark.parametrize("extension", [BatchGrad, Variance, ClippedGrad])
+@pytest.mark.processor("elsewhere, autograd's own gradients are faster")
 def test_gradients_are_not_copied(extension: Any, channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
 

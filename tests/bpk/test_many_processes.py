@@ -21,6 +21,7 @@ from tests.bpk.processes import run_worlds
 from tests.bpk.test_accumulate import assert_same, whole
 
 pytestmark = [
+    pytest.mark.processor("processes talk by gloo"),
     pytest.mark.slow,
     pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"),
 ]

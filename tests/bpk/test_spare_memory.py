@@ -18,6 +18,8 @@ from bpk import extensions as E
 from bpk.fields import spare_memory
 from tests.helpers import backward, data, extended
 
+pytestmark = pytest.mark.processor("memory is used again there only")
+
 
 def from_storage(storage: Any) -> Tensor:
     """A copy of what a storage of doubles holds."""

@@ -15,6 +15,7 @@ import bpk
 from bpk import extensions as E
 from bpk.core.derivatives import derivatives_for
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.random_state import RandomState
 from bpk.rules import REGISTRY
 
 
@@ -205,9 +206,9 @@ def test_derivatives_need_no_graph(rule: object, example: object) -> None:
         pytest.skip("only calls of a function have this rule")
     inputs = example.inputs()
     products = []
-    state = torch.get_rng_state()
+    state = RandomState.now()
     for frozen in (False, True):
-        torch.set_rng_state(state)
+        state.restore()
         first, *others = (x.clone() for x in inputs)
         if frozen:
             layer.requires_grad_(False)
@@ -221,7 +222,7 @@ def test_derivatives_need_no_graph(rule: object, example: object) -> None:
 
 def product(layer: nn.Module) -> Tensor | str:
     derivative = derivatives_for[layer]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     columns = torch.randn(2, *layer.output.shape, generator=generator, dtype=torch.float64)
     try:
         if hasattr(derivative, "sqrt_hessian"):

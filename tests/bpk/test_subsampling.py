@@ -78,7 +78,7 @@ def of(param: Tensor, extension: type) -> Tensor:
         return value.clone() if "sqrt" not in extension().savefield else value.square().sum(0)
     if isinstance(value, list):
         return torch.cat([part.flatten() for part in value])
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     return value(torch.randn(2, *param.shape, generator=generator, dtype=param.dtype))
 
 

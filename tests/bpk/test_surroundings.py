@@ -348,6 +348,7 @@ def test_distributed_tensors(group: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.processor("processes talk by gloo")
 def test_sharded_by_module(group: Any) -> None:
     """FSDP2, before and after `extend`: products are refused, whose tensors would be given back."""
     from torch.distributed.fsdp import fully_shard
@@ -365,6 +366,7 @@ def test_sharded_by_module(group: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [KFAC, EKFAC, DiagonalGGN], ids=lambda kind: kind.__name__)
+@pytest.mark.processor("processes talk by gloo")
 def test_preconditioned_shards(group: Any, kind: type[Preconditioner]) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -379,6 +381,7 @@ def test_preconditioned_shards(group: Any, kind: type[Preconditioner]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.processor("processes talk by gloo")
 def test_flat_parameters(group: Any) -> None:
     """FSDP1, before and after `extend`."""
     from torch.distributed.fsdp import FullyShardedDataParallel

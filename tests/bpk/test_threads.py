@@ -18,6 +18,8 @@ from bpk.recording import engine
 from tests.helpers import data, extended, mlp, saved
 from tests.references.reference import Reference
 
+pytestmark = pytest.mark.processor("the default device is a thread's own")
+
 
 def in_threads(*tasks: Callable[[], None]) -> None:
     """Run tasks at the same time; the first error of any of them is raised here."""

@@ -123,7 +123,7 @@ class Exponential(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return torch.from_numpy(np.exp(x.detach().numpy()))
+        return torch.from_numpy(np.exp(x.detach().cpu().numpy())).to(x.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

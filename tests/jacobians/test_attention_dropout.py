@@ -23,7 +23,6 @@ from tests.references.attention import causal
 from tests.references.compare import check, rand
 
 N, T, D, H = 3, 3, 4, 2
-CPU = torch.device("cpu")
 
 
 class Seeded(nn.Module):
@@ -90,7 +89,7 @@ def rule() -> AttentionLayer:
 def call_of(rate: float = 0.5, dtype: torch.dtype = torch.float64, length: int = 5, **kwargs: Any) -> Call:
     """A call with what is known in a backward pass; generators are left as they were."""
     layer, x = nn.MultiheadAttention(D, H, dropout=rate, batch_first=True).to(dtype), rand(N, length, D).to(dtype)
-    before = RandomState.now(CPU)
+    before = RandomState.now(torch.get_default_device())
     with before.again():
         out = layer(x, x, x, **kwargs)[0].detach()
     binding = rule().bind(layer, (x, x, x), kwargs)
@@ -106,9 +105,9 @@ def test_mask_is_found(rate: float, weighted: bool, dtype: torch.dtype) -> None:
     """In every precision; numbers drawn afterwards are those that would have come."""
     torch.manual_seed(1)
     call = call_of(rate, dtype, need_weights=weighted)
-    state = torch.get_rng_state()
+    state = RandomState.now()
     rule().capture(call)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert not state.moved()
     keep = rule().keep(call)
     assert keep is not None and keep.shape == (N, H, 5, 5) and keep.dtype == dtype
     half = rule().keep(call.subset([2, 0]))
@@ -123,7 +122,7 @@ def test_another_mask_is_not_believed(weighted: bool, dtype: torch.dtype) -> Non
     for _ in range(20):
         call = call_of(0.3, dtype, need_weights=weighted)
         torch.rand(1)
-        call.drawn = RandomState.now(CPU)
+        call.drawn = RandomState.now(torch.get_default_device())
         with pytest.raises(UnsupportedLayer, match="drops attention weights at random"):
             rule().capture(call)
 
@@ -164,7 +163,7 @@ def test_second_derivative(used: tuple[int, ...], averaged: bool) -> None:
     """The closed form is what the generic family computes, for all inputs and parameters jointly."""
     torch.manual_seed(1)
     layer, x = nn.MultiheadAttention(D, H, dropout=0.5, batch_first=True).double(), rand(N, T, D)
-    before = RandomState.now(CPU)
+    before = RandomState.now(torch.get_default_device())
     results = [r.detach() for r in layer(x, x, x, average_attn_weights=averaged)]
     binding = rule().bind(layer, (x, x, x), {"average_attn_weights": averaged})
     output, shapes = rule().join(binding, results, used)
@@ -262,7 +261,7 @@ def test_refuses_what_does_not_agree(extension: Any, monkeypatch: pytest.MonkeyP
     torch.manual_seed(0)
     layer, lossfunc = bpk.extend(nn.MultiheadAttention(D, H, dropout=0.5, batch_first=True)), bpk.extend(nn.MSELoss())
     x = torch.randn(N, T, D)
-    first = RandomState.now(CPU)
+    first = RandomState.now(torch.get_default_device())
     torch.rand(1)
     monkeypatch.setattr("bpk.recording.before.RandomState.now", lambda device: first)
     out = layer(x, x, x)[0]

@@ -59,6 +59,7 @@ def test_equal_to_products_with_patches(kind: Any, sizes: Any, options: dict[str
 
 
 @torch.no_grad()
+@pytest.mark.processor("its kernels")
 def test_several_columns_and_double_precision_take_patches() -> None:
     rule, call = call_of(nn.Conv2d(2, 3, 3), 2, 7, 6)
     with patch.object(ByLibrary, "is_faster", lambda *_: True):

@@ -58,7 +58,7 @@ def group_norm(options: Any, inputs: Sequence[Array], params: Mapping[str, Array
 
 
 def batch_norm(options: Any, inputs: Sequence[Array], params: Mapping[str, Array]) -> Array:
-    mean, std = options.running_mean.numpy(), np.sqrt(options.running_var.numpy() + options.eps)
+    mean, std = options.running_mean.cpu().numpy(), np.sqrt(options.running_var.cpu().numpy() + options.eps)
     shape = (1, -1, *[1] * (inputs[0].ndim - 2))
     scale, shift = params["weight"] / std, params["bias"] - params["weight"] * mean / std
     return inputs[0] * scale.reshape(shape) + shift.reshape(shape)

@@ -197,6 +197,7 @@ def test_one_recurrence_serves_the_layer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@pytest.mark.processor("elsewhere, all columns go at once")
 def test_columns_go_back_once(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a loss over positions, in several rounds: none goes back again for its squares, none is torn off."""
     pulled: list[tuple[int, int]] = []

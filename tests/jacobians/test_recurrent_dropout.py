@@ -139,7 +139,7 @@ def call_of(layer: Any, used: tuple[int, ...] = (0,)) -> tuple[Call, Tensor, Ten
     """A call with what is known in a backward pass; the input as the layer sees it, and its output with a graph."""
     rule, dtype = rule_of(layer), next(layer.parameters()).dtype
     x = torch.randn(*((N, T) if layer.batch_first else (T, N)), 2, dtype=dtype, requires_grad=True)
-    before = RandomState.now(torch.device("cpu"))
+    before = RandomState.now(torch.get_default_device())
     results = results_of(layer, x)
     binding = rule.bind(layer, (x,), {})
     assert not binding.problem
@@ -158,9 +158,9 @@ def test_masks_are_found(rate: float, name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     layer = layer_of(name, rate, dtype)
     call, _, _ = call_of(layer)
-    rule, state = rule_of(layer), torch.get_rng_state()
+    rule, state = rule_of(layer), RandomState.now()
     rule.capture(call)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert not state.moved()
     masks, width = rule.masks(call), (layer.proj_size or H) * (1 + layer.bidirectional)
     assert [mask.shape for mask in masks] == [(N, T, width)] * (layer.num_layers - 1)
     for some, every in zip(rule.masks(call.subset([2, 0])), masks, strict=True):
@@ -176,7 +176,7 @@ def test_other_masks_are_not_believed(name: str, dtype: torch.dtype) -> None:
     for _ in range(10):
         call, _, _ = call_of(layer)
         torch.rand(1)
-        call.drawn = RandomState.now(torch.device("cpu"))
+        call.drawn = RandomState.now(torch.get_default_device())
         with pytest.raises(UnsupportedLayer, match="drops out values between its layers"):
             rule_of(layer).capture(call)
 

@@ -179,6 +179,8 @@ def make_loss_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, t
     layers: list[nn.Module] = [nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, pred[0].numel())]
     if getattr(lossfunc, "log_input", True) is False:
         layers.append(nn.Softplus())  # a rate has to be positive
+    if isinstance(lossfunc, nn.BCELoss):
+        layers.append(nn.Sigmoid())  # a probability
     if pred.dim() > 2:
         layers.append(nn.Unflatten(1, pred.shape[1:]))
     model: nn.Module = nn.Sequential(*layers)

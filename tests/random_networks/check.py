@@ -292,7 +292,7 @@ class Comparison:
             rows = found.reshape(*found.shape[:2], -1)
             same(torch.einsum("cnp,cnq->npq", rows, rows), lambda ref: ref.ggn_batch(name)[chosen])
         elif what in ("hmp", "ggnmp"):
-            generator = torch.Generator().manual_seed(self.problem.network.seed)
+            generator = torch.Generator(torch.get_default_device()).manual_seed(self.problem.network.seed)
             v = torch.randn(2, *p.shape, generator=generator, dtype=torch.float64)
             times = partial(product, name, what, v.reshape(2, -1))
             same(found(v.to(p.dtype)).reshape(2, -1), times)

@@ -55,7 +55,7 @@ def jumps(problem: Problem) -> bool:
 def gradients(problem: Problem, change: float, draw: int = 0) -> list[Tensor]:
     """Of all parameters, in float64, by plain autograd, with inputs that are changed by this share of them."""
     network, model = problem.network, problem.joined()
-    generator = torch.Generator().manual_seed(draw)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(draw)
     inputs = [
         x * (1 + change * torch.randn(x.shape, generator=generator, dtype=x.dtype)) if x.is_floating_point() else x
         for x in problem.writer.inputs

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bpk.jacobians.core.random_state import RandomState
+
 if TYPE_CHECKING:
     from tests.references.reference import Reference
 
@@ -19,12 +21,12 @@ PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 @dataclass
 class AttentionCall:
-    """One call of a layer, with its arguments, and the generator's state before it."""
+    """One call of a layer, with its arguments, and the state of generators before it."""
 
     module: nn.MultiheadAttention
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    state: Tensor
+    drawn: RandomState
 
     def operands(self, name: str) -> list[Tensor]:
         """What a weight multiplies, one row per sample and position."""
@@ -33,8 +35,7 @@ class AttentionCall:
             size = layer.embed_dim
             plain = {"out_proj.weight": torch.eye(size, dtype=inputs[0].dtype)}
             plain["out_proj.bias"] = torch.zeros(size, dtype=inputs[0].dtype)
-            with torch.random.fork_rng():
-                torch.set_rng_state(self.state)
+            with self.drawn.again():
                 merged = torch.func.functional_call(layer, plain, self.args, self.kwargs)[0]
             return [merged.detach().flatten(0, 1)]
         chosen = inputs if name == "in_proj_weight" else [inputs[PROJECTIONS.index(name)]]
@@ -45,7 +46,7 @@ def watch(model: nn.Module, calls: list[AttentionCall]) -> list[RemovableHandle]
     """Write down the calls of attention layers; those without biases get some, which are zero."""
 
     def see(module: Any, args: Any, kwargs: Any) -> None:
-        calls.append(AttentionCall(module, args, kwargs, torch.get_rng_state()))
+        calls.append(AttentionCall(module, args, kwargs, RandomState.now()))
 
     layers = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     for layer in layers:

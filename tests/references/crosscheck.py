@@ -39,7 +39,7 @@ class SymbolicLayer:
     def __init__(self, forward: Forward, call: Call, wrts: Sequence[Wrt]) -> None:
         self.wrts = tuple(wrts)
         self.symbols = {w: _symbols(w, call.shape_of(w)) for w in self.wrts}
-        inputs = [self.symbols.get(i, x.numpy()) for i, x in enumerate(call.inputs)]
+        inputs = [self.symbols.get(i, x.cpu().numpy()) for i, x in enumerate(call.inputs)]
         params = {name: self.symbols[name] for name in call.params}
         self.output = np.asarray(forward(call.options, inputs, params), dtype=object)
         self._flat = [s for w in self.wrts for s in self.symbols[w].flat]

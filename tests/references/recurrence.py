@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.random_state import RandomState
+
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 Maps = dict[str, nn.Linear]
 
@@ -43,9 +45,9 @@ def unrolled(module: Any, maps: Maps, x: Tensor, states: Any = None) -> Any:
     single = isinstance(module, nn.RNNCellBase)
     kind = type(module).__name__.removesuffix("Cell").upper()
     relu = getattr(module, "nonlinearity", "tanh") == "relu"
-    before = torch.get_rng_state()
+    before = RandomState.now()
     expected = type(module).forward(module, x, states)
-    torch.set_rng_state(before)
+    before.restore()
     steps = x[None] if single else x.transpose(0, 1) if module.batch_first else x
     layers, ways = (1, 1) if single else (module.num_layers, 1 + module.bidirectional)
     given = states if isinstance(states, tuple) else (states, None)

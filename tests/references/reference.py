@@ -43,6 +43,11 @@ def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
     return F.group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
 
 
+def channel_shuffle(module: nn.ChannelShuffle, x: Tensor) -> Tensor:
+    """The same function; on GPUs, torch's own takes no gradient with gaps in memory."""
+    return x.unflatten(1, (module.groups, -1)).transpose(1, 2).flatten(1, 2)
+
+
 def embedding_bag(
     module: nn.EmbeddingBag, tokens: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> Tensor:
@@ -52,7 +57,7 @@ def embedding_bag(
     weights = torch.ones_like(tokens, dtype=module.weight.dtype) if per_sample_weights is None else per_sample_weights
     if offsets is not None:
         cuts = offsets[1:-1] if module.include_last_offset else offsets[1:]
-        bags = list(zip(tokens.tensor_split(cuts), weights.tensor_split(cuts), strict=True))
+        bags = list(zip(tokens.tensor_split(cuts.tolist()), weights.tensor_split(cuts.tolist()), strict=True))
     else:
         bags = list(zip(tokens, weights, strict=True))
     reduce: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,6 +73,7 @@ def embedding_bag(
 
 
 SUBSTITUTES: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.ChannelShuffle: channel_shuffle,
     nn.Hardsigmoid: hard_sigmoid,
     nn.EmbeddingBag: embedding_bag,
     nn.GroupNorm: group_norm,

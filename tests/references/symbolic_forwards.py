@@ -142,8 +142,8 @@ def square_error(options: Any, inputs: Inputs, params: Params) -> Array:
 def binary_cross_entropy(options: Any, inputs: Inputs, params: Params) -> Array:
     """`-w (p t log s(x) + (1 - t) log s(-x))` with the sigmoid `s`."""
     x, t = inputs
-    weight = 1 if options.weight is None else options.weight.numpy()
-    positive = 1 if options.pos_weight is None else options.pos_weight.numpy()
+    weight = 1 if options.weight is None else options.weight.cpu().numpy()
+    positive = 1 if options.pos_weight is None else options.pos_weight.cpu().numpy()
     total = (weight * (positive * t * _log(1 + _exp(-x)) + (1 - t) * _log(1 + _exp(x)))).sum()
     return total / x.size if options.reduction == "mean" else total
 
@@ -152,7 +152,7 @@ def cross_entropy(options: Any, inputs: Inputs, params: Params) -> Array:
     """`-sum w_y log softmax(x)_y`, smoothed; the mean divides by the summed `w_y` of targets that count."""
     x, target = inputs
     classes, smoothing = x.shape[1], options.label_smoothing
-    weight = np.ones(classes) if options.weight is None else options.weight.numpy()
+    weight = np.ones(classes) if options.weight is None else options.weight.cpu().numpy()
     log_p = x - _log(_exp(x).sum(1, keepdims=True))
     total, divisor = sympy.Integer(0), 0.0
     for n, *d in np.ndindex(*target.shape):

@@ -62,11 +62,11 @@ def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) ->
         if record in rows and is_given_data(record):
             found, count = rows[record].cpu(), record.batch_size
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
-            orders = [torch.arange(count) // max(count // n, 1), torch.arange(count) % n]
+            orders = [torch.arange(count, device="cpu") // max(count // n, 1), torch.arange(count, device="cpu") % n]
             orders = [] if count != n and count in behind else orders
             orders += [found.max().expand(count)] if count != n or record.data_axis else []
             sliced = record.reads_piece and record.inputs[0].dim() == len(record.given[0]) and count < n
-            orders += [found[0] + torch.arange(count)] if sliced else []
+            orders += [found[0] + torch.arange(count, device="cpu")] if sliced else []
             if not any(bool(((found < 0) | (found == order)).all()) for order in orders):
                 return False
     return True
@@ -85,7 +85,7 @@ def is_laid_out_as_given(record: Record, found: Tensor, n: int) -> bool:
         return False
     if record.shifted or len(first) < 2 or len(found) != first[0] * first[1]:
         return True
-    number = torch.arange(len(found))
+    number = torch.arange(len(found), device="cpu")
     return any(bool(((found < 0) | (found == order)).all()) for order in (number // first[1], number % n))
 
 

@@ -175,7 +175,7 @@ def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
     """Hypotheses about which sample `0 .. n - 1` each row is of: samples first, or last and between other axes."""
     if n == 0 or rows % n:
         return
-    number, share = torch.arange(rows), rows // n
+    number, share = torch.arange(rows, device="cpu"), rows // n
     behind = sorted((d for d in range(1, share) if share % d == 0), reverse=True)
     for inner in [share] if in_front else behind:
         yield (number // inner) % n

@@ -26,10 +26,10 @@ def prove(
     Returns:
         `None` where it does not follow from the form, or something else follows than what was `found`.
     """
-    known = follow(root, above, sources, n, found.get(root, torch.arange(n)).cpu())
+    known = follow(root, above, sources, n, found.get(root, torch.arange(n, device="cpu")).cpu())
     if known is None:
         return None
-    in_order = torch.arange(n)
+    in_order = torch.arange(n, device="cpu")
     result: list[Tensor | None] = []
     for record in (*above, root):
         before = found.get(record, in_order).cpu()
@@ -55,7 +55,9 @@ def follow(
     Where the samples of a call are along another axis, that is moved to the front if it is `movable`. Rows of `tables`
     may feed several samples; those that do are left out.
     """
-    weights = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort().values
+    weights = (
+        1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu").sort().values
+    )
     known = {root: rows}
     arrived: dict[Record, Tensor] = {}
     for record in [root, *sources.in_backward_order(root, above)]:
@@ -105,7 +107,7 @@ def moved(record: Record, columns: Tensor, weights: Tensor) -> Tensor | None:
         return None
     axes = [axis for axis in range(1, columns.dim() - 1) if may_be_in(record, axis)]
     found = {axis: rows for axis in axes if (rows := labels(columns.movedim(1 + axis, 1), weights)) is not None}
-    in_order = [axis for axis, rows in found.items() if torch.equal(rows, torch.arange(len(weights)))]
+    in_order = [axis for axis, rows in found.items() if torch.equal(rows, torch.arange(len(weights), device="cpu"))]
     for axis in (*in_order, *found):
         record.shift(axis)
         return found[axis]

@@ -81,7 +81,9 @@ def linear_layer(arrangement: Arrangement) -> tuple[nn.Module, Rule | None]:
 @lru_cache(maxsize=256)
 def with_parts(arrangement: Arrangement, parts: tuple[tuple[str, Places], ...]) -> Rule:
     """The rule where functions put the bias together; the same one for the same functions, so that forms are found."""
-    return PartsOfBias(arrangement, {name: torch.tensor(at).reshape(shape) for name, (shape, at) in parts})
+    return PartsOfBias(
+        arrangement, {name: torch.tensor(at, device="cpu").reshape(shape) for name, (shape, at) in parts}
+    )
 
 
 def recover_product(edge: Edge, extended: Container[Tensor], behind: Node | None = None) -> Record | None:
