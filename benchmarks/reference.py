@@ -6,6 +6,7 @@ Hessian diagonals are compared at some entries. Monte-Carlo quantities are compa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -37,10 +38,10 @@ EXACT = {
 
 
 class Reference:
-    """Every quantity of a problem, computed on demand and kept."""
+    """Every quantity of a problem, computed on demand and kept; on the processor, wherever the problem is."""
 
     def __init__(self, problem: Problem) -> None:
-        self.setup = problem.check_setup()
+        self.setup = replace(problem, device="cpu").check_setup()
         self.tolerance = problem.tolerance
         self.linear_pieces = all(not isinstance(m, nn.Sigmoid) for m in self.setup.model.modules())
         self.layers = layers_of(self.setup.model)
@@ -197,7 +198,7 @@ def check(job: Job, reference: Reference) -> str | None:
     """Run `job` and say what is wrong with its result, or `None`."""
     result = job.canonical(job.run())
     for name, values in result.items():
-        values = [_detached(v) for v in values]
+        values = [_here(v) for v in values]
         if QUANTITIES[name].sampled:
             problem = _check_mean(job, name, values, reference)
         else:
@@ -209,8 +210,8 @@ def check(job: Job, reference: Reference) -> str | None:
     return None
 
 
-def _detached(value: Any) -> Any:
-    return [v.detach() for v in value] if isinstance(value, (list, tuple)) else value.detach()
+def _here(value: Any) -> Any:
+    return [v.detach().cpu() for v in value] if isinstance(value, (list, tuple)) else value.detach().cpu()
 
 
 def _known(values: list[Any], expected: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
@@ -258,7 +259,7 @@ def _check_mean(job: Job, name: str, first: list[Any], reference: Reference) -> 
     torch.manual_seed(0)
     draws = [_statistics(name, first)]
     for _ in range(DRAWS - 1):
-        values = [_detached(v) for v in job.canonical(job.run())[name]]
+        values = [_here(v) for v in job.canonical(job.run())[name]]
         draws.append(_statistics(name, _known(reference.comparable(exact, values), wanted)[0]))
     table = torch.stack([torch.stack(d) for d in draws]).double()  # [DRAWS, tensors]
     want = torch.stack(_statistics(exact, expected)).double()

@@ -102,7 +102,7 @@ class Backward:
             if self.at_losses.to_come:  # losses that autograd has passed by
                 self.at_losses.finish()
             self.parameters.finish_all()
-            CTX.check_transforms(bool(self.parameters.states))
+            CTX.check_transforms(bool(self.parameters.states) or not self.extensions)
             containers, wholes = around(self.reached)
             require_whole("", *containers)
             self.inspection.require_fields(wholes, self.parameters.states)

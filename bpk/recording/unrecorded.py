@@ -70,7 +70,7 @@ def note_reason(message: str, grads: tuple[Tensor | None, ...]) -> None:
 
 def note_transform(module: nn.Module) -> None:
     """Note a layer that is not seen because the user has started a transform of `torch.func`."""
-    if torch.is_grad_enabled() and engine.is_transformed() and not CTX.quiet:
+    if torch.is_grad_enabled() and engine.is_transformed() and not (CTX.quiet or CTX.disabled):
         CTX.transformed = [path_of(module)]
 
 

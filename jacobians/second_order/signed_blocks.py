@@ -231,4 +231,4 @@ def corner_first(group: Tensor, corner: Tensor) -> list[tuple[Tensor, int]]:
 
 def numbered(parts: Sequence[int]) -> Tensor:
     """The number of the part of each entry, where parts have so many in a block."""
-    return torch.repeat_interleave(torch.arange(len(parts), device="cpu"), torch.tensor(parts, device="cpu"))
+    return torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(parts))

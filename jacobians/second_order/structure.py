@@ -115,7 +115,7 @@ class Blocks:
     def indices(self) -> Tensor:
         """Which entries `[P, S]` of the flattened, concatenated parts of a sample belong to each block."""
         sizes = [shape[1:].numel() for shape in self.shapes]
-        parts = torch.arange(sum(sizes), device="cpu").split(sizes)
+        parts = torch.arange(sum(sizes)).split(sizes)
         shaped = [part.reshape(1, 1, *shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
         return torch.cat([self.to_blocks(k, part)[0, 0] for k, part in enumerate(shaped)], 1)
 

@@ -191,7 +191,9 @@ class DrawnFromInput(nn.MSELoss):
 
 def drawn(call: Call, mc_samples: int) -> Tensor:
     """Scores that are as good as random."""
-    steps = torch.arange(1, mc_samples + 1, dtype=torch.float64).reshape(-1, *[1] * call.inputs[0].dim())
+    steps = torch.arange(1, mc_samples + 1, dtype=torch.float64, device=call.output.device).reshape(
+        -1, *[1] * call.inputs[0].dim()
+    )
     return (1000 * steps * call.inputs[1]).sin() * 2**0.5
 
 

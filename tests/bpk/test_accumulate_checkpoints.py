@@ -115,6 +115,7 @@ def test_goes_on(tmp_path: Path, at: int, rows: str) -> None:
     assert again.batches == 7 and again.loss == found.loss, "what is done needs no data"
 
 
+@pytest.mark.processor("torch's loaders draw there")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shuffled_loader_goes_on_in_the_same_order(tmp_path: Path, workers: int) -> None:
     """Without a generator of its own, it shuffles by torch's."""

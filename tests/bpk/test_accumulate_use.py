@@ -233,6 +233,7 @@ class Twice(IterableDataset[Any]):
         return 5
 
 
+@pytest.mark.processor("torch's loaders draw there")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders_that_go_on_beyond_their_length(workers: int) -> None:
     model, loss_fn = mlp(), nn.CrossEntropyLoss()
@@ -326,7 +327,7 @@ def test_results_are_saved(tmp_path: Path) -> None:
         for field, value in fields.items():
             pairs = zip(*[v if isinstance(v, list) else [v] for v in (value, again[name][field])], strict=True)
             for one, two in pairs:
-                one, two = (x.to_dense() if isinstance(x, Tensor) else torch.tensor(x) for x in (one, two))
+                one, two = (x.to_dense().cpu() if isinstance(x, Tensor) else torch.tensor(x) for x in (one, two))
                 assert torch.equal(one, two), (name, field)
     content = (tmp_path / "result.safetensors").read_bytes()
     (tmp_path / "cut").write_bytes(content[:-9])

@@ -200,6 +200,7 @@ def test_right_rules(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(REGISTRY) == before
 
 
+@pytest.mark.processor("numbers that were drawn there")
 def test_wrong_rules(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(here, f'cube = OnePercent("x**3", Cube)\n\nRULES = ({SWISH}, cube)\n') == 1
     shown = capsys.readouterr().out

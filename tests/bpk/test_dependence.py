@@ -148,6 +148,7 @@ def test_no_dependence_is_missing(function: Function) -> None:
         assert bool((found[0] >= 0).all())
 
 
+@pytest.mark.processor("its functions")
 def test_every_entry_of_the_table_is_tried() -> None:
     names, seen = set[str](), set()
     waiting = [stretch_of(function)[1].grad_fn for function in SAME.values()]
@@ -176,6 +177,7 @@ def test_samples_stay_apart(name: str) -> None:
     assert bool((found[0][0, [0, 2, 3]] == 0).all()) and bool((found[0][0, 1] > 0).any())
 
 
+@pytest.mark.processor("elsewhere, attention is made of known functions")
 @pytest.mark.parametrize(
     "function",
     [

@@ -137,7 +137,7 @@ def test_wrong_arguments() -> None:
     ("call", "what"),
     [
         (lambda m, x: bpk.laplacian(m, "a"), "laplacian.* got <class 'str'> as x"),
-        (lambda m, x: bpk.laplacian(m, x.numpy()), "got <class 'numpy.ndarray'> as x"),
+        (lambda m, x: bpk.laplacian(m, x.cpu().numpy()), "got <class 'numpy.ndarray'> as x"),
         (lambda m, x: bpk.laplacian(m, x[0, 0]), r"got a tensor of shape \[\]"),
         (lambda m, x: bpk.input_hessian_diag(m, x.long()), "got a tensor .*int64"),
         (lambda m, x: bpk.laplacian(m, x, [1.0] * D), "got <class 'list'> as directions"),

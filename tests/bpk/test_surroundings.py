@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -195,6 +195,21 @@ def test_parameters_that_a_transform_lends_are_refused(extension: Callable[[], A
     with bpk.backpack(extension()):
         loss_fn(model(x), y).backward()
     assert len(saved(model)) == 1
+
+
+@pytest.mark.parametrize("quietly", [True, False])
+def test_a_transform_that_is_none_of_a_context_leaves_nothing_behind(quietly: bool) -> None:
+    """Neither where recording is disabled, nor for a context without extensions."""
+    model, loss_fn = extended()
+    x, y = data()
+    with bpk.disable() if quietly else nullcontext():
+        vmap(grad(lambda p, a, b: loss_fn(functional_call(model, p, (a[None],)), b[None])), (None, 0, 0))(
+            {name: p.detach() for name, p in model.named_parameters()}, x, y
+        )
+    other, other_loss = extended()
+    other.requires_grad_(False)
+    with bpk.backpack(*[E.BatchGrad()] * quietly):
+        other_loss(other(x.requires_grad_()), y).backward()
 
 
 @pytest.mark.filterwarnings("ignore")

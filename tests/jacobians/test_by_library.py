@@ -31,6 +31,7 @@ def call_of(layer: nn.Module, *shape: int, n: int = N) -> tuple[ByLibrary, Call]
     return rule, Call.of(layer, torch.randn(n, *shape), params=("weight",), rule=rule)
 
 
+@pytest.mark.processor("its kernels")
 @pytest.mark.parametrize(("kind", "sizes", "options"), LAYERS, ids=str)
 @torch.no_grad()
 def test_equal_to_products_with_patches(kind: Any, sizes: Any, options: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def test_value_and_two_derivatives(rule: Elementwise, example: Example) -> None:
     x = x.abs() + 0.1 if example.domain is not None else x
     rounded = example.layer is nn.Hardsigmoid  # whose backward has 1/6 in single precision in PyTorch
     for order in range(2 if rounded else 3):
-        tolerance = 1e-7 if rounded else 1e-11
+        tolerance = 1e-7 if rounded or (x.is_cuda and example.layer is nn.Hardswish) else 1e-11
         torch.testing.assert_close(
             derived(rule, layer, x, order), autograd(layer, x, order), rtol=tolerance, atol=tolerance
         )

@@ -202,6 +202,7 @@ def test_cross_entropy_options(
         index[1].flatten()[:1] = 7
     target = torch.rand(shape, dtype=torch.float64) if kind == "probabilities" else index
     weight = torch.tensor([0.0, 1.0, 2.5], dtype=torch.float64) if weighted else None
+    index.flatten()[-1] = 1  # one at least that counts
     options = {"ignore_index": 7} if kind == "ignored" else {}
     check(CE, nn.CrossEntropyLoss(weight, reduction=reduction, label_smoothing=smoothing, **options), x, target)
 
@@ -222,7 +223,7 @@ def test_cross_entropy_of_targets_in_bytes() -> None:
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
 def test_cross_entropy_draws_no_class_without_probability(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *shape, dtype: torch.full(shape, number, dtype=dtype))
+    monkeypatch.setattr(torch, "rand", lambda *shape, dtype, device: torch.full(shape, number, dtype=dtype))
     p = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [torch.nan] * 5, [1.0, 0.0, 0.0, 0.0, 0.0]])
     drawn = draw(p, 2)
     assert drawn.shape == (3, 2) and p[[0, 2]].gather(1, drawn[[0, 2]]).min() > 0 and drawn.max() < 5
