@@ -81,10 +81,19 @@ def reached_entries(source: Source, columns: Tensor) -> dict[int, Tensor] | None
                 return None
             if edge in ends:
                 number = ends[edge]
-                found[number] = found[number] + part if number in found else part
+                found[number] = added(found[number], part) if number in found else part
             else:
-                arrived[edge] = arrived[edge] + part if edge in arrived else part
+                arrived[edge] = added(arrived[edge], part) if edge in arrived else part
     return found
+
+
+def added(first: Tensor, second: Tensor) -> Tensor:
+    """The sum of two tensors of one shape; along axes on which both are one number again and again, it is, too."""
+    some: list[Tensor] = [first, second]
+    for axis, size in enumerate(first.shape):
+        if size > 1 and not first.stride(axis) and not second.stride(axis):
+            some = [x.narrow(axis, 0, 1) for x in some]
+    return (some[0] + some[1]).expand(first.shape)
 
 
 def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:

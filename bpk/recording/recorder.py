@@ -60,7 +60,7 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     rule = rule_of(module, output) if results else REGISTRY.find(module)
     binding = bind(module, rule, args, kwargs)
     treatment = Treatment.LEAVE
-    if results and not (before is None and changes_nothing(rule, binding, tensors)):
+    if results and not (before is None and changes_nothing(module, rule, binding, tensors)):
         params = read_parameters(module, rule)
         if comes_late(module, record, tensors) or (before is not None and before.misses(binding.inputs)):
             before, treatment = None, Treatment.LEAVE if params == {} else Treatment.PASSAGE
@@ -76,17 +76,20 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     return mark_results(module, output) if treatment is Treatment.PASSAGE else None
 
 
-def changes_nothing(rule: Rule | None, binding: Binding, results: Sequence[Tensor]) -> bool:
-    """Whether a layer has returned the result of another one as it is (Dropout in evaluation mode).
+def changes_nothing(module: nn.Module, rule: Rule | None, binding: Binding, results: Sequence[Tensor]) -> bool:
+    """Whether a layer has returned what it was given, of another one, as it is (Dropout in evaluation mode).
 
-    Its call need not be known, if nobody asks for every layer.
+    Its call need not be known, if nobody asks for every layer. What users wrote (such as stochastic depth) is not
+    known outside of contexts either: a view in its place would make `y += x` behind it a detour for autograd.
     """
-    if rule is None or rule.params or len(results) != 1 or not CTX.stack or CTX.stack[-1].asks_for_layers:
+    if len(results) != 1 or (CTX.stack and CTX.stack[-1].asks_for_layers):
+        return False
+    if (module._parameters or module._modules) if rule is None else (rule.params or not CTX.stack):
         return False
     node = results[0].grad_fn
     if node is None or len(binding.inputs) != 1 or results[0] is not binding.inputs[0]:
         return False
-    return OWNER in engine.belongings(node) and engine.checkpointing() is None
+    return (rule is None or OWNER in engine.belongings(node)) and engine.checkpointing() is None
 
 
 def rule_of(module: nn.Module, output: Any) -> Rule | None:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 import torch
 from torch import Tensor
 
-from bpk.plan.dependence import reached_entries
+from bpk.plan.dependence import added, reached_entries
 from bpk.plan.graph import Source
 from bpk.plan.samples.findings import may_be_in
 from bpk.plan.sources import Sources
@@ -77,7 +77,7 @@ def follow(
             for target, part in to_targets(source, known[record], weights):
                 if part is None:
                     return None
-                arrived[target] = arrived[target] + part if target in arrived else part
+                arrived[target] = added(arrived[target], part) if target in arrived else part
     return known
 
 
