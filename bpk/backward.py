@@ -38,7 +38,7 @@ from bpk.recording.context.surroundings import require_whole
 from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.membership import around
 from bpk.recording.record import Record
-from bpk.sweeps.module_extensions import ModuleExtensions
+from bpk.sweeps.module_extensions import ModuleExtensions, require_none
 from bpk.sweeps.shared import SharedSweeps
 
 
@@ -198,6 +198,11 @@ class Backward:
         self.parameters.by_functions |= self.inspection.by_functions
         for module in self.inspection.left:
             self.hooks.leave_for_last(module)
+
+    def pass_on(self, module: nn.Module) -> None:
+        """Call the user's hook of a layer that had returned what it was given, and was not recorded."""
+        require_none(self.extensions, module)
+        self.hooks.visit(module)
 
     def finish_call(self, record: Record) -> None:
         """A call is done: let go of its tensors, and call the user's hook if the layer has all its fields."""

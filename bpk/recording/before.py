@@ -66,6 +66,11 @@ class Before:
         x = self.given
         return x is not None and (x is not next(iter(inputs), None) or x._version > self.version + 1)
 
+    def is_unused(self) -> bool:
+        """Whether nothing was drawn or copied, and nothing has been written into what the layer was given."""
+        watched = [*self.versions, *([] if self.given is None else [(self.given, self.version)])]
+        return self.drawn is None and self.viewed is None and all(x._version == version for x, version in watched)
+
     def written_back(self, output: Tensor) -> Tensor:
         """What the layer returns: what it made of the copy goes into the view, if it did work in place.
 

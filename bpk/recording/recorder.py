@@ -59,8 +59,8 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     results = {k: x for k, x in enumerate(tensors) if x.requires_grad}
     rule = rule_of(module, output) if results else REGISTRY.find(module)
     binding = bind(module, rule, args, kwargs)
-    treatment = Treatment.LEAVE
-    if results and not (before is None and changes_nothing(module, rule, binding, tensors)):
+    treatment, as_given = Treatment.LEAVE, bool(results) and changes_nothing(module, rule, binding, tensors, before)
+    if results and not as_given:
         params = read_parameters(module, rule)
         if comes_late(module, record, tensors) or (before is not None and before.misses(binding.inputs)):
             before, treatment = None, Treatment.LEAVE if params == {} else Treatment.PASSAGE
@@ -72,24 +72,24 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
             changed = write_down(module, rule, binding, results, params, before)
             return substitute(output, changed) if changed else None
     inputs = binding.inputs or tensors_in((*args, *kwargs.values()))
-    leave_unrecorded(module, inputs, tensors, None if before is None else before.kept)
+    leave_unrecorded(module, inputs, tensors, None if before is None else before.kept, as_given)
     return mark_results(module, output) if treatment is Treatment.PASSAGE else None
 
 
-def changes_nothing(module: nn.Module, rule: Rule | None, binding: Binding, results: Sequence[Tensor]) -> bool:
-    """Whether a layer has returned what it was given, of another one, as it is (Dropout in evaluation mode).
+def changes_nothing(
+    module: nn.Module, rule: Rule | None, binding: Binding, results: Sequence[Tensor], before: Before | None
+) -> bool:
+    """Whether a layer has returned what it was given as it is (`nn.Identity`, Dropout in evaluation mode).
 
-    Its call need not be known, if nobody asks for every layer. What users wrote (such as stochastic depth) is not
-    known outside of contexts either: a view in its place would make `y += x` behind it a detour for autograd.
+    Its call need not be known, unless somebody asks for every layer. With a view in the place of what it returned,
+    `y += x` behind it is a detour for autograd, and the form of the graph does not tell where samples are.
     """
-    if len(results) != 1 or (CTX.stack and CTX.stack[-1].asks_for_layers):
+    if len(results) != 1 or len(binding.inputs) != 1 or results[0] is not binding.inputs[0]:
         return False
-    if (module._parameters or module._modules) if rule is None else (rule.params or not CTX.stack):
+    has_parameters = (module._parameters or module._modules) if rule is None else rule.params
+    if has_parameters or results[0].grad_fn is None or engine.checkpointing() is not None:
         return False
-    node = results[0].grad_fn
-    if node is None or len(binding.inputs) != 1 or results[0] is not binding.inputs[0]:
-        return False
-    return (rule is None or OWNER in engine.belongings(node)) and engine.checkpointing() is None
+    return (before is None or before.is_unused()) and not (CTX.stack and CTX.stack[-1].asks_for_layers)
 
 
 def rule_of(module: nn.Module, output: Any) -> Rule | None:

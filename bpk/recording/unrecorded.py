@@ -75,19 +75,28 @@ def note_transform(module: nn.Module) -> None:
 
 
 def leave_unrecorded(
-    module: nn.Module, inputs: Sequence[Tensor], results: Sequence[Tensor], overwritten: Tensor | None
+    module: nn.Module, inputs: Sequence[Tensor], results: Sequence[Tensor], overwritten: Tensor | None, as_given: bool
 ) -> None:
     """Leave inputs and output on a module whose call is not recorded; `overwritten` is an input as it was.
 
-    If the output has a graph, a backward pass through it takes them away.
+    If the output has a graph, a backward pass through it takes them away. If the layer has returned what it was given,
+    `as_given`, its extension hook comes first.
     """
     stored = store_on(module, inputs if overwritten is None else (overwritten, *inputs[1:]), results[0])
     for result in results:
         whole = result._base if result._is_view() else result  # what was changed in place lives on in the viewed tensor
         node = result.grad_fn if whole is None or whole.grad_fn is None else whole.grad_fn
         if node is not None:
-            node.register_prehook(partial(take_away, module, stored))
+            node.register_prehook(partial(passed_on if as_given else take_away, module, stored))
             return
+
+
+def passed_on(module: nn.Module, output: Tensor, grads: tuple[Tensor | None, ...]) -> None:
+    """The hook on what a layer has returned as it was given: a context may have something to do at each layer."""
+    opened = CTX.stack[-1] if CTX.stack and not CTX.quiet else None
+    if opened is not None and opened.asks_for_layers and opened.is_for(CTX.called):
+        opened.pass_on(module)
+    take_away(module, output, grads)
 
 
 def leave_note(module: nn.Module, results: Sequence[Tensor]) -> None:

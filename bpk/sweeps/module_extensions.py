@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.fields.parameters import Parameters
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import gradient_edge, quieten_layer
 from bpk.plan.quantity import Quantity
 from bpk.plan.step import Step
@@ -72,3 +74,15 @@ def gradients_at_inputs(record: Record, node: Node, grad: Tensor) -> Gradients:
     with CTX.quietly(record):
         found = iter(torch.autograd.grad((here,), edges, (grad,), retain_graph=True, allow_unused=True))
     return tuple(next(found) if edge[0] is not None else None for edge in record.edges)
+
+
+def require_none(extensions: Iterable[Quantity], module: nn.Module) -> None:
+    """Refuse to pass by a layer that returned what it was given and was not recorded, if something is written for it."""
+    if [e for e in extensions if e.module_extension(module) is not None]:
+        raise UnsupportedLayer(
+            explain(
+                f"A module extension for {type(module).__name__} cannot take part here.",
+                "the layer returned what it was given; such calls are recorded if the context is open then.",
+                "run the forward pass inside of backpack(...), too.",
+            )
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.extensions.firstorder.base import FirstOrderModuleExtension
 from bpk.jacobians import Elementwise, Multilinear, RuleError, UnsupportedLayer
 from tests.helpers import registered
 
@@ -152,3 +154,72 @@ def test_layers_that_return_what_they_are_given(outside: bool) -> None:
         (loss_fn(layers(x), y) if early is None else early).backward()
     assert set(seen) >= {*layers}
     torch.testing.assert_close(layers[0].weight.diag_h, expected)
+
+
+class Shifted(nn.Module):
+    """A normalisation by a function, a layer that returns what it is given, and one that works in place on that."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.first, self.between, self.act, self.last = nn.Linear(2, 4), between, nn.ReLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.between(torch.nn.functional.layer_norm(self.first(x), (4,))))
+        y = self.between(h * 2)
+        y += h
+        out: Tensor = self.last(y)
+        return out
+
+
+class Kept(nn.Module):
+    """A layer of a user's that returns what it is given, such as stochastic depth in evaluation mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+GIVEN = [nn.Identity(), nn.Dropout().eval(), nn.Dropout(inplace=True).eval(), Kept()]
+
+
+@pytest.mark.parametrize("between", GIVEN, ids=lambda m: type(m).__name__)
+def test_what_they_return_may_be_changed_in_place(between: nn.Module) -> None:
+    """Autograd's graph is the plain one, whose form says where samples are; who asks for every layer gets the same."""
+    torch.manual_seed(0)
+    model = Shifted(between)
+    check(model, torch.randn(5, 2).double())
+    bpk.extend(model)
+    loss_fn, x, y = bpk.extend(nn.CrossEntropyLoss()), torch.randn(5, 2).double(), torch.arange(5) % 3
+    seen, found = list[nn.Module](), []
+    for hook in (None, seen.append):
+        for inside in (True, False):
+            early = None if inside else loss_fn(model(x), y)
+            with bpk.backpack(E.DiagHessian(), E.BatchGrad(), extension_hook=hook):
+                loss = loss_fn(model(x), y) if early is None else early
+                names = {type(node).__name__ for node in between_nodes(loss)}
+                loss.backward()
+            assert "CopySlices" not in names or (inside and hook is not None)
+            found.append([p.diag_h for p in model.parameters()] + [p.grad_batch for p in model.parameters()])
+    assert set(seen) >= {*model.children()}
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0])
+
+
+def between_nodes(loss: Tensor) -> set[Any]:
+    """All functions in the graph of a loss."""
+    seen, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [above for above, _ in node.next_functions]
+    return seen
+
+
+def test_a_module_extension_of_one_that_was_not_recorded_is_refused() -> None:
+    model, loss_fn = bpk.extend(Shifted(nn.Identity()).double()), bpk.extend(nn.CrossEntropyLoss())
+    extension = E.BatchGrad()
+    extension.set_module_extension(nn.Identity, FirstOrderModuleExtension())
+    loss = loss_fn(model(torch.randn(5, 2).double()), torch.arange(5) % 3)
+    refused = pytest.raises(UnsupportedLayer, match=r"(?s)module extension for Identity.*inside of backpack")
+    with refused, bpk.backpack(extension):
+        loss.backward()

@@ -48,6 +48,9 @@ class Pass(Protocol):
         Returns what the node is given in their place.
         """
 
+    def pass_on(self, module: nn.Module) -> None:
+        """The pass has reached a layer that had returned what it was given, and was not recorded."""
+
     def abort(self) -> None:
         """The pass did not finish."""
 
@@ -90,12 +93,20 @@ class Opened:
     def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """A backward pass has reached a recorded call."""
         self.reached = True
-        task = engine.current_task()
-        backward = self.backwards.get(task)
-        if backward is None:
+        if engine.current_task() not in self.backwards:
             require_plain_pass(record.path, grads)
-            backward = self.backwards[task] = self.begin(task, self.backwards)
-        return backward.visit(record, grads)
+        return self.running().visit(record, grads)
+
+    def pass_on(self, module: nn.Module) -> None:
+        """A backward pass has reached a layer that had returned what it was given, and was not recorded."""
+        self.running().pass_on(module)
+
+    def running(self) -> Pass:
+        """The backward pass that runs now."""
+        task = engine.current_task()
+        if task not in self.backwards:
+            self.backwards[task] = self.begin(task, self.backwards)
+        return self.backwards[task]
 
     def abort(self) -> None:
         """Passes that are still under way did not finish: what ends well takes itself off the list."""
