@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.plan.graph import Source
+from bpk.plan.picks import PICKS
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name, name_of, words
 from bpk.recording.graph.nodes import Edge
@@ -61,8 +62,11 @@ SPATIAL = {
 """Functions of the last axes, and how many these are."""
 
 
-def reached_entries(source: Source, columns: Tensor) -> dict[int, Tensor] | None:
-    """Send columns `[V, *in]` at the end of a stretch to the calls that feed it, by number of the target."""
+def reached_entries(source: Source, columns: Tensor, now: bool = False) -> dict[int, Tensor] | None:
+    """Send columns `[V, *in]` at the end of a stretch to the calls that feed it, by number of the target.
+
+    Functions that move entries to places that data say are only known if what is asked for is what holds `now`.
+    """
     assert source.stretch is not None
     ends = {edge: number for number, (_, edge) in enumerate(source.targets)}
     order = in_between(source.stretch[0], ends)
@@ -72,7 +76,7 @@ def reached_entries(source: Source, columns: Tensor) -> dict[int, Tensor] | None
         shapes = engine.output_shapes(node)
         outs = [arrived.pop((node, nr), None) for nr in range(len(shapes))]
         full = [columns.new_zeros(len(columns), *s) if o is None else o for o, s in zip(outs, shapes, strict=True)]
-        parts = arguments_of(node, full)
+        parts = arguments_of(node, full, now)
         for k, edge in enumerate(map(beyond, node.next_functions)):
             if edge not in ends and edge[0] not in order:
                 continue  # it leads to parameters only
@@ -114,10 +118,12 @@ def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:
     return dict.fromkeys(node for node in reversed(order) if leads[node])
 
 
-def arguments_of(node: Node, outs: Sequence[Tensor]) -> Parts | None:
+def arguments_of(node: Node, outs: Sequence[Tensor], now: bool = False) -> Parts | None:
     """What the arguments of a function may get, by number (`None`: not known)."""
-    known = TABLE.get(function_name(node))
-    return None if known is None else known(node, outs)
+    name = function_name(node)
+    if now and name in PICKS:
+        return PICKS[name](node, outs, argument_shapes(node))
+    return TABLE[name](node, outs) if name in TABLE else None
 
 
 @lru_cache(maxsize=1024)
@@ -175,6 +181,12 @@ def all_but(last: int, node: Node, dims: int) -> int:
     return dims - last
 
 
+def gated(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """Both halves of the argument along the axis."""
+    (axis,) = axes_of(node, outs[0].dim() - 1)
+    return [torch.cat([outs[0], outs[0]], 1 + axis)]
+
+
 def product(node: Node, outs: Sequence[Tensor], first: int) -> Parts:
     """Matrix products: a row of the left factor gets what its row of the result has, a column of the right its column.
 
@@ -197,6 +209,7 @@ TABLE: dict[str, Dependence] = {
     **dict.fromkeys(POINTWISE, pointwise),
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCING, reduced),
+    "Glu": gated,
     **{name: partial(first_axes, kept=partial(all_but, k)) for name, k in SPATIAL.items()},
     **dict.fromkeys(("Addmm", "Baddbmm"), partial(product, first=1)),
     **dict.fromkeys(("Bmm", "Mm"), partial(product, first=0)),

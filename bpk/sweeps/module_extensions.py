@@ -77,7 +77,7 @@ def gradients_at_inputs(record: Record, node: Node, grad: Tensor) -> Gradients:
 
 
 def require_none(extensions: Iterable[Quantity], module: nn.Module) -> None:
-    """Refuse to pass by a layer that returned what it was given and was not recorded, if something is written for it."""
+    """Refuse to pass by a layer that was not recorded as it returned what it was given, if something is for it."""
     if [e for e in extensions if e.module_extension(module) is not None]:
         raise UnsupportedLayer(
             explain(

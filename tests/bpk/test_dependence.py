@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from bpk.plan.dependence import TABLE, reached_entries
 from bpk.plan.graph import Source
+from bpk.plan.picks import PICKS
 from bpk.recording.graph.identity import Keep, function_name, words
 
 Function = Callable[[Tensor], Tensor]
@@ -118,6 +119,7 @@ SAME: dict[str, Function] = {
     "added in batches": lambda h: torch.baddbmm(h[0, :1], h[:, 0], torch.rand(4, 6, 6).double()),
     "convolution": lambda h: F.conv2d(h, torch.rand(2, 3, 2, 2).double().requires_grad_()),
     "transposed convolution": lambda h: F.conv_transpose2d(h, torch.rand(3, 2, 2, 2).double()),
+    "glu": lambda h: F.glu(h) + F.glu(h, 2).repeat(1, 1, 2, 1)[..., :3],
     "layer norm": lambda h: F.layer_norm(h, (6,), torch.rand(6).double().requires_grad_()) + F.layer_norm(h, (4, 6)),
     "group norm": lambda h: F.group_norm(h, 3),
     "batch norm": lambda h: F.batch_norm(h, None, None, training=True),
@@ -175,6 +177,50 @@ def test_samples_stay_apart(name: str) -> None:
     found = reached_entries(source, unit[None])
     assert found is not None
     assert bool((found[0][0, [0, 2, 3]] == 0).all()) and bool((found[0][0, 1] > 0).any())
+
+
+ROWS, COLUMNS = torch.tensor([3, 0, 3]), torch.tensor([2, 2, 0])
+PICKED: dict[str, Function] = {
+    "index": lambda h: h[ROWS],
+    "index of an inner axis": lambda h: h[:, :, ROWS],
+    "index of two axes": lambda h: h[ROWS, COLUMNS],
+    "index of axes apart": lambda h: h[ROWS[:, None], :, COLUMNS],
+    "mask": lambda h: h[h > 0.5],
+    "mask of an axis": lambda h: h[:, torch.tensor([True, False, True])],
+    "masked select": lambda h: h.masked_select(h > 0.5),
+    "index select": lambda h: h.index_select(2, ROWS),
+    "index select of the last axis": lambda h: h.index_select(-1, ROWS),
+    "gather": lambda h: h.gather(1, (h[:, :2] * 3).long()),
+    "along": lambda h: torch.take_along_dim(h, h.argsort(-1), -1),
+    "top k": lambda h: h.topk(2, -1).values,
+    "index add": lambda h: (h * 1).index_add(0, ROWS, h[:3]),
+    "index put": lambda h: (h * 1).index_put((ROWS[:2], COLUMNS[:2]), h[:2, 0]),
+    "index put of one for all": lambda h: (h * 1).index_put((ROWS[:2],), h[:1]),
+    "index put, added": lambda h: (h * 1).index_put((ROWS,), h[:3], accumulate=True),
+    "index copy": lambda h: torch.zeros_like(h).index_copy(0, ROWS[:2], h[:2]),
+    "scatter add": lambda h: (h * 1).scatter_add(2, (h[:, :, :2] * 3).long(), h[:, :, :2]),
+    "scatter": lambda h: torch.zeros_like(h).scatter(0, torch.full((1, 3, 4, 6), 2), h[:1]),
+    "masked scatter": lambda h: (h * 1).masked_scatter(h > 0.6, h.flip(0)),
+}
+
+
+@pytest.mark.parametrize("function", PICKED.values(), ids=PICKED)
+def test_what_data_pick_is_known_for_now(function: Function) -> None:
+    """Entries that are taken get what comes to them, and no others; what is only overwritten may be among them."""
+    h, out, source = stretch_of(function)
+    overwrites = function_name(out.grad_fn) in ("IndexPut", "MaskedScatter")
+    for number in torch.randperm(out.numel())[:12]:
+        unit = torch.zeros(out.numel(), dtype=h.dtype).index_fill(0, number, 1.0).reshape(out.shape)
+        (row,) = torch.autograd.grad(out, h, unit, retain_graph=True)
+        found = reached_entries(source, unit[None], now=True)
+        assert found is not None and reached_entries(source, unit[None]) is None
+        assert bool(((found[0][0] > 0) | (row == 0)).all())
+        assert overwrites or torch.equal(found[0][0] > 0, row != 0)
+
+
+def test_every_function_that_picks_is_tried() -> None:
+    names = {function_name(stretch_of(function)[1].grad_fn) for function in PICKED.values()}
+    assert set(PICKS) <= names
 
 
 @pytest.mark.processor("elsewhere, attention is made of known functions")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.plan.samples import forms
+from bpk.plan.samples import forms, placement
 
 N = T = 4
 """As many steps as samples: shapes do not tell them apart."""
@@ -179,6 +179,76 @@ def test_an_order_of_samples_that_changes() -> None:
     for _ in range(6):
         model.order = torch.randperm(N)
         check_rows(model, loss_fn, torch.randn(N, 3).double(), torch.randint(2, (N,)))
+
+
+class LastSteps(nn.Module):
+    """Classifies each sample by its last step, which data tell, and by a sum of steps that is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.lengths = torch.zeros(N, dtype=torch.long)
+        self.crossed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, n = torch.tanh(self.layer(x)), len(x)
+        lengths = self.lengths if n == N else self.lengths[self.alone : self.alone + 1]
+        last = h[torch.arange(n), lengths]
+        picked = h.gather(1, lengths[:, None, None].expand(n, 1, 4))[:, 0]
+        out = self.inner(last) * picked.topk(4, -1).values
+        if self.crossed:
+            out = out[torch.arange(n).flip(0)]
+        return self.head(out)
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_what_data_pick_is_followed(crossed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradients are sent to find out where samples are."""
+    torch.manual_seed(0)
+    model, loss_fn, asked = bpk.extend(LastSteps().double()), bpk.extend(nn.CrossEntropyLoss()), []
+    sent = placement.confirms
+    monkeypatch.setattr(placement, "confirms", lambda *args: asked.append(args) or sent(*args))
+    for number in range(5):
+        model.lengths, model.crossed = torch.randint(T, (N,)), crossed and number > 2
+        x, y = torch.randn(N, T, 3).double(), torch.randint(2, (N,))
+        with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact()):
+            loss_fn(model(x), y).backward()
+        order = torch.arange(N).flip(0) if model.crossed else torch.arange(N)  # rows follow the loss
+        for n in range(N):
+            model.alone, model.crossed = int(order[n]), False
+            loss = loss_fn(model(x[order[n]][None]), y[n][None]) / N
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                torch.testing.assert_close(p.grad_batch[n], grad)
+            model.crossed = crossed and number > 2
+    assert not asked
+
+
+class Experts(nn.Module):
+    """Each step is sent to one of two experts, which data tell; how many come to each varies from pass to pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts, self.head = nn.Linear(3, 4), nn.ModuleList([nn.Linear(4, 4)] * 2), nn.Linear(4, 2)
+        self.experts[1] = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = torch.tanh(self.first(x)).flatten(0, 1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            at = (((flat[:, 0] > 0).long() == number).nonzero())[:, 0]
+            out = out.index_add(0, at, torch.sigmoid(expert(flat[at])))
+        return self.head(out.unflatten(0, x.shape[:2]).mean(1))
+
+
+def test_steps_that_data_send_to_experts() -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Experts().double()), bpk.extend(nn.CrossEntropyLoss())
+    for _ in range(5):
+        check_rows(model, loss_fn, torch.randn(N, T, 3).double(), torch.randint(2, (N,)))
+        x = torch.randn(N, T, 3).double()
+        for _ in range(2):  # the same rows again
+            check_rows(model, loss_fn, x, torch.randint(2, (N,)))
 
 
 def test_short_lived_models() -> None:

@@ -56,12 +56,20 @@ class Placement:
         for record, axis in zip(records, known.axes, strict=True):
             record.shift(axis)
         rows = {record: each for record, each in zip(records, known.rows, strict=True) if each is not None}
-        if known.proven or confirms(self.root, self.above, self.sources, known.n, rows):
-            self.n, self.rows = known.n, rows
+        found = rows if known.proven else self.holding(known.n, rows)
+        if found is not None:
+            self.n, self.rows = known.n, found
             return True
         for record in records:
             record.shift(0)
         return False
+
+    def holding(self, n: int, rows: dict[Record, Tensor]) -> dict[Record, Tensor] | None:
+        """Where samples are, if they are where they were: by the form and what data pick, or else by gradients."""
+        proof = prove(self.root, self.above, self.sources, n, rows, now=True)
+        if proof is None:
+            return rows if confirms(self.root, self.above, self.sources, n, rows) else None
+        return {record: each for record, each in zip((*self.above, self.root), proof, strict=True) if each is not None}
 
 
 def place(

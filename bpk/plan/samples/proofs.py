@@ -19,20 +19,23 @@ ROUNDING = 1e-9
 
 
 def prove(
-    root: Record, above: list[Record], sources: Sources, n: int, found: dict[Record, Tensor]
+    root: Record, above: list[Record], sources: Sources, n: int, found: dict[Record, Tensor], now: bool = False
 ) -> list[Tensor | None] | None:
     """The sample of each row of every call, the root's last, as it follows from the form alone.
 
+    Or, if that is enough, as it follows `now`: from the form, and from the places to which data move entries.
+
     Returns:
-        `None` where it does not follow from the form, or something else follows than what was `found`.
+        `None` where it does not follow, or something else follows than what was `found`.
     """
-    known = follow(root, above, sources, n, found.get(root, torch.arange(n, device="cpu")).cpu())
+    device = root.inputs[0].device if now else torch.device("cpu")  # where functions are asked for their data
+    in_order = torch.arange(n, device=device)
+    known = follow(root, above, sources, n, found.get(root, in_order).to(device), now=now)
     if known is None:
         return None
-    in_order = torch.arange(n, device="cpu")
     result: list[Tensor | None] = []
     for record in (*above, root):
-        before = found.get(record, in_order).cpu()
+        before = found.get(record, in_order).to(device)
         after = known.get(record, before)
         if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
             return None
@@ -49,15 +52,15 @@ def follow(
     rows: Tensor,
     movable: bool = False,
     tables: Container[Record] = (),
+    now: bool = False,
 ) -> dict[Record, Tensor] | None:
     """The sample of each row (-1: none) of the calls behind rows of the root, if it is of one whatever the values.
 
     Where the samples of a call are along another axis, that is moved to the front if it is `movable`. Rows of `tables`
-    may feed several samples; those that do are left out.
+    may feed several samples; those that do are left out. What follows may hold `now`, and not in another pass.
     """
-    weights = (
-        1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu").sort().values
-    )
+    drawn = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    weights = 1 + drawn.sort().values.to(rows.device)
     known = {root: rows}
     arrived: dict[Record, Tensor] = {}
     for record in [root, *sources.in_backward_order(root, above)]:
@@ -74,14 +77,16 @@ def follow(
         if record.problem or mixes(record):  # not row by row, whatever its values say here
             return None
         for source in sources[record].values():
-            for target, part in to_targets(source, known[record], weights):
+            for target, part in to_targets(source, known[record], weights, now):
                 if part is None:
                     return None
                 arrived[target] = added(arrived[target], part) if target in arrived else part
     return known
 
 
-def to_targets(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[Record, Tensor | None]]:
+def to_targets(
+    source: Source, rows: Tensor, weights: Tensor, now: bool = False
+) -> Iterator[tuple[Record, Tensor | None]]:
     """What comes to the calls that feed an input whose rows are those of these samples (`None`: not known)."""
     if not source.targets:
         return
@@ -93,7 +98,7 @@ def to_targets(source: Source, rows: Tensor, weights: Tensor) -> Iterator[tuple[
     if source.stretch is None:
         yield source.targets[0][0], source.exits[0].to_rule(at_graph)
         return
-    found = reached_entries(source, at_graph)
+    found = reached_entries(source, at_graph, now)
     for number, (record, _) in enumerate(source.targets):
         if found is None:
             yield record, None
@@ -107,7 +112,8 @@ def moved(record: Record, columns: Tensor, weights: Tensor) -> Tensor | None:
         return None
     axes = [axis for axis in range(1, columns.dim() - 1) if may_be_in(record, axis)]
     found = {axis: rows for axis in axes if (rows := labels(columns.movedim(1 + axis, 1), weights)) is not None}
-    in_order = [axis for axis, rows in found.items() if torch.equal(rows, torch.arange(len(weights), device="cpu"))]
+    numbers = torch.arange(len(weights), device=weights.device)
+    in_order = [axis for axis, rows in found.items() if torch.equal(rows, numbers)]
     for axis in (*in_order, *found):
         record.shift(axis)
         return found[axis]

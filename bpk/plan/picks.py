@@ -1,0 +1,107 @@
+"""Functions that move entries to places that data say: what their arguments get, in the pass that runs now.
+
+Where these places are is no matter of the form of a graph, so what follows from them holds for one pass only. Each is
+asked for the numbers of the entries that it takes; columns go back to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.recording import engine
+
+Parts = list[Tensor | None]
+Shapes = Sequence[torch.Size | None]
+"""Of arguments (`None`: not differentiable)."""
+
+Picks = Callable[[Node, Sequence[Tensor], Shapes], Parts]
+"""From what comes to the outputs of a node, `[V, *out]` each, to what its arguments get."""
+
+
+def numbers(shape: torch.Size, like: Tensor) -> Tensor:
+    """The number of each entry."""
+    return torch.arange(shape.numel(), device=like.device).reshape(shape)
+
+
+def taken(node: Node, outs: Sequence[Tensor], shapes: Shapes, take: Callable[[Node, Tensor], Tensor]) -> Parts:
+    """Of a function that takes entries: each gets what has come to the places where it is."""
+    shape, mat = shapes[0], outs[0]
+    if shape is None:
+        return [None]
+    places = take(node, numbers(shape, mat)).flatten()
+    found = mat.new_zeros(len(mat), shape.numel()).index_add_(1, places, mat.flatten(1))
+    return [found.reshape(len(mat), *shape)]
+
+
+def put(node: Node, outs: Sequence[Tensor], shapes: Shapes, take: Callable[[Node, Tensor], Tensor]) -> Parts:
+    """Of a function that puts a second tensor into places of the first: both get what has come to theirs."""
+    mat, found = outs[0], list[Tensor | None]()
+    for number, shape in enumerate(shapes):
+        if shape is None or not number:
+            found.append(None if shape is None else mat)
+            continue
+        places = take(node, numbers(mat.shape[1:], mat))
+        part = mat.flatten(1)[:, places.flatten()].reshape(len(mat), *places.shape)
+        ones = (1,) * (part.dim() - 1 - len(shape))
+        found.append(part.sum_to_size(len(mat), *ones, *shape).reshape(len(mat), *shape))
+    return found
+
+
+def indexed(node: Node, x: Tensor) -> Tensor:
+    """`x[..., indices, ...]`."""
+    given = [slice(None) if i is None else i.to(x.device) for i in engine.saved(node, "indices")]
+    return x[tuple(given)]
+
+
+def along(node: Node, x: Tensor, name: str, entries: bool) -> Tensor:
+    """What an index takes along an axis: whole slices, or entries."""
+    axis, index = engine.saved(node, "dim"), engine.saved(node, name).to(x.device)
+    axis = axis - (1 << 64) if axis >= 1 << 63 else axis
+    return x.gather(axis, index) if entries else x.index_select(axis, index.reshape(-1))
+
+
+def masked(node: Node, x: Tensor) -> Tensor:
+    """`x[mask]`."""
+    return x[engine.saved(node, "mask").to(x.device).expand_as(x)]
+
+
+def masked_scatter(node: Node, outs: Sequence[Tensor], shapes: Shapes) -> Parts:
+    """The entries of the second argument, in their order, are where the mask is."""
+    mat, found = outs[0], list[Tensor | None](outs[:1])
+    for shape in shapes[1:]:
+        if shape is None:
+            found.append(None)
+            continue
+        part = mat.flatten(1)[:, masked(node, numbers(mat.shape[1:], mat))]
+        rest = mat.new_zeros(len(mat), shape.numel() - part.shape[1])
+        found.append(torch.cat([part, rest], 1).reshape(len(mat), *shape))
+    return found
+
+
+TAKING: dict[str, Callable[[Node, Tensor], Tensor]] = {
+    "Index": indexed,
+    "IndexSelect": partial(along, name="index", entries=False),
+    "Gather": partial(along, name="index", entries=True),
+    "Topk": partial(along, name="indices", entries=True),
+    "MaskedSelect": masked,
+}
+
+PUTTING: dict[str, Callable[[Node, Tensor], Tensor]] = {
+    "IndexPut": indexed,
+    "IndexAdd": partial(along, name="index", entries=False),
+    "IndexCopy": partial(along, name="index", entries=False),
+    "Scatter": partial(along, name="index", entries=True),
+    "ScatterAdd": partial(along, name="index", entries=True),
+}
+
+PICKS: dict[str, Picks] = {
+    **{name: partial(taken, take=take) for name, take in TAKING.items()},
+    **{name: partial(put, take=take) for name, take in PUTTING.items()},
+    "MaskedScatter": masked_scatter,
+}
+"""By the name of a function."""
