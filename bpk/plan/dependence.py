@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.plan.arguments import argument_shapes, axes_of, narrowed, signed
 from bpk.plan.graph import Source
 from bpk.plan.picks import PICKS
+from bpk.plan.repeated import added, joined, placed, stacked
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name, name_of, words
 from bpk.recording.graph.nodes import Edge
@@ -33,10 +35,9 @@ Parts = list[Tensor | None]
 Dependence = Callable[[Node, Sequence[Tensor]], Parts]
 """From what comes to the outputs of a node, `[V, *out]` each, to what its arguments may get."""
 
-FIXED_LINEAR = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Mean Permute Repeat
-ReshapeAlias Roll Select Slice Split SplitWithSizes Squeeze Stack Sum T Transpose Unbind Unfold UnsafeSplit
-UnsafeView Unsqueeze UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D
-UpsampleTrilinear3D View""")
+FIXED_LINEAR = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Mean Permute Repeat Roll Squeeze
+Stack Sum T Transpose Unfold Unsqueeze UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D
+UpsampleNearest3D UpsampleTrilinear3D""")
 """Linear functions whose coefficients are no data, and not negative."""
 
 POINTWISE = words("""Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin Clone
@@ -75,7 +76,8 @@ def reached_entries(source: Source, columns: Tensor, now: bool = False) -> dict[
     for node in order:
         shapes = engine.output_shapes(node)
         outs = [arrived.pop((node, nr), None) for nr in range(len(shapes))]
-        full = [columns.new_zeros(len(columns), *s) if o is None else o for o, s in zip(outs, shapes, strict=True)]
+        zero = columns.new_zeros(())
+        full = [zero.expand(len(columns), *s) if o is None else o for o, s in zip(outs, shapes, strict=True)]
         parts = arguments_of(node, full, now)
         for k, edge in enumerate(map(beyond, node.next_functions)):
             if edge not in ends and edge[0] not in order:
@@ -89,15 +91,6 @@ def reached_entries(source: Source, columns: Tensor, now: bool = False) -> dict[
             else:
                 arrived[edge] = added(arrived[edge], part) if edge in arrived else part
     return found
-
-
-def added(first: Tensor, second: Tensor) -> Tensor:
-    """The sum of two tensors of one shape; along axes on which both are one number again and again, it is, too."""
-    some: list[Tensor] = [first, second]
-    for axis, size in enumerate(first.shape):
-        if size > 1 and not first.stride(axis) and not second.stride(axis):
-            some = [x.narrow(axis, 0, 1) for x in some]
-    return (some[0] + some[1]).expand(first.shape)
 
 
 def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:
@@ -139,7 +132,33 @@ def rearranged(node: Node, outs: Sequence[Tensor]) -> Parts:
     with torch.no_grad():
         found = [node(*column) for column in zip(*outs, strict=True)]  # type: ignore[operator]
     columns = [one if isinstance(one, tuple) else (one,) for one in found]
-    return [None if part[0] is None else torch.stack(part) for part in zip(*columns, strict=True)]
+    return [None if part[0] is None else stacked(part, 0) for part in zip(*columns, strict=True)]
+
+
+def reshaped(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """The same entries in the same order."""
+    (shape, *_), mat = argument_shapes(node), outs[0]
+    return [None if shape is None else mat.reshape(len(mat), *shape)]
+
+
+def divided(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """The parts of a tensor along an axis, side by side."""
+    unbound = function_name(node) == "Unbind"
+    (axis,) = axes_of(node, outs[0].dim() - 1 + unbound)
+    return [(stacked if unbound else joined)(outs, 1 + axis)]
+
+
+def sliced(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """Zeros, but where the function has taken a part of a tensor along an axis."""
+    given, (shape, *_), mat = engine.attributes(node), argument_shapes(node), outs[0]
+    if shape is None:
+        return [None]
+    (axis,) = axes_of(node, len(shape))
+    if function_name(node) == "Select":
+        index = signed(given["index"]) % shape[axis]
+        return [placed(mat.unsqueeze(1 + axis), 1 + axis, shape[axis], slice(index, index + 1))]
+    where = slice(signed(given["start"]), signed(given["end"]), given["step"])
+    return [placed(mat, 1 + axis, shape[axis], where)]
 
 
 def pointwise(node: Node, outs: Sequence[Tensor]) -> Parts:
@@ -206,6 +225,9 @@ def product(node: Node, outs: Sequence[Tensor], first: int) -> Parts:
 
 TABLE: dict[str, Dependence] = {
     **dict.fromkeys(FIXED_LINEAR, rearranged),
+    **dict.fromkeys(("Split", "SplitWithSizes", "Unbind", "UnsafeSplit"), divided),
+    **dict.fromkeys(("Select", "Slice"), sliced),
+    **dict.fromkeys(("ReshapeAlias", "UnsafeView", "View"), reshaped),
     **dict.fromkeys(POINTWISE, pointwise),
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCING, reduced),
@@ -222,24 +244,3 @@ TABLE: dict[str, Dependence] = {
     ),
 }
 """By the name of a function."""
-
-
-# ---- shapes and axes -----------------------------------------------------------------------------------
-def argument_shapes(node: Node) -> list[torch.Size | None]:
-    """The shapes of a function's arguments (`None`: not differentiable)."""
-    return [
-        None if above is None else engine.output_shapes(above)[nr] for above, nr in map(beyond, node.next_functions)
-    ]
-
-
-def narrowed(mat: Tensor, shape: torch.Size) -> Tensor:
-    """Columns `[V, *out]`, summed along the axes along which an argument of this shape was broadcast."""
-    ones = (1,) * (mat.dim() - 1 - len(shape))
-    return mat.sum_to_size(len(mat), *ones, *shape).reshape(len(mat), *shape)
-
-
-def axes_of(node: Node, dims: int) -> list[int]:
-    """The axes that a function was called with (all, if it names none)."""
-    given = engine.attributes(node).get("dim")
-    named = range(dims) if given in (None, ()) else [given] if isinstance(given, int) else given
-    return [(axis - (1 << 64) if axis >= 1 << 63 else axis) % dims for axis in named] if dims else []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.plan.arguments import signed
 from bpk.recording import engine
 
 Parts = list[Tensor | None]
@@ -60,8 +61,7 @@ def indexed(node: Node, x: Tensor) -> Tensor:
 
 def along(node: Node, x: Tensor, name: str, entries: bool) -> Tensor:
     """What an index takes along an axis: whole slices, or entries."""
-    axis, index = engine.saved(node, "dim"), engine.saved(node, name).to(x.device)
-    axis = axis - (1 << 64) if axis >= 1 << 63 else axis
+    axis, index = signed(engine.saved(node, "dim")), engine.saved(node, name).to(x.device)
     return x.gather(axis, index) if entries else x.index_select(axis, index.reshape(-1))
 
 

@@ -104,7 +104,7 @@ def by_form(
     if n < 2 or any(record.shifted for record in above):
         return None
     tables = {record for record in above if is_given_numbers(record)}
-    found = follow(root, above, sources, n, numbers.cpu(), movable, tables)
+    found = follow(root, above, sources, n, numbers, movable, tables)
     shared = [] if found is None else [record for record in tables if record not in found]
     if found is None or any(is_doubtful(record, found, n) for record in above if record not in shared):
         for record in above:
@@ -116,7 +116,7 @@ def by_form(
             return None
         alone = [record for record in shared if has_no_axis(record)]
         raise NotInFront(alone) if alone else NotInFront(shared, len(shared), some_are_given(others, n))
-    return {record: rows.to(numbers.device) for record, rows in found.items()}
+    return found
 
 
 def is_doubtful(record: Record, found: dict[Record, Tensor], n: int) -> bool:

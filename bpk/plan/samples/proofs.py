@@ -7,8 +7,9 @@ from collections.abc import Container, Iterator
 import torch
 from torch import Tensor
 
-from bpk.plan.dependence import added, reached_entries
+from bpk.plan.dependence import reached_entries
 from bpk.plan.graph import Source
+from bpk.plan.repeated import added
 from bpk.plan.samples.findings import may_be_in
 from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
@@ -28,7 +29,7 @@ def prove(
     Returns:
         `None` where it does not follow, or something else follows than what was `found`.
     """
-    device = root.inputs[0].device if now else torch.device("cpu")  # where functions are asked for their data
+    device = root.inputs[0].device
     in_order = torch.arange(n, device=device)
     known = follow(root, above, sources, n, found.get(root, in_order).to(device), now=now)
     if known is None:

@@ -1,0 +1,35 @@
+"""What autograd's graph tells of the arguments of a function: their shapes, and the axes that it works along."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bpk.recording import engine
+from bpk.recording.graph.side_effects import beyond
+
+
+def argument_shapes(node: Node) -> list[torch.Size | None]:
+    """The shapes of a function's arguments (`None`: not differentiable)."""
+    return [
+        None if above is None else engine.output_shapes(above)[nr] for above, nr in map(beyond, node.next_functions)
+    ]
+
+
+def narrowed(mat: Tensor, shape: torch.Size) -> Tensor:
+    """Columns `[V, *out]`, summed along the axes along which an argument of this shape was broadcast."""
+    ones = (1,) * (mat.dim() - 1 - len(shape))
+    return mat.sum_to_size(len(mat), *ones, *shape).reshape(len(mat), *shape)
+
+
+def axes_of(node: Node, dims: int) -> list[int]:
+    """The axes that a function was called with (all, if it names none)."""
+    given = engine.attributes(node).get("dim")
+    named = range(dims) if given in (None, ()) else [given] if isinstance(given, int) else given
+    return [signed(axis) % dims for axis in named] if dims else []
+
+
+def signed(number: int) -> int:
+    """A number that torch shows without its sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
