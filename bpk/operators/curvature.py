@@ -198,9 +198,8 @@ class Fisher(GGN):
         self.generator = torch.Generator().manual_seed(self.seed)
 
     def of_whole_batch(self, x: Any, y: Any, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LossAt]:
-        self.draws = int(
-            torch.randint(2**62, (), generator=self.generator, device="cpu")
-        )  # the same for all blocks and chunks
+        drawn = torch.randint(2**62, (), generator=self.generator, device="cpu")
+        self.draws = int(drawn)  # the same for all blocks and chunks
         return super().of_whole_batch(x, y, vectors)
 
     def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:

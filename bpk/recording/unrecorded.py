@@ -13,7 +13,7 @@ from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
 from bpk.recording.activations import store_on
 from bpk.recording.context.state import CTX
-from bpk.recording.graph.ownership import take_away
+from bpk.recording.graph.ownership import TakingAway
 from bpk.recording.hooks_for_all import all_hooks
 from bpk.recording.membership import path_of
 
@@ -87,16 +87,20 @@ def leave_unrecorded(
         whole = result._base if result._is_view() else result  # what was changed in place lives on in the viewed tensor
         node = result.grad_fn if whole is None or whole.grad_fn is None else whole.grad_fn
         if node is not None:
-            node.register_prehook(partial(passed_on if as_given else take_away, module, stored))
+            node.register_prehook((ComingPast if as_given else TakingAway)(module, stored))
             return
 
 
-def passed_on(module: nn.Module, output: Tensor, grads: tuple[Tensor | None, ...]) -> None:
-    """The hook on what a layer has returned as it was given: a context may have something to do at each layer."""
-    opened = CTX.stack[-1] if CTX.stack and not CTX.quiet else None
-    if opened is not None and opened.asks_for_layers and opened.is_for(CTX.called):
-        opened.pass_on(module)
-    take_away(module, output, grads)
+class ComingPast(TakingAway):
+    """The same on what a layer has returned as it was given: a context may have something to do at each layer."""
+
+    __slots__ = ()
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        opened = CTX.stack[-1] if CTX.stack and not CTX.quiet else None
+        if opened is not None and opened.asks_for_layers and opened.is_for(CTX.called):
+            opened.pass_on(self.module)
+        super().__call__(grads)
 
 
 def leave_note(module: nn.Module, results: Sequence[Tensor]) -> None:

@@ -166,6 +166,17 @@ def test_autograd_does_not_compute_them(extension: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.processor("elsewhere, autograd's own gradients are faster")
+@pytest.mark.parametrize("inside", [True, False])
+def test_layers_that_return_what_they_are_given_do_not_look(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bpk.extend(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Dropout().eval(), nn.Identity(), nn.Flatten()))
+    loss_fn, x, y = bpk.extend(nn.CrossEntropyLoss()), torch.randn(N, 2, 5, 5), torch.randint(27, (N,))
+    sevens, early = Sevens(monkeypatch), None if inside else loss_fn(model(x), y)
+    with bpk.backpack(BatchGrad()):
+        (loss_fn(model(x), y) if early is None else early).backward()
+    assert sevens.told == 1
+
+
+@pytest.mark.processor("elsewhere, autograd's own gradients are faster")
 def test_what_is_not_worth_it_is_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     model, x, y = problem("convolution")

@@ -29,7 +29,7 @@ def prove(
     Returns:
         `None` where it does not follow, or something else follows than what was `found`.
     """
-    device = root.inputs[0].device
+    device = where_to_follow(root)
     in_order = torch.arange(n, device=device)
     known = follow(root, above, sources, n, found.get(root, in_order).to(device), now=now)
     if known is None:
@@ -43,6 +43,12 @@ def prove(
         rows = torch.where(after < 0, before, after)
         result.append(None if torch.equal(rows, in_order) else rows.to(record.output.device))
     return result
+
+
+def where_to_follow(root: Record) -> torch.device:
+    """Where the graph is, or else on the processor: some devices have no double precision."""
+    device = root.inputs[0].device
+    return device if device.type == "cuda" else torch.device("cpu")
 
 
 def follow(

@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map
 
 from bpk.recording import engine
+from bpk.recording.graph.ownership import TakingAway
 
 CONVOLUTION = torch.ops.aten.convolution_backward.default
 PRODUCT = torch.ops.aten.mm.default
@@ -66,4 +67,5 @@ def plain_of(x: Any) -> Any:
 
 def nobody_looks(node: Node) -> bool:
     """Whether no hook but that of a record looks at what a node gets."""
-    return len(engine.hooks_before(node)) == 1 and not engine.hooks_behind(node)
+    before = [hook for hook in engine.hooks_before(node).values() if not isinstance(hook, TakingAway)]
+    return len(before) == 1 and not engine.hooks_behind(node)

@@ -51,7 +51,7 @@ def leave_to_autograd(record: Record, node: Node) -> None:
     del engine.belongings(node)[OWNER]
     engine.belongings(node)[LEFT] = record.rule is not None
     if record.stored is not None:
-        node.register_prehook(partial(take_away, record.module, record.stored))
+        node.register_prehook(TakingAway(record.module, record.stored))
     record.module = DISSOLVED
 
 
@@ -77,14 +77,22 @@ def pass_by(record: Record) -> None:
         record.release()
 
 
-def take_away(module: nn.Module, output: Tensor, grads: tuple[Tensor | None, ...]) -> None:
+class TakingAway:
     """The hook on the output of a call that is not recorded: a backward pass takes away what was left on the module.
 
-    An extension hook that may read it comes first.
+    An extension hook that may read it comes first. It does not look at gradients.
     """
-    if CTX.quiet or CTX.get_retain_graph() or engine.keeps_graph():
-        return
-    if CTX.get_extension_hook() is not None:
-        engine.when_finished(partial(forget, module, output))
-    else:
-        forget(module, output)
+
+    __slots__ = ("module", "output")
+
+    def __init__(self, module: nn.Module, output: Tensor) -> None:
+        self.module = module
+        self.output = output
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        if CTX.quiet or CTX.get_retain_graph() or engine.keeps_graph():
+            return
+        if CTX.get_extension_hook() is not None:
+            engine.when_finished(partial(forget, self.module, self.output))
+        else:
+            forget(self.module, self.output)
