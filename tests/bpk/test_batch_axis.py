@@ -385,3 +385,44 @@ def test_layers_with_one_gradient_have_samples_where_their_neighbours_have_them(
             loss_fn(model(x), y).backward()
         for p, (_, diagonals) in rows.items():
             torch.testing.assert_close(p.diag_ggn_exact, diagonals[n])
+
+
+class Reordered(nn.Module):
+    """Puts samples into another order, and back behind a layer, as where a batch is shuffled for its statistics."""
+
+    def __init__(
+        self, shape: tuple[int, ...], there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(shape[-1], 2), nn.Linear(2 * torch.Size(shape[:-1]).numel(), 3)
+        self.there, self.back = there, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return self.last(self.first(x).tanh().flatten(1))
+        return self.last(self.back(self.first(self.there(x)).tanh()).flatten(1))
+
+
+ORDER = torch.tensor([2, 0, 3, 1])
+ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "reversed": (lambda x: x.flip(0), lambda x: x.flip(0)),
+    "rolled": (lambda x: x.roll(1, 0), lambda x: x.roll(-1, 0)),
+    "picked": (lambda x: x[ORDER], lambda x: x[ORDER.argsort()]),
+}
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (4, 3), (2, 2, 3), (1, 2, 2, 3)], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_samples_in_another_order(order: str, shape: tuple[int, ...]) -> None:
+    """Inner axes whose sizes would do as well are none of samples."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Reordered(shape, *ORDERS[order]).double()), bpk.extend(nn.MSELoss())
+    x, y = torch.randn(4, *shape).double(), torch.randn(4, 3).double()
+    for _ in range(2):
+        with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact()):
+            loss_fn(model(x), y).backward()
+        for n in range(4):
+            alone = torch.autograd.grad(loss_fn(model(x[n : n + 1]), y[n : n + 1]) / 4, list(model.parameters()))
+            for p, grad in zip(model.parameters(), alone, strict=True):
+                assert p.grad_batch.shape[0] == 4 and p.diag_ggn_exact_batch.shape[0] == 4
+                torch.testing.assert_close(p.grad_batch[n], grad)

@@ -122,6 +122,8 @@ def follows_data(record: Record, rows: Tensor, known: Tensor, n: int) -> bool:
     merged = sorted(record.inputs[0].shape) != sorted(record.given[0])  # an axis behind may be as long as both together
     if merged and count == n * steps:
         return torch.equal(found, number % n if axis else number // steps)
+    if record.data_axis is None:  # a copy, whose samples may have been put in another order
+        found = found.sort().values
     in_order = len(rows) != n or torch.equal(found, number)
     return in_order and (record.reads_piece or record.shifted == axis)
 
