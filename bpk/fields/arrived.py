@@ -31,7 +31,7 @@ class Columns:
     def add(self, key: Hashable, mat: Tensor, signs: Tensor | None = None) -> None:
         """Add a block, or its share from another branch."""
         self.blocks[key] = self.blocks[key] + mat if key in self.blocks else mat
-        self.signs[key] = signs
+        self.signs[key] = signs if signs is None else signs.to(mat.device)  # a model may be on several
 
     def copy(self) -> Columns:
         """The same blocks, which may be taken out."""

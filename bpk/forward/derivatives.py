@@ -155,7 +155,7 @@ def require_apart(model: nn.Module, x: Tensor) -> None:
     `J (w v) = w (J v)` for numbers `w_n` of samples holds for all `v` and `w` if and only if each row of the output
     depends on its own row of the input.
     """
-    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+    with torch.no_grad():
         columns, weights = columns_of_samples(x)
         scaled = columns * weights.reshape(*weights.shape, *[1] * (x.dim() - 1))
         slopes = propagate(model, x, [torch.cat([columns, scaled])], None, by_sample=False).terms[0]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
 from bpk.rules import REGISTRY
@@ -52,8 +53,7 @@ class LossAt:
 
     def sampled(self, mats: Tensor, mc_samples: int, seed: int) -> Tensor:
         """`S S^T m_k` with random columns `S` `[M, N, *prediction]`, and `E[S S^T] = H`."""
-        devices = [mats.device] if mats.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with RandomState.now(mats.device).again():
             torch.manual_seed(seed)
             root = as_rows(self.rule.sqrt_hessian_sampled(self.call, mc_samples), 2)
         return torch.einsum("mnd,mne,kne->knd", root, root, as_rows(mats, 2)).reshape(mats.shape)

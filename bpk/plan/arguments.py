@@ -1,6 +1,8 @@
-"""What autograd's graph tells of the arguments of a function: their shapes, and the axes that it works along."""
+"""The arguments of a function in autograd's graph: what they may get, their shapes, the axes that it works along."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +10,12 @@ from torch.autograd.graph import Node
 
 from bpk.recording import engine
 from bpk.recording.graph.side_effects import beyond
+
+Parts = list[Tensor | None]
+"""Columns `[V, *in]` by argument (`None`: not differentiable, or not known)."""
+
+Dependence = Callable[[Node, Sequence[Tensor]], Parts]
+"""From what comes to the outputs of a node, `[V, *out]` each, to what its arguments may get."""
 
 
 def argument_shapes(node: Node) -> list[torch.Size | None]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.plan.arguments import argument_shapes, axes_of, narrowed, signed
+from bpk.plan.arguments import Dependence, Parts, argument_shapes, axes_of, narrowed, signed
 from bpk.plan.graph import Source
 from bpk.plan.picks import PICKS
 from bpk.plan.repeated import added, joined, placed, stacked
@@ -28,12 +28,6 @@ from bpk.recording import engine
 from bpk.recording.graph.identity import function_name, name_of, words
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.side_effects import beyond
-
-Parts = list[Tensor | None]
-"""Columns `[V, *in]` by argument (`None`: not differentiable, or not known)."""
-
-Dependence = Callable[[Node, Sequence[Tensor]], Parts]
-"""From what comes to the outputs of a node, `[V, *out]` each, to what its arguments may get."""
 
 FIXED_LINEAR = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Mean Permute Repeat Roll Squeeze
 Stack Sum T Transpose Unfold Unsqueeze UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D
@@ -114,9 +108,8 @@ def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:
 def arguments_of(node: Node, outs: Sequence[Tensor], now: bool = False) -> Parts | None:
     """What the arguments of a function may get, by number (`None`: not known)."""
     name = function_name(node)
-    if now and name in PICKS:
-        return PICKS[name](node, outs, argument_shapes(node))
-    return TABLE[name](node, outs) if name in TABLE else None
+    known = TABLE.get(name) or (PICKS.get(name) if now else None)
+    return None if known is None else known(node, outs)
 
 
 @lru_cache(maxsize=1024)

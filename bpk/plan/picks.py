@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.plan.arguments import signed
+from bpk.plan.arguments import Dependence, Parts, argument_shapes, narrowed, signed
 from bpk.recording import engine
 
-Parts = list[Tensor | None]
-Shapes = Sequence[torch.Size | None]
-"""Of arguments (`None`: not differentiable)."""
-
-Picks = Callable[[Node, Sequence[Tensor], Shapes], Parts]
-"""From what comes to the outputs of a node, `[V, *out]` each, to what its arguments get."""
+Take = Callable[[Node, Tensor], Tensor]
+"""What a function takes of a tensor: here, of the numbers of its entries."""
 
 
 def numbers(shape: torch.Size, like: Tensor) -> Tensor:
@@ -29,9 +25,9 @@ def numbers(shape: torch.Size, like: Tensor) -> Tensor:
     return torch.arange(shape.numel(), device=like.device).reshape(shape)
 
 
-def taken(node: Node, outs: Sequence[Tensor], shapes: Shapes, take: Callable[[Node, Tensor], Tensor]) -> Parts:
+def taken(node: Node, outs: Sequence[Tensor], take: Take) -> Parts:
     """Of a function that takes entries: each gets what has come to the places where it is."""
-    shape, mat = shapes[0], outs[0]
+    (shape, *_), mat = argument_shapes(node), outs[0]
     if shape is None:
         return [None]
     places = take(node, numbers(shape, mat)).flatten()
@@ -39,17 +35,15 @@ def taken(node: Node, outs: Sequence[Tensor], shapes: Shapes, take: Callable[[No
     return [found.reshape(len(mat), *shape)]
 
 
-def put(node: Node, outs: Sequence[Tensor], shapes: Shapes, take: Callable[[Node, Tensor], Tensor]) -> Parts:
+def put(node: Node, outs: Sequence[Tensor], take: Take) -> Parts:
     """Of a function that puts a second tensor into places of the first: both get what has come to theirs."""
     mat, found = outs[0], list[Tensor | None]()
-    for number, shape in enumerate(shapes):
+    for number, shape in enumerate(argument_shapes(node)):
         if shape is None or not number:
             found.append(None if shape is None else mat)
             continue
         places = take(node, numbers(mat.shape[1:], mat))
-        part = mat.flatten(1)[:, places.flatten()].reshape(len(mat), *places.shape)
-        ones = (1,) * (part.dim() - 1 - len(shape))
-        found.append(part.sum_to_size(len(mat), *ones, *shape).reshape(len(mat), *shape))
+        found.append(narrowed(mat.flatten(1)[:, places.flatten()].reshape(len(mat), *places.shape), shape))
     return found
 
 
@@ -70,10 +64,10 @@ def masked(node: Node, x: Tensor) -> Tensor:
     return x[engine.saved(node, "mask").to(x.device).expand_as(x)]
 
 
-def masked_scatter(node: Node, outs: Sequence[Tensor], shapes: Shapes) -> Parts:
+def masked_scatter(node: Node, outs: Sequence[Tensor]) -> Parts:
     """The entries of the second argument, in their order, are where the mask is."""
     mat, found = outs[0], list[Tensor | None](outs[:1])
-    for shape in shapes[1:]:
+    for shape in argument_shapes(node)[1:]:
         if shape is None:
             found.append(None)
             continue
@@ -83,7 +77,7 @@ def masked_scatter(node: Node, outs: Sequence[Tensor], shapes: Shapes) -> Parts:
     return found
 
 
-TAKING: dict[str, Callable[[Node, Tensor], Tensor]] = {
+TAKING: dict[str, Take] = {
     "Index": indexed,
     "IndexSelect": partial(along, name="index", entries=False),
     "Gather": partial(along, name="index", entries=True),
@@ -91,7 +85,7 @@ TAKING: dict[str, Callable[[Node, Tensor], Tensor]] = {
     "MaskedSelect": masked,
 }
 
-PUTTING: dict[str, Callable[[Node, Tensor], Tensor]] = {
+PUTTING: dict[str, Take] = {
     "IndexPut": indexed,
     "IndexAdd": partial(along, name="index", entries=False),
     "IndexCopy": partial(along, name="index", entries=False),
@@ -99,7 +93,7 @@ PUTTING: dict[str, Callable[[Node, Tensor], Tensor]] = {
     "ScatterAdd": partial(along, name="index", entries=True),
 }
 
-PICKS: dict[str, Picks] = {
+PICKS: dict[str, Dependence] = {
     **{name: partial(taken, take=take) for name, take in TAKING.items()},
     **{name: partial(put, take=take) for name, take in PUTTING.items()},
     "MaskedScatter": masked_scatter,

@@ -10,7 +10,7 @@ from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort
 from bpk.plan.samples.given import follows_data, is_given_data, is_of_data
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, mixed, reads_tables, require_separate_samples
 from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
-from bpk.plan.samples.proofs import follow, where_to_follow
+from bpk.plan.samples.proofs import follow
 from bpk.plan.samples.silent import follow_neighbours
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -104,7 +104,7 @@ def by_form(
     if n < 2 or any(record.shifted for record in above):
         return None
     tables = {record for record in above if is_given_numbers(record)}
-    found = follow(root, above, sources, n, numbers.to(where_to_follow(root)), movable, tables)
+    found = follow(root, above, sources, n, numbers, movable, tables)
     shared = [] if found is None else [record for record in tables if record not in found]
     if found is None or any(is_doubtful(record, found, n) for record in above if record not in shared):
         for record in above:

@@ -29,26 +29,19 @@ def prove(
     Returns:
         `None` where it does not follow, or something else follows than what was `found`.
     """
-    device = where_to_follow(root)
-    in_order = torch.arange(n, device=device)
-    known = follow(root, above, sources, n, found.get(root, in_order).to(device), now=now)
+    known = follow(root, above, sources, n, found.get(root, torch.arange(n, device="cpu")), now=now)
     if known is None:
         return None
+    in_order = torch.arange(n, device=known[root].device)
     result: list[Tensor | None] = []
     for record in (*above, root):
-        before = found.get(record, in_order).to(device)
+        before = found.get(record, in_order).to(in_order.device)
         after = known.get(record, before)
         if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
             return None
         rows = torch.where(after < 0, before, after)
         result.append(None if torch.equal(rows, in_order) else rows.to(record.output.device))
     return result
-
-
-def where_to_follow(root: Record) -> torch.device:
-    """Where the graph is, or else on the processor: some devices have no double precision."""
-    device = root.inputs[0].device
-    return device if device.type == "cuda" else torch.device("cpu")
 
 
 def follow(
@@ -66,6 +59,8 @@ def follow(
     Where the samples of a call are along another axis, that is moved to the front if it is `movable`. Rows of `tables`
     may feed several samples; those that do are left out. What follows may hold `now`, and not in another pass.
     """
+    device = root.inputs[0].device
+    rows = rows.to(device if device.type == "cuda" else "cpu")  # others may have no double precision
     drawn = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
     weights = 1 + drawn.sort().values.to(rows.device)
     known = {root: rows}

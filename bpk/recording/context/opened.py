@@ -93,19 +93,21 @@ class Opened:
     def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """A backward pass has reached a recorded call."""
         self.reached = True
-        if engine.current_task() not in self.backwards:
+        task = engine.current_task()
+        backward = self.backwards.get(task)
+        if backward is None:
             require_plain_pass(record.path, grads)
-        return self.running().visit(record, grads)
+            backward = self.start(task)
+        return backward.visit(record, grads)
 
     def pass_on(self, module: nn.Module) -> None:
         """A backward pass has reached a layer that had returned what it was given, and was not recorded."""
-        self.running().pass_on(module)
-
-    def running(self) -> Pass:
-        """The backward pass that runs now."""
         task = engine.current_task()
-        if task not in self.backwards:
-            self.backwards[task] = self.begin(task, self.backwards)
+        (self.backwards.get(task) or self.start(task)).pass_on(module)
+
+    def start(self, task: int) -> Pass:
+        """Begin to work on the backward pass that runs now."""
+        self.backwards[task] = self.begin(task, self.backwards)
         return self.backwards[task]
 
     def abort(self) -> None:

@@ -230,9 +230,11 @@ class Run:
     def send(self, link: Link, key: Hashable, mat: Tensor, signs: Tensor | None, unshared: bool = False) -> None:
         """Hand columns at an input to the call that feeds it; `unshared`: nobody else looks at their memory."""
         waiting = self.waiting.setdefault(link.producer, Columns())
-        here = signs if signs is None else signs.to(mat.device)  # a model may be on several
-        waiting.add(key, mat if link.entrance is None else link.back(mat), here)
-        (waiting.unshared.add if unshared and link.entrance is None else waiting.unshared.discard)(key)
+        waiting.add(key, mat if link.entrance is None else link.back(mat), signs)
+        if unshared and link.entrance is None:
+            waiting.unshared.add(key)
+        else:
+            waiting.unshared.discard(key)
 
     def collect(self, step: Step, columns: Columns, names: Iterable[str]) -> None:
         """Note what has come to parameters of a call."""
