@@ -32,23 +32,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"only on a processor: {marker.args[0]}"))
 
 
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
 def without_cudnn() -> None:
     """Recurrent layers as torch computes them itself.
 
     cuDNN's have no gradients in evaluation mode, no second derivatives, and dropout that cannot be drawn again.
     `test_gpu.py` has tests of theirs.
     """
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    for name in RECURRENT:
         setattr(torch._VF, name, torch.backends.cudnn.flags(enabled=False)(getattr(torch._VF, name)))
     torch.backends.cudnn.is_acceptable = lambda x: False
     torch.backends.cudnn.allow_tf32 = False  # tests compare what float32 rounds
 
 
-@pytest.fixture(autouse=True)
-def device_that_works() -> Iterator[None]:
+@pytest.fixture
+def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Recurrent layers by cuDNN, and tensors on the processor unless it is said otherwise, also with `--device`."""
+    for name in RECURRENT:
+        monkeypatch.setattr(torch._VF, name, getattr(torch._C._VariableFunctions, name))
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda x: x.is_cuda and torch.backends.cudnn.enabled)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with torch.device("cpu"):
+        yield
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
     """A GPU on which an assertion has failed is of no use any more: the process ends, and another one goes on."""
-    yield
-    if torch.get_default_device().type == "cuda":
+    if item.config.getoption("--device").startswith("cuda"):
         try:
             torch.cuda.synchronize()
         except RuntimeError:
