@@ -14,7 +14,7 @@ from bpk.fields.parameters import Parameters
 from bpk.jacobians.core.errors import explain
 from bpk.plan.inspection import Inspection
 from bpk.plan.plan import Plan
-from bpk.plan.step import Step, matched
+from bpk.plan.step import Step
 from bpk.plan.support import announce
 from bpk.recording import engine
 from bpk.recording.context.opened import Settings
@@ -65,7 +65,7 @@ class AtLosses:
             self.make_plan(record)
         assert self.plan is not None
         step = self.plan.step_of[record]
-        step.gradient = matched(grad, step.call)[0]
+        step.gradient = step.cast(grad)
         if record in self.plan.losses:
             self.start_at(record, step.gradient)
         elif self.sweeps.players and record not in self.touched:

@@ -23,7 +23,7 @@ from bpk.recording.graph.ports import PLAIN, Port
 from bpk.recording.graph.side_effects import beyond
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FromBottleneck(Source):
     """A stretch from its bottleneck to its end. It has no targets, but the bottleneck."""
 

@@ -36,7 +36,7 @@ VIEWS = REARRANGING | {f"{name}Backward0" for name in ("Expand", "Repeat", "Sele
 """Nodes that hand on values unchanged, maybe some of them, or repeatedly."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Source:
     """Where an input of a call comes from.
 

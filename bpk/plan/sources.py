@@ -36,6 +36,7 @@ class Sources(dict[Record, dict[int, Source]]):
     def __init__(self) -> None:
         super().__init__()
         self.extended = ExtendedParameters()
+        self.descent: dict[Record, list[Record]] = {}
 
     def __missing__(self, record: Record) -> dict[int, Source]:
         found: dict[int, Source] = {}
@@ -56,14 +57,22 @@ class Sources(dict[Record, dict[int, Source]]):
 
     def upstream(self, record: Record) -> list[Record]:
         """All recorded calls from which `record` descends."""
-        found: dict[Record, None] = {}
-        waiting = [record]
-        while waiting:
-            for producer in self.producers(waiting.pop()):
-                if producer not in found:
-                    found[producer] = None
-                    waiting.append(producer)
-        return list(found)
+        if record not in self.descent:
+            found: dict[Record, None] = {}
+            waiting = [record]
+            while waiting:
+                for source in self[waiting.pop()].values():
+                    for producer, _ in source.targets:
+                        if producer not in found:
+                            found[producer] = None
+                            waiting.append(producer)
+            self.descent[record] = list(found)
+        return self.descent[record].copy()
+
+    def clear(self) -> None:
+        """Forget what was found: calls were left to autograd, so that inputs come from elsewhere."""
+        super().clear()
+        self.descent.clear()
 
     def in_backward_order(self, root: Record, above: Sequence[Record]) -> list[Record]:
         """The records behind a root, each after all that it feeds."""

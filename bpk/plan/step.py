@@ -23,7 +23,7 @@ from bpk.recording.graph.ports import Port
 from bpk.recording.record import Record
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Alignment:
     """How an input of a call corresponds to the result that feeds it: as it is, or with its axes in another order."""
 
@@ -43,7 +43,7 @@ class Alignment:
         return self.entrance.to_rule(self.exit.to_graph(mat))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Link(Alignment):
     """What feeds an input of a call: the result of another call. If aligned, `shape` is the input's, for one sample."""
 
@@ -55,15 +55,31 @@ class Link(Alignment):
         return mat if self.entrance is None else self.back(mat.reshape(-1, 1, *self.shape)).reshape(len(mat), -1)
 
 
+class Progress:
+    """What becomes of a step: its place in the plan, what sweeps have done there; at first, that of every step.
+
+    `reused` names parameters that calls further up use as well, `last` the others. A step `runs` if autograd evaluates
+    it in this pass.
+    """
+
+    number: int = 0
+    reused: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    reached: bool = False
+    prepared: bool = False
+    quiet: bool = False
+    runs: bool = True
+    is_loss: bool = False
+    find_gradients: Callable[[], None] | None = None
+
+
 @dataclass(eq=False)
-class Step:
+class Step(Progress):
     """One call of a plan.
 
-    It `runs` if autograd evaluates it in this pass. `record` is the recorded call, and for a stretch the one that reads
-    its end, at input `index`. `links` say what feeds its inputs, `params` are those that get fields; `reused` names
-    those that calls further up use as well, and `last` the others. Where rows are not the samples in order,
-    `samples_of_rows` says which of the `batch_size` samples each belongs to; all to the only one where samples are
-    `mixed`.
+    `record` is the recorded call, and for a stretch the one that reads its end, at input `index`. `links` say what
+    feeds its inputs, `params` are those that get fields. Where rows are not the samples in order, `samples_of_rows`
+    says which of the `batch_size` samples each belongs to; all to the only one where samples are `mixed`.
     """
 
     record: Record
@@ -79,15 +95,6 @@ class Step:
     mixed: bool = False
     links: dict[int, Link] = field(default_factory=dict, init=False)
     views: dict[tuple[int, ...], Call] = field(default_factory=dict, init=False)
-    number: int = field(default=0, init=False)
-    reused: tuple[str, ...] = field(default=(), init=False)
-    last: tuple[str, ...] = field(default=(), init=False)
-    reached: bool = field(default=False, init=False)
-    prepared: bool = field(default=False, init=False)
-    quiet: bool = field(default=False, init=False)
-    runs: bool = field(default=True, init=False)
-    is_loss: bool = field(default=False, init=False)
-    find_gradients: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def source(self) -> Source | None:

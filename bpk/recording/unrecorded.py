@@ -98,8 +98,8 @@ class ComingPast(TakingAway):
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         opened = CTX.stack[-1] if CTX.stack and not CTX.quiet else None
-        if opened is not None and opened.asks_for_layers and opened.is_for(CTX.called):
-            opened.pass_on(self.module)
+        if opened is not None and opened.asks_for_layers:
+            opened.pass_on(CTX.called, self.module)
         super().__call__(grads)
 
 

@@ -79,31 +79,36 @@ class Opened:
         self.passes_before = PROBE.passes() if context.extensions and not runs_passes else 0
 
     def is_for(self, called: nn.Module | None) -> bool:
-        """Whether the running backward pass is one that the context is for; `called` is the model that runs now.
+        """Whether a backward pass that is not under way yet is one that the context is for.
+
+        `called` is the model that runs now.
 
         The forward pass of a model, or a function's gradient, may ask for gradients of its own (a force, an adjoint
         equation): what becomes of these is differentiated as functions of the model. So is what a training step asks
         for between model and loss, of the model's inputs.
         """
-        if engine.current_task() in self.backwards or engine.accumulates():
+        if engine.accumulates():
             return True
         inside = (called is not None and called is not self.called) or bool(self.backwards)
         return not inside and not engine.leads_elsewhere()
 
-    def visit(self, record: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """A backward pass has reached a recorded call."""
-        self.reached = True
+    def running(self, called: nn.Module | None, record: Any, grads: tuple[Tensor | None, ...]) -> Pass | None:
+        """The backward pass that has reached a recorded call (`None`: the context is not for it); see `is_for`."""
         task = engine.current_task()
-        backward = self.backwards.get(task)
-        if backward is None:
+        under_way = self.backwards.get(task)
+        if under_way is None:
+            if not self.is_for(called):
+                return None
             require_plain_pass(record.path, grads)
-            backward = self.start(task)
-        return backward.visit(record, grads)
+            under_way = self.start(task)
+        self.reached = True
+        return under_way
 
-    def pass_on(self, module: nn.Module) -> None:
+    def pass_on(self, called: nn.Module | None, module: nn.Module) -> None:
         """A backward pass has reached a layer that had returned what it was given, and was not recorded."""
         task = engine.current_task()
-        (self.backwards.get(task) or self.start(task)).pass_on(module)
+        if task in self.backwards or self.is_for(called):
+            (self.backwards.get(task) or self.start(task)).pass_on(module)
 
     def start(self, task: int) -> Pass:
         """Begin to work on the backward pass that runs now."""

@@ -61,9 +61,12 @@ def visit(record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | No
         return None
     if CTX.quiet:  # a product with a stretch of the graph that ends here: go no further
         return (None,) * len(grads)
-    for nr in record.places if CTX.stack and CTX.stack[-1].is_for(CTX.called) else ():
+    for nr in record.places if CTX.stack else ():
         if grads[nr] is not None:
-            return CTX.stack[-1].visit(record, grads)
+            under_way = CTX.stack[-1].running(CTX.called, record, grads)
+            if under_way is None:
+                break
+            return under_way.visit(record, grads)
     pass_by(record)
     return None
 

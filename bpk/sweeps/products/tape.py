@@ -26,7 +26,7 @@ from bpk.sweeps.products.linearised import LinearisedStretch, through_columns
 from bpk.sweeps.sweep import Observer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Feed(Alignment):
     """What feeds an input: another call by its number, not its graph."""
 
