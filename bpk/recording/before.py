@@ -90,12 +90,16 @@ def prepare(
     """Forward pre-hook of layers that may work in place, or that draw random numbers."""
     fields = module.__dict__
     fields.pop(BEFORE, None)  # of a call that failed
+    rule, in_place, written = REGISTRY.find(module), fields.get("inplace") is True, is_users(module)
+    draws = rule is not None and rule.draws(module)
+    if not (in_place or draws or written):
+        return None
     if CTX.disabled or CTX.quiet or engine.is_transformed() or not torch.is_grad_enabled():
         return None
-    drawn = generators_of(module)
+    drawn = generators_of(module) if draws else None
     name = "" if args else next(iter(kwargs), "")
-    given = (args[0] if args else kwargs.get(name)) if fields.get("inplace") is True else None
-    watched = [] if isinstance(given, Tensor) or not is_users(module) else tensors_in((*args, *kwargs.values()))
+    given = (args[0] if args else kwargs.get(name)) if in_place else None
+    watched = [] if isinstance(given, Tensor) or not written else tensors_in((*args, *kwargs.values()))
     if drawn is None and not watched and not isinstance(given, Tensor):
         return None
     before = fields[BEFORE] = Before(drawn)
@@ -112,11 +116,8 @@ def is_users(module: nn.Module) -> bool:
     return not type(module).__module__.startswith(("torch.", "bpk."))
 
 
-def generators_of(module: nn.Module) -> RandomState | None:
-    """The state from which the random numbers of a call can be drawn again, if its rule needs them."""
-    rule = REGISTRY.find(module)
-    if rule is None or not rule.draws(module):
-        return None
+def generators_of(module: nn.Module) -> RandomState:
+    """The state from which the random numbers of a call can be drawn again."""
     parameter = next(module.parameters(), None)
     return RandomState.now(None if parameter is None else parameter.device)
 

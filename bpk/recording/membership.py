@@ -21,6 +21,9 @@ class Mark:
     `undo` takes the hooks of the module away. The module is referred to weakly, so that each copy finds its own.
     """
 
+    usual: Any = None
+    """What is known of how the module is called (`usual.py`): copies find out for themselves."""
+
     def __init__(self, undo: Callable[[nn.Module], None], module: nn.Module | None = None) -> None:
         self.undo = undo
         self.module = (lambda: None) if module is None else weakref.ref(module)

@@ -48,14 +48,10 @@ class Record(Connected):
     pass is awaited. `released`: the tensors are gone.
     """
 
-    stamps: Sequence[Stamp] = ()
-    frozen: Sequence[str] = ()
-    handed: Sequence[weakref.ref[Tensor]] = ()
-    drawn: RandomState | None = None
-    cached: tuple[tuple[object, ...], list[Tensor], Call] | None = None
-    stored: Tensor | None = None
-    open = True
-    released = False
+    __slots__ = (
+        *("__weakref__", "cached", "contexts", "data_axis", "drawn", "frozen", "given", "handed", "hyperparameters"),
+        *("is_loss", "module", "open", "params", "reads_data", "reads_piece", "released", "rule", "stamps", "stored"),
+    )
 
     def __init__(
         self,
@@ -75,11 +71,16 @@ class Record(Connected):
         self.rule = rule
         self.is_loss = rule is not None and rule.is_loss
         self.params = parameters_of(module, rule) if params is None else params
-        if self.params:
-            self.stamps = [stamp(p) for p in self.params.values()]
-            self.frozen = [name for name, p in self.params.items() if not p.requires_grad]
+        self.stamps: Sequence[Stamp] = [stamp(p) for p in self.params.values()] if self.params else ()
+        self.frozen = [name for name, p in self.params.items() if not p.requires_grad] if self.params else ()
+        self.handed: Sequence[weakref.ref[Tensor]] = ()
+        self.drawn: RandomState | None = None
+        self.cached: tuple[tuple[object, ...], list[Tensor], Call] | None = None
+        self.stored: Tensor | None = None
+        self.open, self.released = True, False
         self.hyperparameters = Hyperparameters(module, binding.options)
-        self.reads_data, self.reads_piece, self.data_axis = False, False, None
+        self.reads_data, self.reads_piece = False, False
+        self.data_axis: int | None = None
         data = CTX.data
         if data is not None and inputs and edges[0][0] is None:
             self.reads_data = data.is_read(inputs, edges)

@@ -70,6 +70,8 @@ class ChannelsFirst(Affine):
         super().__init__(*modules, functions=functions, params=("weight", "bias"), examples=examples)
         self.axes = axes
 
+    binds_by_shapes = True
+
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         given = {name: x for name, x in kwargs.items() if name != "output_size"}  # the output has it
         binding = super().bind(module, args[:1], given)

@@ -25,9 +25,10 @@ class Connected:
     computed again on demand.
     """
 
-    shifted = 0
-    _batch_size: int | None = None
-    recomputed: Recomputed | None = None
+    __slots__ = (  # there is one for each call of a step
+        *("_batch_size", "_inputs", "_results", "aligned", "as_called", "binding", "edges", "layout", "places"),
+        *("problem", "recomputed", "shifted", "used", "versions"),
+    )
 
     def __init__(
         self,
@@ -45,6 +46,9 @@ class Connected:
         self.edges = edges
         self.places = places
         self.layout = layout
+        self.shifted = 0
+        self._batch_size: int | None = None
+        self.recomputed: Recomputed | None = None
         several = len(results) > 1
         self.as_called = self.aligned = not (several or binding.axes or binding.out_axes or layout is not None)
         self.used: list[int] = [] if several else list(results)

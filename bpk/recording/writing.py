@@ -1,0 +1,138 @@
+"""A call is written down: aliases of its tensors that stay where the layer saw them, at a node of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.families.several import SeveralOutputs
+from bpk.jacobians.rule import Rule
+from bpk.recording import engine
+from bpk.recording.activations import store_on
+from bpk.recording.before import Before, keep
+from bpk.recording.graph.identity import alias, together
+from bpk.recording.graph.nodes import Edge, parameter_edges
+from bpk.recording.graph.ownership import OWNER, give
+from bpk.recording.graph.side_effects import passes_on
+from bpk.recording.membership import parameters_in
+from bpk.recording.record import Record
+
+
+def write_down(
+    module: nn.Module,
+    rule: Rule | None,
+    binding: Binding,
+    results: Mapping[int, Tensor],
+    params: dict[str, Tensor],
+    before: Before | None,
+) -> dict[int, Tensor]:
+    """Record a call; returns, by `id`, what takes the place of its results."""
+    again = engine.checkpointing()
+    if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
+        binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
+    inputs, edges = connect(binding.inputs, before)
+    returned = at_one_node(results, binding.inputs, before)
+    node = returned[0].grad_fn
+    assert node is not None
+    handed = [weakref.ref(x) for x in (*binding.inputs, *returned) if x.requires_grad]
+    places: dict[int, int] = {}
+    detached: dict[int, Tensor] = {}
+    changed: dict[int, Tensor] = {}
+    for new, (number, old) in zip(returned, results.items(), strict=True):
+        places[new.output_nr] = number
+        detached[number] = new.detach()
+        if new is not old:
+            changed[id(old)] = new
+    written = Record(module, rule, binding, inputs, edges, detached, places, again, params)
+    written.handed = handed
+    if before is not None:
+        written.drawn = before.drawn
+    if rule is not None and (module._modules or len(module._parameters) > len(params)):
+        require_names(written, node)
+    give(node, written)
+    if again is None:
+        written.stored = store_on(module, inputs, next(iter(detached.values())))
+    return changed
+
+
+def write_usual(
+    module: nn.Module, rule: Rule, args: tuple[Tensor, ...], output: Tensor, params: dict[str, Tensor]
+) -> None:
+    """The same of a call that looks like most: tensors in, one out, which is at a node of its own (`usual.py`)."""
+    inputs, edges = connect(args, None)
+    result, node = output.detach(), output.grad_fn
+    assert node is not None
+    binding = Binding(module, inputs)
+    written = Record(module, rule, binding, inputs, edges, {0: result}, {output.output_nr: 0}, None, params)
+    written.handed = [weakref.ref(x) for x in (*args, output) if x.requires_grad]
+    give(node, written)
+    written.stored = store_on(module, inputs, result)
+
+
+def connect(inputs: tuple[Tensor, ...], before: Before | None) -> tuple[tuple[Tensor, ...], tuple[Edge, ...]]:
+    """Aliases of the inputs of a call, and the graph edges that lead to them."""
+    found: dict[int, tuple[Tensor, Edge]] = {}  # query, key and value may be the same tensor
+    if before is not None and before.kept is not None:
+        found[id(inputs[0])] = before.kept, before.edge
+    kept: list[Tensor] = []
+    edges: list[Edge] = []
+    for x in inputs:
+        pair = found.get(id(x))
+        if pair is None:
+            pair = found[id(x)] = keep(x)
+        kept.append(pair[0])
+        edges.append(pair[1])
+    return tuple(kept), tuple(edges)
+
+
+def at_one_node(results: Mapping[int, Tensor], inputs: tuple[Tensor, ...], before: Before | None) -> tuple[Tensor, ...]:
+    """The results of a layer, at a graph node that belongs to this call only."""
+    if len(results) > 1:
+        found: tuple[Tensor, ...] = together(*results.values())
+        return found
+    (out,) = results.values()
+    node = out.grad_fn
+    if node is None or OWNER in engine.belongings(node) or passes_on(node) or is_given(out, inputs, before):
+        return (out.view_as(out),)  # the layer returned its input (nn.Identity, Dropout in evaluation)
+    if out._is_view() and not shares_memory(out, inputs):
+        return (alias(out),)  # no view of something internal, so that it may be changed in place
+    return (out,)
+
+
+def is_given(out: Tensor, inputs: tuple[Tensor, ...], before: Before | None) -> bool:
+    """Whether a result is an input of the layer, which is still at the same node."""
+    for x in inputs:
+        if out is x:
+            return before is None or before.kept is None or before.edge[0] is out.grad_fn
+    return False
+
+
+def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+    """Whether a view looks at memory that an input looks at, too."""
+    return any(out._base is (x._base if x._is_view() else x) for x in inputs)
+
+
+def require_names(written: Record, node: Node) -> None:
+    """Refuse a rule that leaves out a parameter which the layer uses: it would get no field."""
+    others: dict[str, Tensor] = {}
+    named = {id(p) for p in written.params.values()}
+    if any(key not in named and p.requires_grad for key, p in parameters_in(written.module).items()):
+        own = written.module.named_parameters()
+        others = {name: p for name, p in own if p.requires_grad and id(p) not in named}
+    for name in parameter_edges(node, written.edges, others) if others else ():
+        kind = type(written.module).__name__
+        raise RuleError(
+            explain(
+                f"The rule of '{written.path}' ({kind}) does not name its parameter '{name}'.",
+                "the parameter takes part in the forward pass, and would get no fields.",
+                f"name it (params=(..., '{name}')) in a family that has Jacobians for parameters, such as "
+                f"bpk.Autodiff({kind}, params=('{name}',)).",
+                written.rule.name if written.rule is not None else "",
+            )
+        )
