@@ -6,10 +6,11 @@ import operator
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from bpk.converter.converted import Converted
-from bpk.converter.failure import ConversionError
+from bpk.converter.failure import WITHOUT, ConversionError
 from bpk.converter.inplace import remove_in_place
 from bpk.converter.kinds import OTHER, VERBATIM, Kind, function_of, is_random, kinds, name_of
 from bpk.converter.layers import as_layer
@@ -139,8 +140,18 @@ class Rewriting:
             inputs = tuple(self.as_tensor(x, node) for x in conversion.inputs)
             self.put(node, conversion.module, inputs, self.report.replaced)
             return
+        if function_of(node) is torch.autograd.grad:
+            self.require_one_tensor(node)
         module, called = build(collect(node, self.kinds), self.kinds, self.tree, self.training)
         self.put(node, module, called, self.report.direct if direct else self.report.generic)
+
+    def require_one_tensor(self, node: fx.Node) -> None:
+        """Refuse a derivative with respect to a function of parameters: each of its users has one of its own."""
+        computed = [n for n in node.all_input_nodes if self.kinds[n] is Kind.PARAMETER and n.op != "get_attr"]
+        if computed:
+            reason = f"differentiates with respect to what it computes from parameters ('{computed[0].name}')"
+            why = "functions of parameters become part of each function that uses them, and are several tensors then."
+            raise ConversionError(self.tree.model, reason, why, WITHOUT)
 
     def by_rule(self, node: fx.Node) -> Conversion | None:
         """The layer that the function's rule names, or `None`."""

@@ -44,7 +44,10 @@ class Support:
 NO_RULE = "bpk has no rule for this class of layer: autograd itself carries what travels through it."
 WRITE_RULE = "bpk.register() a rule for it, to make it faster."
 NO_LOSS = "bpk has no rule for this class of loss."
-WRITE_LOSS = "bpk.register() a rule for it (bpk.register(AutodiffLoss({name})) is the shortest)."
+WRITE_LOSS = (
+    "bpk.register() a rule for it, of which bpk.register(AutodiffLoss({name})) is the shortest (AutodiffLoss is in "
+    "bpk.jacobians.losses.loss)."
+)
 BY_HAND = "write one and call extension.set_module_extension(...)."
 WAY_OUT = "call model.eval() first, replace the layer, or use a first-order extension."
 KEEP_APART = "call model.eval() first, or replace the layer (GroupNorm for BatchNorm)."
@@ -111,7 +114,7 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
         raise ValueError(
             explain(
                 f"{extension} needs a scalar loss, but {record.where} returned shape {list(record.output.shape)}.",
-                "second-order quantities are those of one scalar objective.",
+                "it is a quantity of one scalar objective.",
                 "use reduction='mean' or reduction='sum'; to weight samples, a loss module of your own that returns "
                 "the weighted sum, extended.",
             )

@@ -81,7 +81,8 @@ def require_whole_batch(extensions: Iterable[Quantity], loss: Record) -> None:
             raise UnsupportedLayer(
                 explain(
                     f"{extension} cannot look at some samples only behind the loss '{loss.path}'.",
-                    "the model merges the batch axis with another one.",
+                    "the rows of a layer are not the samples in order: the model merges the batch axis with another, "
+                    "picks rows, or puts them into another order.",
                     "leave out subsampling=.",
                 )
             )

@@ -24,7 +24,17 @@ from bpk.recording.membership import MARK, Mark
 from bpk.recording.parameters import read_parameters
 from bpk.recording.record import Record
 from bpk.recording.treatment import StandIn, Treatment, treatment_of
-from bpk.recording.unrecorded import comes_late, is_seen, leave_note, leave_reason, leave_unrecorded, note_transform
+from bpk.recording.unrecorded import (
+    changed_by_hook,
+    comes_late,
+    holds_loss,
+    is_seen,
+    leave_note,
+    leave_reason,
+    leave_unrecorded,
+    note_transform,
+    returns_more,
+)
 from bpk.recording.usual import Usual
 from bpk.recording.writing import write_down, write_usual
 from bpk.rules import REGISTRY
@@ -52,7 +62,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, before: Before | None) -> Any:
     """Decide what to do about a call, and do it."""
-    tensors = tensors_in(output)
+    tensors, fields = tensors_in(output), module.__dict__
     if CTX.disabled and engine.checkpointing() is None:
         leave_note(module, tensors)
         return None
@@ -67,12 +77,14 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         if comes_late(module, record, tensors) or (before is not None and before.misses(binding.inputs)):
             before, treatment = None, Treatment.LEAVE if params == {} else Treatment.PASSAGE
             if isinstance(rule, Loss):
-                leave_reason(module, tensors)
+                leave_reason(changed_by_hook(module), tensors)
+        elif rule is None and not fields.get("_bpk_path") and holds_loss(module, output, results):
+            leave_reason(returns_more(module), tensors)
         else:
             treatment = treatment_of(module, rule, binding, results, params)
         if treatment is Treatment.RECORD and params is not None:
-            if MARK in module.__dict__:
-                module.__dict__[MARK].usual = Usual.of(module, rule, binding, results)
+            if MARK in fields:
+                fields[MARK].usual = Usual.of(module, rule, binding, results)
             changed = write_down(module, rule, binding, results, params, before)
             return substitute(output, changed) if changed else None
     inputs = binding.inputs or tensors_in((*args, *kwargs.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,8 @@ def comes_late(module: nn.Module, recorder: Callable[..., Any], results: Sequenc
     return True
 
 
-def leave_reason(module: nn.Module, results: Sequence[Tensor]) -> None:
-    """On a loss that a hook has changed, and that is therefore none: let a pass that misses it know why."""
+def changed_by_hook(module: nn.Module) -> str:
+    """Why a loss that a hook has changed is none."""
     hooks = all_hooks(CTX.watch)
     if hooks:
         who = f"a hook for all modules (register_module_forward_hook), {hooks}, runs before"
@@ -51,12 +51,33 @@ def leave_reason(module: nn.Module, results: Sequence[Tensor]) -> None:
     else:
         who = "a forward hook that was put in front (prepend=True) ran before"
         do = "run the forward pass again (from the next one on, the loss is seen first)"
-    message = explain(
+    return explain(
         f"The loss '{path_of(module)}' ({type(module).__name__}) was not seen as a loss.",
         f"{who} bpk's own, and may have changed what it returned; second-order quantities start at what the loss "
         "itself returns.",
         f"{do}, or use first-order extensions.",
     )
+
+
+def holds_loss(module: nn.Module, output: Any, results: Mapping[int, Tensor]) -> bool:
+    """Whether a module without parameters has returned a differentiable number beside other things."""
+    if isinstance(output, Tensor) or next(module.parameters(), None) is not None:
+        return False
+    return any(not x.dim() for x in results.values())
+
+
+def returns_more(module: nn.Module) -> str:
+    """Why what returns a loss beside other things is none."""
+    return explain(
+        f"'{path_of(module)}' ({type(module).__name__}) was not seen as a loss.",
+        "it returns several things, and a loss returns one number: second-order quantities start there.",
+        "return the number alone, and keep the others as attributes (self.accuracy = ...), or use first-order "
+        "extensions.",
+    )
+
+
+def leave_reason(message: str, results: Sequence[Tensor]) -> None:
+    """On the results of what is no loss, though its user may take it for one: let a pass that misses it know why."""
     for result in results:
         if result.grad_fn is not None:
             result.grad_fn.register_prehook(partial(note_reason, message))

@@ -303,3 +303,38 @@ def test_a_loss_that_learns_weights_of_losses_inside() -> None:
     torch.testing.assert_close(layer.weight.grad_batch, torch.stack(rows))
     with bpk.backpack(E.DiagHessian()), pytest.raises(NotImplementedError, match="nonlinear function of the loss"):
         loss_fn(layer(x), y).backward()
+
+
+class WithLogs(nn.Module):
+    """A loss beside what its user wants to see."""
+
+    def __init__(self, logs: str) -> None:
+        super().__init__()
+        self.logs = logs
+
+    def forward(self, scores: Tensor, y: Tensor) -> object:
+        loss = nn.functional.cross_entropy(scores, y)
+        accuracy = (scores.argmax(1) == y).double().mean()
+        return {"loss": loss, "accuracy": accuracy} if self.logs == "dict" else (loss, scores.softmax(1))
+
+
+@pytest.mark.parametrize("logs", ["dict", "differentiable"])
+def test_a_loss_that_returns_several_things(logs: str) -> None:
+    """First order needs no loss; for second order, the reason is what it returns, and what to do about that works."""
+    layer, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(WithLogs(logs))
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+
+    def loss() -> Tensor:
+        found = loss_fn(layer(x), y)
+        return found["loss"] if logs == "dict" else found[0]
+
+    with bpk.backpack(E.BatchGrad()):
+        loss().backward()
+    torch.testing.assert_close(layer.weight.grad_batch.sum(0), layer.weight.grad)
+    reason = pytest.raises(RuntimeError, match=r"returns several things(.|\n)*return the number alone")
+    with reason, bpk.backpack(E.DiagGGNExact()):
+        loss().backward()
+    alone = bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.DiagGGNExact()):
+        alone(layer(x), y).backward()
+    assert layer.weight.diag_ggn_exact.shape == layer.weight.shape

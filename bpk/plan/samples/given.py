@@ -63,7 +63,7 @@ def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) ->
             found, count = rows[record].cpu(), record.batch_size
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count, device="cpu") // max(count // n, 1), torch.arange(count, device="cpu") % n]
-            orders = [] if count != n and count in behind else orders
+            orders = [] if count != n and count in behind and not is_as_large_as_given(record) else orders
             orders += [found.max().expand(count)] if count != n or record.data_axis else []
             sliced = record.reads_piece and record.inputs[0].dim() == len(record.given[0]) and count < n
             orders += [found[0] + torch.arange(count, device="cpu")] if sliced else []

@@ -54,7 +54,7 @@ def picked_rows(root: Record, above: list[Record], sources: Sources, sure: bool)
     found = []
     for axis in axes if total is not None else ():
         assert total is not None
-        owners = owners_of(total.view(shape).movedim(axis, 0).flatten(1), count)
+        owners = owners_of(total.view(shape).movedim(axis, 0)[..., None].flatten(1), count)
         if owners is not None and not (sure and len(owners.unique()) == count):
             found.append((n, owners))
     return found

@@ -11,6 +11,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.plan.samples.attribution import attribute
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
 from bpk.plan.samples.forms import Form, confirms, form_of, recall, remember
+from bpk.plan.samples.given import of_what_was_given
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.samples.proofs import prove
 from bpk.plan.sources import Sources
@@ -186,4 +187,5 @@ def is_moved(root: Record, above: list[Record], sources: Sources, second_order: 
             for producer, edge in source.targets:
                 if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
                     return True
-    return False
+    before = any(r.params and r.given and r.given[0][:1] != (n,) for r in above)  # functions in front of all layers
+    return before and bool(of_what_was_given(root, above))

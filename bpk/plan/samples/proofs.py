@@ -93,6 +93,9 @@ def to_targets(
     if not source.targets:
         return
     shape = source.consumer.inputs[source.index].movedim(source.consumer.axis(source.index), 0).shape
+    if shape[:1] != (len(rows),):  # a call without a batch axis, whose axis 0 holds its entries
+        yield from ((record, None) for record, _ in source.targets)
+        return
     alive = (rows >= 0).double()
     columns = torch.stack([alive, alive * weights[rows.clamp(min=0)]])
     columns = columns.reshape(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity, is_of_batch
+from bpk.plan.samples.hypotheses import has_no_axis
 from bpk.plan.samples.placement import Placement, is_stuck, place
 from bpk.plan.sources import Sources
 from bpk.plan.support import require_support
@@ -70,7 +71,8 @@ def merge(
     found = Placement(root, sources, sources.upstream(root), 1)
     if first:
         found = place(root, sources, False, has_module_extension, independent)
-    found.leave([r for r in found.above if not has_module_extension(r) and (r.rule is None or mixes(r) or is_stuck(r))])
+    left = [r for r in found.above if r.rule is None or mixes(r) or is_stuck(r) or has_no_axis(r)]
+    found.leave([r for r in left if not has_module_extension(r)])
     return found
 
 

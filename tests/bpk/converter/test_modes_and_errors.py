@@ -288,3 +288,29 @@ def test_a_tensor_that_is_a_plain_attribute() -> None:
     converted = bpk.extend(model, use_converter=True)
     torch.testing.assert_close(converted(x), expected)
     assert list(converted.state_dict()) == names
+
+
+class StepInside(nn.Module):
+    """One step of gradient descent in the forward pass, on a copy of a parameter for each sample, or on itself."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.weight, self.layer, self.copies = nn.Parameter(torch.randn(3, 1)), nn.Linear(3, 3), copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).unsqueeze(1)
+        weight = self.weight.expand(x.shape[0], 3, 1) if self.copies else self.weight
+        (grad,) = torch.autograd.grad((h @ weight).square().sum(), weight, create_graph=True)
+        return (h @ (weight - 0.1 * grad)).squeeze(1)
+
+
+def test_a_derivative_by_what_is_computed_from_parameters_is_refused() -> None:
+    """Each function that uses it would have a tensor of its own; by a parameter itself it is none of these."""
+    with pytest.raises(ConversionError, match="differentiates with respect to what it computes from parameters"):
+        bpk.convert_module_to_backpack(StepInside(copies=True))
+    x = torch.randn(4, 3)
+    for copies in (True, False):
+        plain = StepInside(copies)
+        expected = plain(x)
+        model = bpk.extend(plain, use_converter=True)
+        torch.testing.assert_close(model(x), expected)

@@ -1,0 +1,146 @@
+"""Functions in front of all layers: tokens that are merged into rows, samples that are looked at one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+
+WIDTH = 4
+BY_SAMPLE = (E.BatchGrad(), E.BatchL2Grad(), E.BatchDiagGGNExact(), E.BatchDiagHessian())
+
+
+def compare(model: nn.Module, x: Any, y: Tensor, own: Callable[[int], tuple[Any, Tensor]], n: int) -> None:
+    """What belongs to one sample each, against passes of one sample (`own(n)`), and sums of it."""
+    loss_fn = bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+    for _ in range(2):
+        with bpk.backpack(*BY_SAMPLE, E.DiagGGNExact(), E.DiagHessian()):
+            loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        rows = torch.stack(
+            [
+                torch.autograd.grad(nn.functional.cross_entropy(model(a), b, reduction="sum"), p)[0]
+                for a, b in map(own, range(n))
+            ]
+        )
+        torch.testing.assert_close(p.grad_batch, rows)
+        torch.testing.assert_close(p.batch_l2, rows.flatten(1).square().sum(1))
+        for whole, each in ((p.diag_ggn_exact, p.diag_ggn_exact_batch), (p.diag_h, p.diag_h_batch)):
+            assert each.shape == (n, *p.shape)
+            torch.testing.assert_close(each.sum(0), whole)
+    if isinstance(x, Tensor):
+        assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.DiagHessian())
+
+
+class Tokens(nn.Module):
+    """Every token by itself, `[N, T, D] -> [N T, C]`."""
+
+    def __init__(self, width: int, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.activation = nn.Linear(width, 4), nn.Linear(4, 3), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.activation(self.first(x.view(-1, x.shape[-1]))))
+
+
+class Attending(nn.Module):
+    """Tokens that see those of the same sample."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, 6), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, steps, width = x.shape
+        q, k, v = self.first(x.reshape(n * steps, width)).view(n, steps, 6).chunk(3, -1)
+        return self.last((torch.softmax(q @ k.transpose(1, 2), -1) @ v).reshape(n * steps, 2))
+
+
+KINDS = {
+    "functions": lambda width: Tokens(width, torch.tanh),
+    "modules": lambda width: Tokens(width, nn.Tanh()),
+    "attention": Attending,
+}
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["as it is", "converted"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("shape", [(3, 2, 5), (3, 2, 3), (2, 2, 2)], ids=str)
+def test_tokens_are_no_samples(shape: tuple[int, int, int], kind: str, converted: bool) -> None:
+    """Also where another axis of the data is as long as that of samples, or rows as all that is behind it."""
+    torch.manual_seed(0)
+    model = bpk.extend(KINDS[kind](shape[2]).double(), use_converter=converted)
+    for n, steps in (shape[:2], (shape[0] + 1, shape[1])):  # a batch of another size comes next
+        x, y = torch.randn(n, steps, shape[2]).double(), torch.arange(n * steps) % 3
+        compare(model, x, y, lambda k, x=x, y=y, s=steps: (x[k : k + 1], y[k * s : (k + 1) * s]), n)
+
+
+class RowByRow(nn.Module):
+    """Layers that see one sample without a batch axis."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for row in x:
+            for layer in self.layers:
+                row = layer(row).tanh()
+            found.append(row)
+        return torch.stack(found)
+
+
+@pytest.mark.parametrize("widths", [(3, 4, 3), (3, 3, 3), (4, 3)], ids=str)
+@pytest.mark.parametrize("norm", [False, True], ids=["linear", "with LayerNorm"])
+def test_layers_that_see_a_sample_without_its_axis(widths: Sequence[int], norm: bool) -> None:
+    """They are left to autograd, of which there is a row for each sample."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, behind in itertools.pairwise(widths):
+        layers += [nn.Linear(before, behind), *([nn.LayerNorm(behind)] if norm else [])]
+    model, x, y = bpk.extend(RowByRow(*layers).double()), torch.randn(WIDTH, widths[0]).double(), torch.arange(4) % 3
+    compare(model, x, y, lambda k: (x[k : k + 1], y[k : k + 1]), len(x))
+
+
+class Readout(nn.Module):
+    """Sets of several sizes, each with a readout `[D]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, sets: Sequence[Tensor]) -> Tensor:
+        return torch.stack([self.last(torch.tanh(self.first(x)).mean(0)) for x in sets])
+
+
+def test_sets_of_several_sizes() -> None:
+    torch.manual_seed(0)
+    model, y = bpk.extend(Readout().double()), torch.tensor([0, 1, 2])
+    sets = [torch.randn(size, 3).double() for size in (2, 3, 1)]
+    compare(model, sets, y, lambda k: (sets[k : k + 1], y[k : k + 1]), 3)
+
+
+class Leaves(nn.Module):
+    """Words of which each is looked up by itself, by a number without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 3), nn.Linear(3, 3)
+
+    def forward(self, words: Sequence[int]) -> Tensor:
+        return self.head(torch.stack([self.table(torch.tensor(word)) for word in words]))
+
+
+@pytest.mark.parametrize("words", [[1, 2], [4, 0, 4, 1]], ids=str)
+def test_numbers_without_axes(words: list[int]) -> None:
+    torch.manual_seed(0)
+    model, y = bpk.extend(Leaves().double()), torch.arange(len(words)) % 3
+    compare(model, words, y, lambda k: (words[k : k + 1], y[k : k + 1]), len(words))
