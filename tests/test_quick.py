@@ -98,7 +98,7 @@ def test_copies_of_what_has_no_name() -> None:
     model: Any = Local()
     model.function = lambda x: 2 * x
     model.part, model.method, model.itself = partial(model.function, 3), model.extra_repr, [model]
-    copied = Copies(model).new()
+    copied: Any = Copies(model).new()
     assert type(copied) is Local and copied.itself[0] is copied and copied is not model
     assert copied.function is model.function and copied.part() == 6
     assert copied.method.__self__ is copied
