@@ -95,7 +95,8 @@ def test_copies_of_what_has_no_name() -> None:
     class Local(nn.Module):
         pass
 
-    model: Any = Local()
+    make: Any = Local
+    model = make()
     model.function = lambda x: 2 * x
     model.part, model.method, model.itself = partial(model.function, 3), model.extra_repr, [model]
     copied: Any = Copies(model).new()
