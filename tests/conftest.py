@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import quick
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device cuda` runs the tests on a GPU."""
@@ -84,6 +86,14 @@ def seeds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def comparisons() -> Iterator[None]:
+    """Tensors that are close are found to be so in less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.testing, "assert_close", quick.assert_close)
         yield
 
 

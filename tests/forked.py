@@ -28,10 +28,10 @@ class Done:
     stderr: str
 
 
-def run_script(script: Path, folder: Path, seconds: int) -> Done:
-    """`python SCRIPT` in the root of the repository, with so many seconds of one processor; it prints into a folder."""
+def run_script(script: Path, folder: Path, seconds: int, *arguments: str) -> Done:
+    """`python SCRIPT ...` in the root of the repository, with so many seconds of one processor; prints to a folder."""
     files = folder / "stdout", folder / "stderr"
-    forked = SERVER.Process(target=program, args=(script, *files, seconds))
+    forked = SERVER.Process(target=program, args=(script, *files, seconds, *arguments))
     forked.start()
     forked.join(5 * seconds)
     if forked.exitcode is None:
@@ -41,12 +41,12 @@ def run_script(script: Path, folder: Path, seconds: int) -> Done:
     return Done(forked.exitcode, *[file.read_text(encoding="utf-8") for file in files])
 
 
-def program(script: Path, stdout: Path, stderr: Path, seconds: int) -> None:
+def program(script: Path, stdout: Path, stderr: Path, seconds: int, *arguments: str) -> None:
     """Become the script."""
     for stream, (number, file) in zip((sys.stdout, sys.stderr), enumerate((stdout, stderr), 1), strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     os.chdir(ROOT)
-    sys.argv, sys.path[0] = [str(script)], str(script.parent)
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent)
     runpy.run_path(str(script), run_name="__main__")

@@ -7,7 +7,6 @@ small network before it. Hand-made networks add depth, extra axes, branches, and
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
 from bpk.rules.metric_losses import frozen_linear_loss
+from tests.quick import Copies
 from tests.references import attention, recurrence
 
 N = 3
@@ -46,7 +46,7 @@ class Network:
     def build(self) -> tuple[nn.Module, nn.Module, Tensor, tuple[Tensor, ...]]:
         """Model, loss module, input, and what the loss takes beside the prediction."""
         torch.manual_seed(0)
-        return copy.deepcopy(made(self))
+        return made(self).new()
 
     def loss_of(self, lossfunc: nn.Module, targets: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
         """The loss as a function of the prediction."""
@@ -61,9 +61,9 @@ class Network:
 
 
 @lru_cache(maxsize=2)
-def made(net: Network) -> tuple[nn.Module, nn.Module, Tensor, tuple[Tensor, ...]]:
+def made(net: Network) -> Copies[tuple[nn.Module, nn.Module, Tensor, tuple[Tensor, ...]]]:
     """What a network is copied from: tests go network by network, so few are kept."""
-    return net.make()
+    return Copies(net.make())
 
 
 # ---- from the registry -------------------------------------------------------------------------------

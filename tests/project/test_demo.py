@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,22 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked import ROOT, Done, run_script
+
 datasets = pytest.importorskip("sklearn.datasets")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-ROOT = Path(__file__).parents[2]
+LIMIT = 120  # seconds of one processor
 
 
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def demo(folder: Path, *arguments: str) -> Done:
     """Run the demo as a user does."""
-    command = [sys.executable, "examples/demo.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return run_script(ROOT / "examples" / "demo.py", folder, LIMIT, *arguments)
 
 
 def test_demo_checks_every_quantity_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "demo.png"
-    done = demo("--steps", "5", "--batch", "12", "--out", str(picture), "--variants")
+    done = demo(tmp_path, "--steps", "5", "--batch", "12", "--out", str(picture), "--variants")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("✓") == 18
     assert "✗" not in done.stdout
@@ -51,7 +50,7 @@ def write_as_mnist(folder: Path) -> None:
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")
 def test_demo_takes_mnist_where_it_is_at_hand(tmp_path: Path) -> None:
     write_as_mnist(tmp_path / "MNIST" / "raw")
-    done = demo("--steps", "5", "--batch", "4", "--data", str(tmp_path), "--out", str(tmp_path / "demo.png"))
+    done = demo(tmp_path, "--steps", "5", "--batch", "4", "--data", str(tmp_path), "--out", str(tmp_path / "demo.png"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MNIST from" in done.stdout
     assert done.stdout.count("✓") == 18

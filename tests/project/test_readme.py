@@ -11,8 +11,6 @@ import doctest
 import importlib.util
 import io
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import pytest
 
 import bpk
 from bpk.rules import REGISTRY
+from tests.forked import run_script
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -33,6 +32,8 @@ GENERATED = re.compile(
 """Pages that exist on the site only; its own test (test_site.py) follows the links to them."""
 TORCHVISION = "from _torchvision import import_torchvision\nimport_torchvision()\n"
 """Imports torchvision beside any build of torch; laplace-torch imports it, too."""
+QUIET = 'warnings.simplefilter("ignore")'
+LIMIT = 60  # seconds of one processor
 
 
 @pytest.fixture(autouse=True)
@@ -91,15 +92,14 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if any(OWN_PROCESS in code for _, code, _ in blocks(p))], ids=name_of
 )
-def test_blocks_that_stand_in_for_backpack(page: Path) -> None:
+def test_blocks_that_stand_in_for_backpack(page: Path, tmp_path: Path) -> None:
     for line, code, promised in blocks(page):
         if OWN_PROCESS not in code or lacks_packages(code):
             continue
         shim = TORCHVISION if needs_laplace(code) else ""
-        source = f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{shim}\n{code}"
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, cwd=ROOT, check=False
-        )
+        lines = ["import sys, warnings", f"sys.path.insert(0, {str(ROOT / 'examples')!r})", QUIET, shim, code]
+        (script := tmp_path / "block.py").write_text("\n".join(lines), encoding="utf-8")
+        done = run_script(script, tmp_path, LIMIT)
         assert done.returncode == 0, f"{page.name}, line {line}\n{done.stderr}"
         compare(promised, done.stdout, f"{page.name}, line {line}")
 
