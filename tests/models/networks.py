@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.families.elementwise import Elementwise
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
@@ -190,8 +191,8 @@ def make_loss_network(example: Example) -> tuple[nn.Module, nn.Module, Tensor, t
 
 
 def rule_networks(rule: Rule) -> Iterator[Network]:
-    """One network per example of a rule."""
-    for example in rule.examples:
+    """One network per example of a rule; per layer of an elementwise one, which has the same examples in two shapes."""
+    for example in in_turns(rule.examples) if isinstance(rule, Elementwise) else rule.examples:
         if example.layer in (nn.CTCLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, frozen_linear_loss):
             continue  # predictions [T, N, C]; no second derivative in torch; parameters: check_rule covers them
         if is_loss(example):
@@ -201,6 +202,15 @@ def rule_networks(rule: Rule) -> Iterator[Network]:
             one = len(example.shapes) == 1 and example.target is None
             chain = one and REGISTRY.find(example.build()) is not None
             yield Network(label(example), _bind(make_layer_network, example), sequential=chain)
+
+
+def in_turns(examples: Sequence[Example]) -> Iterator[Example]:
+    """Of examples that differ in their shapes alone, one each: the first, or the second, ... as its name decides."""
+    alike: dict[str, list[Example]] = {}
+    for example in examples:
+        alike.setdefault(label(example).partition(" on ")[0], []).append(example)
+    for name, group in alike.items():
+        yield group[len(name) % len(group)]
 
 
 def label(example: Example) -> str:
