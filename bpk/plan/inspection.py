@@ -22,6 +22,7 @@ from bpk.plan.objective import (
     require_no_penalty,
 )
 from bpk.plan.quantity import Quantity
+from bpk.plan.samples.given import caution_batch_of_one
 from bpk.plan.samples.placement import Placement
 from bpk.plan.samples.rows import Attribution
 from bpk.plan.samples.whole_batch import one_sample, place_or_merge
@@ -114,6 +115,8 @@ class Inspection:
         if root.is_loss:
             require_layers(root, above, bool(placement.left), self.sources, self.extensions)
             caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
+            if self.merged is None:
+                caution_batch_of_one(root, above, placement.n)
         for record in above:
             self.require(record)
         self.require_samples(above)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,3 +145,25 @@ def test_numbers_without_axes(words: list[int]) -> None:
     torch.manual_seed(0)
     model, y = bpk.extend(Leaves().double()), torch.arange(len(words)) % 3
     compare(model, words, y, lambda k: (words[k : k + 1], y[k : k + 1]), len(words))
+
+
+def passed(model: nn.Module, x: Tensor) -> int:
+    """How many samples there are said to be."""
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    out = model(x)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(out, torch.arange(len(out)) % 3).backward()
+    return len(next(model.parameters()).grad_batch)
+
+
+def test_a_batch_of_one_is_told() -> None:
+    """Tokens of one sample look like samples: the user is told; not so where there are two, or layers keep the axis."""
+    model = bpk.extend(Tokens(5, nn.Tanh()))
+    with pytest.warns(UserWarning, match="given one row, and the 4 rows"):
+        assert passed(model, torch.randn(1, 4, 5)) == 4
+    unmerged = bpk.extend(nn.Sequential(nn.Linear(5, 3), nn.Flatten(0, 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert passed(model, torch.randn(2, 4, 5)) == 2
+        assert passed(unmerged, torch.randn(1, 4, 5)) == 1
+        assert passed(bpk.extend(nn.Linear(5, 3)), torch.randn(1, 5)) == 1

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.errors import explain, warn
 from bpk.recording.record import Record
+
+CAUTIONED: WeakSet[nn.Module] = WeakSet()
+"""Losses whose user has been told of a batch of one."""
 
 
 def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
@@ -44,6 +49,27 @@ def may_have(sizes: Sequence[int], first: torch.Size) -> bool:
     """
     n = first[0]
     return all(size % n == 0 for size in sizes) or (sum(sizes) == n and not (first[1:2] == (1,) and {*sizes} == {1}))
+
+
+def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
+    """Tell the user once where rows are taken for samples, and the model was given a single one.
+
+    Functions have merged axes in front of all layers then; nothing tells samples from steps of one sample.
+    """
+    for record in above:
+        if record.knows_batch or (record.given and record.given[0][:1] != (1,)):
+            return
+    given = [shape[0] for record in above for shape in record.given if shape]
+    if n < 2 or not given or n in given or root.module in CAUTIONED:
+        return
+    CAUTIONED.add(root.module)
+    warn(
+        explain(
+            f"The model was given one row, and the {n} rows of '{root.path}' are taken for samples.",
+            "functions merge axes in front of all layers, and nothing tells whether these are samples or parts of one.",
+            "give the model at least two samples, or merge axes behind its first layer.",
+        )
+    )
 
 
 def is_told(root: Record, above: Iterable[Record]) -> bool:
