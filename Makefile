@@ -11,7 +11,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# what is imported is compiled then; most files never are
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 # tests and pages start many programs, each of which would compile the package anew
 unexport PYTHONDONTWRITEBYTECODE

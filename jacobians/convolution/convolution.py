@@ -52,10 +52,8 @@ def stacked(parts: list[Tensor]) -> Tensor:
 def _folded(function: Callable[[Tensor], Tensor], mat: Tensor, shape: Sequence[int]) -> Tensor:
     """Apply a function of a batch to columns `[V, N, ...]`, in parts that stay in cache."""
     batch = mat.flatten(0, 1)
-    if torch.is_grad_enabled():
-        return function(batch).reshape(*mat.shape[:2], *shape)
     parts = list(chunks(len(batch), (mat[0, 0].numel() + prod(shape)) // 8, mat.device)) if mat.numel() else []
-    if len(parts) < 2:
+    if torch.is_grad_enabled() or len(parts) < 2:
         return function(batch).reshape(*mat.shape[:2], *shape)
     out = torch.empty((len(batch), *shape), dtype=mat.dtype, device=mat.device)
     for part in parts:
@@ -70,7 +68,7 @@ class ChannelsFirst(Affine):
         super().__init__(*modules, functions=functions, params=("weight", "bias"), examples=examples)
         self.axes = axes
 
-    binds_by_shapes = True
+    binds_by_shapes = True  # it looks at the axes of the input, and at the number of channels
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         given = {name: x for name, x in kwargs.items() if name != "output_size"}  # the output has it

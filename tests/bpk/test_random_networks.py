@@ -25,8 +25,9 @@ from tests.references.reference import Reference
 
 # fmt: off
 SEEDS = (14, 16, 27, 28, 39, 92, 108, 145, 156, 173, 185, 193, 200, 208, 226, 227, 263, 273, 303,
-         322, 341, 379, 383, 391, 401, 420, 421, 423, 434, 449, 482, 493, 505, 508,
-         540, 553, 562, 587, 826, 847, 21000042)
+         322, 341, 379, 383, 391, 401, 420, 421, 434, 449, 482, 493, 505, 508,
+         540, 553, 562, 587, 826, 847, 1175, 1191,
+         21000042)
 # fmt: on
 """Networks that together have every structural feature and most layers (`python -m tests.random_networks.features`)."""
 
