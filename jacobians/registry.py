@@ -37,8 +37,6 @@ class Registry(Collected[Rule]):
     ) -> None:
         super().__init__(load, announced)
         self._found: WeakKeyDictionary[type[nn.Module], Rule | None] = WeakKeyDictionary()
-        self.edition = 0
-        """Another number whenever rules have come or gone."""
 
     def find(self, module: nn.Module | type[nn.Module]) -> Rule | None:
         """The rule of a module (or of its class), or `None`."""
@@ -64,7 +62,6 @@ class Registry(Collected[Rule]):
 
     def changed(self) -> None:
         self._found.clear()
-        self.edition += 1
 
     def keys_of(self, member: Rule) -> Iterable[Any]:
         if not isinstance(member, Rule):

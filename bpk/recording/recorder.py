@@ -36,20 +36,14 @@ from bpk.recording.unrecorded import (
     returns_more,
 )
 from bpk.recording.usual import Usual
-from bpk.recording.writing import write_down, write_usual
+from bpk.recording.writing import write_down
 from bpk.rules import REGISTRY
 
 
 @untraced
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of every extended layer and loss; returns what takes the place of the output, if anything does."""
-    fields = module.__dict__
-    before: Before | None = fields.pop(BEFORE, None)
-    mark: Mark | None = fields.get(MARK)
-    usual: Usual | None = None if mark is None or before is not None or kwargs else mark.usual
-    if usual is not None and (params := usual.parameters(module, args, output, record)) is not None:
-        write_usual(module, usual.rule, args, output, params)
-        return None
+    before: Before | None = module.__dict__.pop(BEFORE, None)
     changed = None
     if is_seen():
         changed = treat(module, args, kwargs, output, before)
@@ -62,7 +56,12 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, before: Before | None) -> Any:
     """Decide what to do about a call, and do it."""
-    tensors, fields = tensors_in(output), module.__dict__
+    mark: Mark | None = module.__dict__.get(MARK)
+    usual: Usual | None = None if mark is None or before is not None or kwargs or CTX.disabled else mark.usual
+    if usual is not None and (found := usual.parameters(module, args, output, record)) is not None:
+        changed = write_down(module, usual.rule, Binding(module, args), {0: output}, found, before)
+        return substitute(output, changed) if changed else None
+    tensors = tensors_in(output)
     if CTX.disabled and engine.checkpointing() is None:
         leave_note(module, tensors)
         return None
@@ -78,13 +77,13 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
             before, treatment = None, Treatment.LEAVE if params == {} else Treatment.PASSAGE
             if isinstance(rule, Loss):
                 leave_reason(changed_by_hook(module), tensors)
-        elif rule is None and not fields.get("_bpk_path") and holds_loss(module, output, results):
+        elif rule is None and not module.__dict__.get("_bpk_path") and holds_loss(module, output, results):
             leave_reason(returns_more(module), tensors)
         else:
             treatment = treatment_of(module, rule, binding, results, params)
         if treatment is Treatment.RECORD and params is not None:
-            if MARK in fields:
-                fields[MARK].usual = Usual.of(module, rule, binding, results)
+            if mark is not None:
+                mark.usual = Usual.of(module, rule, binding, results)
             changed = write_down(module, rule, binding, results, params, before)
             return substitute(output, changed) if changed else None
     inputs = binding.inputs or tensors_in((*args, *kwargs.values()))

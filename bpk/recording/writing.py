@@ -61,20 +61,6 @@ def write_down(
     return changed
 
 
-def write_usual(
-    module: nn.Module, rule: Rule, args: tuple[Tensor, ...], output: Tensor, params: dict[str, Tensor]
-) -> None:
-    """The same of a call that looks like most: tensors in, one out, which is at a node of its own (`usual.py`)."""
-    inputs, edges = connect(args, None)
-    result, node = output.detach(), output.grad_fn
-    assert node is not None
-    binding = Binding(module, inputs)
-    written = Record(module, rule, binding, inputs, edges, {0: result}, {output.output_nr: 0}, None, params)
-    written.handed = [weakref.ref(x) for x in (*args, output) if x.requires_grad]
-    give(node, written)
-    written.stored = store_on(module, inputs, result)
-
-
 def connect(inputs: tuple[Tensor, ...], before: Before | None) -> tuple[tuple[Tensor, ...], tuple[Edge, ...]]:
     """Aliases of the inputs of a call, and the graph edges that lead to them."""
     found: dict[int, tuple[Tensor, Edge]] = {}  # query, key and value may be the same tensor

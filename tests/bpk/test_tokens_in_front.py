@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 
-WIDTH = 4
+SAMPLES = 4
 BY_SAMPLE = (E.BatchGrad(), E.BatchL2Grad(), E.BatchDiagGGNExact(), E.BatchDiagHessian())
 
 
@@ -108,7 +108,11 @@ def test_layers_that_see_a_sample_without_its_axis(widths: Sequence[int], norm: 
     layers: list[nn.Module] = []
     for before, behind in itertools.pairwise(widths):
         layers += [nn.Linear(before, behind), *([nn.LayerNorm(behind)] if norm else [])]
-    model, x, y = bpk.extend(RowByRow(*layers).double()), torch.randn(WIDTH, widths[0]).double(), torch.arange(4) % 3
+    model, x, y = (
+        bpk.extend(RowByRow(*layers).double()),
+        torch.randn(SAMPLES, widths[0]).double(),
+        torch.arange(SAMPLES) % 3,
+    )
     compare(model, x, y, lambda k: (x[k : k + 1], y[k : k + 1]), len(x))
 
 

@@ -22,7 +22,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.materialize_grads = False  # `ctx.set_materialize_grads(False)`, without a call
+        ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod
