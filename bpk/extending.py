@@ -15,7 +15,7 @@ from bpk.recording.activations import forget
 from bpk.recording.before import BEFORE, forget_inputs, is_users, note_inputs, prepare
 from bpk.recording.context.surroundings import require_local
 from bpk.recording.loss_recorder import record_composed
-from bpk.recording.membership import mark, unmark
+from bpk.recording.membership import mark, mark_whole, unmark
 from bpk.recording.recorder import record, record_passage
 from bpk.rules import REGISTRY
 from bpk.sweeps.products.block import BlockProduct
@@ -63,6 +63,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
 
         module = convert_if_possible(module, debug)  # type: ignore[assignment]
     attach(module, "", debug)
+    mark_whole(module)
     if note_inputs not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
         module.register_forward_hook(forget_inputs, always_call=True)

@@ -40,6 +40,7 @@ class Sources(dict[Record, dict[int, Source]]):
 
     def __missing__(self, record: Record) -> dict[int, Source]:
         found: dict[int, Source] = {}
+        self.extended.look_at(record.module)
         for index in range(len(record.edges)):
             source = trace(record, index, self.extended)
             if source is not None:
@@ -161,6 +162,8 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source 
                     make_quiet(leaves[-1]._backward_hooks, inside=False)
     if not targets and not leaves:
         return None
+    for target, _ in targets.values():
+        extended.look_at(target.module)
     trained = tuple(leaf for leaf in leaves if leaf in extended)
     if (targets or trained) and any(each.name() == REENTRANT for each in seen):
         raise reentrant(f"'{consumer.path}' is given what comes out of")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from bpk.jacobians.core.function_module import Plain
 from bpk.recording.context.state import CTX
 
 MARK = "_bpk_mark"
@@ -19,6 +20,8 @@ class Mark:
     """Says that a module is extended; so are a copy of the module, and what is made from a pickle of it.
 
     `undo` takes the hooks of the module away. The module is referred to weakly, so that each copy finds its own.
+    `wholes` are the models, referred to weakly, that were extended or called with the module inside, latest last: what
+    is around a module is looked for there, and not in all models of the process.
     """
 
     usual: Any = None
@@ -27,8 +30,15 @@ class Mark:
     def __init__(self, undo: Callable[[nn.Module], None], module: nn.Module | None = None) -> None:
         self.undo = undo
         self.module = (lambda: None) if module is None else weakref.ref(module)
+        self.wholes: list[weakref.ref[nn.Module]] = []
         if module is not None:
             CTX.add_module(module, undo)
+
+    def be_within(self, whole: nn.Module) -> None:
+        """Note that the module is inside of a model, or is one."""
+        if not self.wholes or self.wholes[-1]() is not whole:
+            self.wholes = [ref for ref in self.wholes if ref() not in (None, whole)]
+            self.wholes.append(weakref.ref(whole))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         return Mark(self.undo, memo.get(id(self.module())))
@@ -48,6 +58,13 @@ def mark(module: nn.Module, undo: Callable[[nn.Module], None]) -> None:
     CTX.add_module(module, undo)
 
 
+def mark_whole(model: nn.Module) -> None:
+    """Note that all modules inside were extended with this model."""
+    for module in model.modules():
+        if MARK in module.__dict__:
+            module.__dict__[MARK].be_within(model)
+
+
 def path_of(module: nn.Module) -> str:
     """Where a layer sits in the extended model, for messages."""
     return module.__dict__.get("_bpk_path", "") or type(module).__name__
@@ -65,12 +82,25 @@ def unmark(module: nn.Module) -> None:
     CTX.remove_module(module)
 
 
-def extended_modules() -> list[nn.Module]:
-    """All extended modules, and those inside that were put there later."""
-    found, seen = CTX.all_modules(), set[int]()
+def wholes_of(modules: Iterable[nn.Module]) -> list[nn.Module] | None:
+    """The extended models that these modules are known to be in; `None`: of some, none is known (copies, say)."""
+    found = dict[int, nn.Module]()
+    for module in modules:
+        known = [ref() for ref in module.__dict__[MARK].wholes] if MARK in module.__dict__ else []
+        extended = [whole for whole in known if whole is not None and MARK in whole.__dict__]
+        if not extended and not isinstance(module, Plain):
+            return None
+        found.update({id(whole): whole for whole in extended})
+    return list(found.values())
+
+
+def with_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """These modules, and all that are inside."""
+    found = list(modules)
+    seen = {id(module) for module in found}
     for module in found:  # it grows meanwhile
         for child in module._modules.values():
-            if child is not None and MARK not in child.__dict__ and id(child) not in seen:
+            if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 found.append(child)
     return found
@@ -92,14 +122,36 @@ def parameters_in(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 class ExtendedParameters:
-    """Which parameters extended modules hold, as of when it is asked first: these get fields, and no others."""
+    """Which parameters extended modules hold, as of when it is asked first: these get fields, and no others.
+
+    Models of the modules that it was told of (`look_at`) are looked at first, and all other extended ones only for a
+    parameter that is not there.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._seen = set[int]()
+        self._near = set[int]()
+
+    def look_at(self, module: nn.Module) -> None:
+        """Look at the models around a module first."""
+        self._modules.append(module)
+
+    def _is_near(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is in the models around the modules of which was told."""
+        for module in self._modules:
+            new = [whole for whole in wholes_of([module]) or () if id(whole) not in self._seen]
+            self._seen.update(map(id, new))
+            self._near.update(id(p) for part in with_parts(new) for p in part._parameters.values())
+        self._modules.clear()
+        return id(param) in self._near
 
     @cached_property
     def _by_id(self) -> dict[int, nn.Parameter | None]:
-        return {id(p): p for module in extended_modules() for p in module._parameters.values()}
+        return {id(p): p for module in with_parts(CTX.all_modules()) for p in module._parameters.values()}
 
     def __contains__(self, param: object) -> bool:
-        return isinstance(param, nn.Parameter) and id(param) in self._by_id
+        return isinstance(param, nn.Parameter) and (self._is_near(param) or id(param) in self._by_id)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -107,10 +159,10 @@ class ExtendedParameters:
         return [p for p in self._by_id.values() if p is not None]
 
 
-def holders() -> dict[int, list[nn.Module]]:
-    """By `id` of a module: the extended modules that hold it directly."""
+def holders(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]]:
+    """By `id` of a module: the modules that hold it directly, in extended models around these."""
     above: dict[int, list[nn.Module]] = {}
-    for module in extended_modules():
+    for module in with_parts(modules):
         for child in module._modules.values():
             above.setdefault(id(child), []).append(module)
     return above
@@ -118,7 +170,9 @@ def holders() -> dict[int, list[nn.Module]]:
 
 def around(modules: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
     """The extended modules that hold any of these, and the outermost ones of both."""
-    above, waiting = holders(), list(modules)
+    waiting = list(modules)
+    known = wholes_of(waiting)
+    above = holders(CTX.all_modules() if known is None else known)
     seen = {id(module) for module in waiting}
     containers, wholes = [], []
     while waiting:
@@ -131,6 +185,9 @@ def around(modules: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Modul
                 seen.add(id(holder))
                 containers.append(holder)
                 waiting.append(holder)
+    if known is None:
+        for whole in wholes:
+            mark_whole(whole)
     return containers, wholes
 
 

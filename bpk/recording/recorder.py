@@ -57,6 +57,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, before: Before | None) -> Any:
     """Decide what to do about a call, and do it."""
     mark: Mark | None = module.__dict__.get(MARK)
+    if mark is not None and CTX.called is not None:
+        mark.be_within(CTX.called)
     usual: Usual | None = None if mark is None or before is not None or kwargs or CTX.disabled else mark.usual
     if usual is not None and (found := usual.parameters(module, args, output, record)) is not None:
         changed = write_down(module, usual.rule, Binding(module, args), {0: output}, found, before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -142,9 +142,14 @@ def has_no_axis(record: Record) -> bool:
     return not is_given_data(record) or any(len(shape) > looks_at for shape in record.given[:1])
 
 
+def are_buffers(data: Sequence[Tensor]) -> bool:
+    """Whether all tensors are buffers of extended modules, or views of some."""
+    buffers = [buffer for module in CTX.all_modules() for buffer in module._buffers.values() if buffer is not None]
+    return all(any(x.untyped_storage() is b.untyped_storage() for b in buffers) for x in data)
+
+
 def reads_tables(record: Record, sources: Sources) -> bool:
     """Whether all that a call sees is a table that all samples share: parameters, and buffers of extended modules."""
-    tables = [buffer for module in CTX.all_modules() for buffer in module._buffers.values() if buffer is not None]
     waiting, seen = [record], {record}
     while waiting:
         call = waiting.pop()
@@ -154,7 +159,7 @@ def reads_tables(record: Record, sources: Sources) -> bool:
         params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
         if len(data) + params + fed < len(call.inputs):
             return False
-        if any(all(x.untyped_storage() is not t.untyped_storage() for t in tables) for x in data):
+        if data and not are_buffers(data):
             return False
         waiting += feeders - seen
         seen |= feeders
