@@ -20,6 +20,7 @@ from bpk.recording.graph.nodes import Edge, leaf_of
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.parameter_products import recover_product
 from bpk.recording.graph.side_effects import beyond, make_quiet
+from bpk.recording.graph.sums import recover_sum
 from bpk.recording.membership import ExtendedParameters
 from bpk.recording.record import Record
 
@@ -109,6 +110,7 @@ def recovered(edge: Edge, extended: ExtendedParameters, behind: Node | None, giv
     `behind` is the node from which the edge comes, if it is no call's; `given` are the shapes that the model was given.
     """
     found = recover_attention(edge) or recover_product(edge, extended, behind) or recover_convolution(edge, extended)
+    found = found or recover_sum(edge)
     if found is not None:
         found.given = found.given or given
     return found

@@ -175,6 +175,12 @@ def kind_of_output(node: Node | None, number: int) -> tuple[torch.Size, torch.dt
     return torch.Size(one.shape), one.dtype
 
 
+def like_output(node: Node) -> Tensor:
+    """A tensor like what a node's function has returned first, of zeros, without memory."""
+    one = node._input_metadata[0]
+    return torch.zeros((), dtype=one.dtype, device=one.device).expand(torch.Size(one.shape))
+
+
 @lru_cache(maxsize=64)
 def saved_names(kind: type[Node]) -> frozenset[str]:
     """The names under which nodes of a class keep something for their backward pass (see `torch.autograd.graph`)."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from bpk.jacobians.core.function_module import Plain
 from bpk.recording.context.state import CTX
 
 MARK = "_bpk_mark"
@@ -83,12 +82,15 @@ def unmark(module: nn.Module) -> None:
 
 
 def wholes_of(modules: Iterable[nn.Module]) -> list[nn.Module] | None:
-    """The extended models that these modules are known to be in; `None`: of some, none is known (copies, say)."""
+    """The extended models that these modules are known to be in; `None`: of some, none is known (copies, say).
+
+    What is not extended, such as what stands for a function, is in none.
+    """
     found = dict[int, nn.Module]()
-    for module in modules:
-        known = [ref() for ref in module.__dict__[MARK].wholes] if MARK in module.__dict__ else []
+    for mark in [module.__dict__[MARK] for module in modules if MARK in module.__dict__]:
+        known = [ref() for ref in mark.wholes]
         extended = [whole for whole in known if whole is not None and MARK in whole.__dict__]
-        if not extended and not isinstance(module, Plain):
+        if not extended:
             return None
         found.update({id(whole): whole for whole in extended})
     return list(found.values())

@@ -186,7 +186,7 @@ def ways(monkeypatch: pytest.MonkeyPatch, forward: Forward) -> list[tuple[bool, 
 def test_a_stream_is_curved_at_its_neck(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more columns than the stream has entries, however many calls feed it."""
     seen = ways(monkeypatch, stream)
-    assert [(bottleneck, count) for bottleneck, _, count in seen] == [(True, 16), (False, 16), (True, 16), (False, 16)]
+    assert [count for _, _, count in seen] == [16, 16, 16, 16]
     assert not any(bottleneck for bottleneck, _, _ in ways(monkeypatch, side_entry)[:1])
 
 

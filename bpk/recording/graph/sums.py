@@ -1,0 +1,59 @@
+"""Sums along a residual stream, found in autograd's graph.
+
+Behind `x = x + f(x)` once for each block, what a block reads is a sum over all blocks in front of it. To follow each reader
+up to those blocks takes the square of their number. So a sum of which a sum is a term is a call, written down from its
+node during the backward pass: each reader, and each sum, is fed by the sum in front of it.
+"""
+
+from __future__ import annotations
+
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.function_module import Plain
+from bpk.recording import engine
+from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.ownership import LEFT, OWNER, give
+from bpk.recording.graph.side_effects import beyond
+from bpk.recording.record import Record
+from bpk.rules import REGISTRY
+from bpk.rules.arithmetic import SumModule
+
+ADD = "AddBackward0"
+
+
+class SumFunction(SumModule, Plain):  # type: ignore[misc, valid-type]
+    """Stands for a call of `x + y`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bpk_path = "torch.add"
+
+
+SUM = SumFunction()
+"""One for all calls: what is known of a graph's form is found by its modules."""
+
+
+def recover_sum(edge: Edge) -> Record | None:
+    """The record of a sum of two tensors of one kind, one of them such a sum, from its node; `None` for all others."""
+    node = edge[0]
+    if node is None or not is_sum(node):
+        return None
+    terms = tuple(map(beyond, node.next_functions))
+    if not any(above is not None and is_sum(above) for above, _ in terms):
+        return None
+    owned = engine.belongings(node)
+    if owned.get(LEFT) or OWNER in owned:
+        return None
+    out = engine.like_output(node)
+    record = Record(SUM, REGISTRY.find(SUM), Binding(SUM, (out, out)), (out, out), terms, {0: out}, {0: 0})
+    give(node, record)
+    return record
+
+
+def is_sum(node: Node) -> bool:
+    """Whether a node adds two tensors that are like its result."""
+    if node.name() != ADD or engine.saved(node, "alpha") != 1:
+        return False
+    kind = engine.kind_of_output(node, 0)
+    return all(above is not None and engine.kind_of_output(above, nr) == kind for above, nr in node.next_functions)
