@@ -114,7 +114,7 @@ def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) ->
     for record in above:
         if record in rows and not is_laid_out_as_given(record, rows[record].cpu(), n):
             return False
-        if record in rows and is_given_data(record):
+        if record in rows and is_given_data(record) and record.batch_size:
             found, count = rows[record].cpu(), record.batch_size
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count, device="cpu") // max(count // n, 1), torch.arange(count, device="cpu") % n]
