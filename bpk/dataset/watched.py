@@ -94,6 +94,8 @@ class WatchedBackward(Backward):
             if not self.context.extensions and not self.context.looked:  # these would look for it themselves
                 require_axis((), (*above, loss))
             if isinstance(loss.rule, Loss):
+                if self.context.asks and loss.output.dim():
+                    raise not_one_number(loss)
                 seen.samples = inspection.attribution.batch_size(loss)
                 divisor = loss.rule.divides_by(loss.call()) if self.context.asks else None
                 seen.divisors.append(None if divisor is None else float(divisor))
@@ -101,13 +103,25 @@ class WatchedBackward(Backward):
         self.context.looked = True
 
     def work_on(self, record: Record, grad: Tensor) -> KnownGradient | None:
-        if record.is_loss and isinstance(record.rule, Loss):
+        if record.is_loss and isinstance(record.rule, Loss) and not grad.dim():  # of each sample: the user tells
             self.context.seen.factors.append(grad.item())
         return super().work_on(record, grad)
 
     def ending(self, sharded: Sharded) -> Callable[[], None]:
         assert self.context.add_up is not None
         return partial(self.context.add_up, sharded)
+
+
+def not_one_number(loss: Record) -> UnsupportedLayer:
+    """The refusal of a loss with `reduction="none"`, of which a step makes one number."""
+    return UnsupportedLayer(
+        explain(
+            f"The loss '{loss.path}' ({type(loss.module).__name__}) returned shape {list(loss.output.shape)}.",
+            "what is made of these numbers does not tell by what it divides, and so not how batches are weighted.",
+            "use reduction='mean' or reduction='sum', or say divisor=lambda batch: len(batch[0]) where it is a mean "
+            'over samples, divisor="sum" where it is a sum.',
+        )
+    )
 
 
 def mixed(modules: list[nn.Module]) -> UnsupportedLayer:

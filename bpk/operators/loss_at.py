@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
@@ -34,12 +34,22 @@ class LossAt:
                 )
             )
         binding = rule.bind(loss_fn, (point, targets), {})
-        self.rule, self.call = rule, Call(binding.options, binding.inputs, {}, self.value).detached()
+        self.module, self.rule = loss_fn, rule
+        self.call = Call(binding.options, binding.inputs, {}, self.value).detached()
 
     @cached_property
     def size(self) -> Size:
         """The divisor of a mean."""
-        divisor = self.rule.divides_by(self.call)
+        try:
+            divisor = self.rule.divides_by(self.call)
+        except UnsupportedLayer:  # as for accumulate(...), but there is no divisor= that could say it
+            raise UnsupportedLayer(
+                explain(
+                    f"It is not known by what {type(self.module).__name__} divides the sum of its terms.",
+                    "batches must be weighted as one large batch would, and its code does not tell how.",
+                    "use a loss of torch.nn, or pass one batch, as a tuple (but to EmpiricalFisher).",
+                )
+            ) from None
         return Size(self.call.batch_size, None if divisor is None else float(divisor))
 
     def hessian(self, mats: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from bpk.plan.objective import (
     require_no_penalty,
 )
 from bpk.plan.quantity import Quantity
-from bpk.plan.samples.given import caution_batch_of_one
+from bpk.plan.samples.given import caution_batch_of_one, caution_parts
 from bpk.plan.samples.placement import Placement
 from bpk.plan.samples.rows import Attribution
 from bpk.plan.samples.whole_batch import one_sample, place_or_merge
@@ -88,6 +88,8 @@ class Inspection:
                 placement.above = self.sources.upstream(root)
         for root, placement in found.items():
             self.take(root, roots[root], placement)
+        if len(roots) > 1 and self.merged is None:
+            caution_parts({root: (placement.above, placement.rows) for root, placement in found.items()})
 
     def take(self, root: Record, node: Node, placement: Placement) -> None:
         """Note what was found behind a loss, and refuse what is not right there."""

@@ -113,6 +113,10 @@ class Preconditioner(ABC):
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         """The inverse times the gradient of a parameter."""
 
+    def entries_of(self, means: Means) -> int:
+        """Of how many entries of a parameter these means are."""
+        return means[-1].numel()
+
     def in_order(self, name: str, product: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
         """A product with the gradient `[*p]`, whose entries are in another order than factors are (`note_order`)."""
         return reordered(product, self.orders.get(self.params[name]))(gradient.flatten()).reshape(gradient.shape)
@@ -237,11 +241,10 @@ class Preconditioner(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of the same model."""
         named = dict(self.model.named_parameters())
-        require_fits(state, named)
+        require_fits(state, named, self.entries_of)
         known = {name: named[name] for name in (*state["means"], *state["looked_at"]) if name in named}
         self.params.update(known)  # a parameter that was frozen on the way is still known
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}
         self.looked_at = {self.params[name] for name in state["looked_at"] if name in self.params}
-        for name, order in state["orders"].items():
-            self.orders[self.params[name]] = order.to(self.params[name].device)
+        self.orders |= {self.params[n]: order.to(self.params[n].device) for n, order in state["orders"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.amp import GradScaler
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
 from bpk.preconditioners.base import Preconditioner
+from bpk.preconditioners.parameters import Means
 from bpk.preconditioners.schedules import Schedule, both
 from bpk.preconditioners.shares import decomposed
 from bpk.utils.damped import DampedInverse
@@ -77,6 +79,9 @@ class KFAC(Preconditioner):
 
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         return self.in_order(name, self.inverses[name], gradient)
+
+    def entries_of(self, means: Means) -> int:
+        return prod(map(len, means))
 
     def follow(self) -> None:
         super().follow()

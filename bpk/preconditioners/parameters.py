@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,8 +31,11 @@ def take_up(now: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
             )
 
 
-def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-    """Refuse a saved state that is not one of these parameters, or lacks what steps depend on."""
+def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor], entries_of: Callable[[Means], int]) -> None:
+    """Refuse a saved state that is not one of these parameters, or lacks what steps depend on.
+
+    `entries_of` says of how many entries of a parameter running means are.
+    """
     strange = sorted(set(state.get("means", ())) - set(params))
     if strange:
         raise ValueError(
@@ -40,6 +43,15 @@ def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None
                 f"The state has curvature of parameters that this model lacks: {', '.join(strange)}.",
                 "running means belong to parameters by name.",
                 "build the same model: its parameters need the same names.",
+            )
+        )
+    other = [name for name, means in state.get("means", {}).items() if entries_of(means) != params[name].numel()]
+    if other:
+        raise ValueError(
+            explain(
+                f"The state has curvature of other sizes than these parameters have: {', '.join(other)}.",
+                "it is that of a model with other layers.",
+                "build the same model: its parameters need the same shapes.",
             )
         )
     missing = {"means", "orders", "looked_at"} - set(state)

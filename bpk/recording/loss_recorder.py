@@ -24,8 +24,8 @@ from bpk.recording.recorder import record
 def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a module without parameters that was extended by itself, and has modules inside.
 
-    If it returns a weighted sum of losses inside, these are recorded already. Otherwise (a penalty, a power) it is
-    recorded as one loss, and what is inside is left to autograd.
+    If it returns a weighted sum of losses inside, these are recorded already. Otherwise (a penalty, a power, weights
+    of the terms of a loss with `reduction="none"`) it is recorded as one loss, and what is inside is left to autograd.
     """
     skip = CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed()
     if skip or not is_loss(module, output) or not output.requires_grad:
@@ -47,9 +47,9 @@ def is_sum_of_losses(node: Node, outside: Container[Node]) -> bool:
 
 
 def is_recorded_loss(node: Node) -> bool:
-    """Whether a node gave the result of a loss with a rule."""
+    """Whether a node gave the result of a loss with a rule: one number, which second order can start at."""
     found = owner_of(node)
-    return found is not None and isinstance(found.rule, Loss)
+    return found is not None and isinstance(found.rule, Loss) and found.output.dim() == 0
 
 
 def beginnings(arguments: Any) -> set[Node]:

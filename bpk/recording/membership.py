@@ -87,8 +87,10 @@ def wholes_of(modules: Iterable[nn.Module]) -> list[nn.Module] | None:
     What is not extended, such as what stands for a function, is in none.
     """
     found = dict[int, nn.Module]()
-    for mark in [module.__dict__[MARK] for module in modules if MARK in module.__dict__]:
-        known = [ref() for ref in mark.wholes]
+    for module in modules:
+        if MARK not in module.__dict__:
+            continue
+        known = [ref() for ref in module.__dict__[MARK].wholes]
         extended = [whole for whole in known if whole is not None and MARK in whole.__dict__]
         if not extended:
             return None

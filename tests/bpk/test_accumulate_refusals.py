@@ -301,3 +301,21 @@ def test_fields_of_frozen_parameters_stay() -> None:
     before = [(p.variance, p.grad) for p in model.parameters()]
     bpk.accumulate(model, loss_fn, [(x, y)], E.Variance())
     assert all(p.variance is v and p.grad is g for p, (v, g) in zip(model.parameters(), before, strict=True))
+
+
+def test_a_loss_of_each_sample_needs_a_divisor() -> None:
+    """What a step makes of the numbers is not known; it had been an error of torch's."""
+    torch.manual_seed(0)
+    model, loss_fn = nn.Linear(3, 2).double(), nn.CrossEntropyLoss(reduction="none")
+    data = [(torch.randn(n, 3).double(), torch.arange(n) % 2) for n in (4, 2)]
+
+    def step(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+        value: Tensor = loss_fn(model(batch[0]), batch[1]).mean()
+        return value
+
+    with pytest.raises(NotImplementedError, match=r"(?s)returned shape \[4\].*divisor=lambda batch: len\(batch\[0\]\)"):
+        bpk.accumulate(model, loss_fn, data, E.Variance(), step=step)
+    result = bpk.accumulate(model, loss_fn, data, E.Variance(), step=step, divisor=lambda batch: len(batch[0]))
+    expected = bpk.accumulate(model, nn.CrossEntropyLoss(), data, E.Variance())
+    for field in ("grad", "variance"):
+        torch.testing.assert_close(result["weight"][field], expected["weight"][field])

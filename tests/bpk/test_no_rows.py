@@ -158,6 +158,35 @@ def test_what_no_row_reaches_is_zero(name: str, extension: E.BackpropExtension) 
             assert not path.startswith("experts.1.") or not dense.any(), path
 
 
+class OneOfTwo(nn.Module):
+    """All steps of all samples are sent to the first of two experts, which sees them in the order of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, 2)
+        self.experts = nn.ModuleList([nn.Linear(D, C) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, out = self.gate(x).softmax(-1), x.new_zeros(*x.shape[:-1], C)
+        for k, expert in enumerate(self.experts):
+            mine = torch.full(x.shape[:-1], k == 0)
+            out[mine] = expert(x[mine]) * shares[mine][..., k, None]
+        return out.flatten(0, 1)
+
+
+def test_an_expert_of_the_data_without_rows() -> None:
+    """Whether the samples are in order where data is read is no question where none is read."""
+    torch.manual_seed(0)
+    model, loss_fn = OneOfTwo().double(), nn.CrossEntropyLoss()
+    x, y, params = torch.randn(3, 2, D).double(), torch.arange(6) % C, list(model.parameters())
+    rows = [gradients(loss_fn(model(x[n : n + 1]), y[2 * n : 2 * n + 2]) / 3, params) for n in range(3)]
+    bpk.extend(model), bpk.extend(loss_fn)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    for k, p in enumerate(params):
+        torch.testing.assert_close(p.grad_batch, torch.stack([row[k] for row in rows]))
+
+
 def test_quantities_are_verified() -> None:
     model, x, y = made("linear", (N, D))
     assert bpk.verify(model, nn.CrossEntropyLoss(), x, y)

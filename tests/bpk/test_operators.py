@@ -422,3 +422,19 @@ def test_factors_of_parameters_whose_first_axis_is_that_of_the_input(layer: nn.M
             solved = torch.cat([p.grad.flatten() for p in trained.parameters()])
             torch.testing.assert_close(solved, inverse @ grad)
             second.load_state_dict(copy.deepcopy(first.state_dict()))  # it does not look at curvature itself
+
+
+class Quartic(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x - y).pow(4).mean()
+
+
+def test_a_loss_that_does_not_tell_its_divisor_works_with_one_batch() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 1).double(), [(torch.randn(n, 3).double(), torch.randn(n, 1).double()) for n in (4, 2)]
+    for operator in (operators.GGN, operators.Hessian, operators.KFAC):
+        with pytest.raises(NotImplementedError, match=r"(?s)by what Quartic divides.*pass one batch, as a tuple"):
+            operator(model, Quartic(), data).to_dense()
+    exact = operators.GGN(model, Quartic(), data[0], blocks="parameter").to_dense()
+    found = operators.KFAC(model, Quartic(), data[0]).to_dense()
+    torch.testing.assert_close(found[3:, 3:], exact[3:, 3:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -206,3 +207,44 @@ def test_as_many_rows_of_both_halves_of_the_steps_are_no_two_samples() -> None:
         for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
             assert p.grad_batch.shape == (3, *p.shape)
             torch.testing.assert_close(p.grad_batch[n], g)
+
+
+def factors_of_picks(picks: list[list[int]]) -> list[Tensor]:
+    """The factors of a linear layer's samples behind a loss on these rows, after one pass for each list of them."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(nn.Linear(3, 2).double()), bpk.extend(nn.CrossEntropyLoss())
+    x = torch.randn(6, 3, dtype=torch.float64)
+    for rows in picks:
+        with bpk.backpack(E.BatchKFLR()):
+            loss_fn(model(x)[torch.tensor(rows)], torch.zeros(len(rows), dtype=torch.long)).backward()
+    return bpk.fields_of(model.weight).kflr_batch
+
+
+def test_what_was_picked_before_counts_no_more() -> None:
+    """Rows that a mask has picked in an earlier pass had kept the sample that they were of."""
+    for factor, expected in zip(factors_of_picks([[0, 2, 4], [1, 2, 3]]), factors_of_picks([[1, 2, 3]]), strict=True):
+        torch.testing.assert_close(factor, expected)
+
+
+@pytest.mark.parametrize("halves", [([0, 1], [2, 3]), ([0, 3], [2, 1])], ids=["in order", "picked"])
+def test_losses_of_different_rows_are_told(halves: tuple[list[int], list[int]]) -> None:
+    """Two views of two samples, or four samples: nothing tells which. Steps, and the same rows, are of one sample."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(nn.Linear(3, C)), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 3), torch.arange(4)
+    first, second = (torch.tensor(rows) for rows in halves)
+    for number in range(2):
+        with warnings.catch_warnings(record=True) as found, bpk.backpack(E.BatchGrad()):
+            warnings.simplefilter("always")
+            out = model(x)
+            (loss_fn(out[first], y[first]) + loss_fn(out[second], y[second])).backward()
+        told = [str(w.message) for w in found if "sees other rows than a loss before, of the 4" in str(w.message)]
+        assert len(told) == 1 - number
+        assert len(model.weight.grad_batch) == 2
+    merged = bpk.extend(nn.Sequential(nn.Flatten(0, 1), nn.Linear(3, C)))
+    with warnings.catch_warnings(), bpk.backpack(E.BatchGrad()):
+        warnings.simplefilter("error")
+        steps = merged(torch.randn(4, 2, 3)).unflatten(0, (4, 2))
+        (loss_fn(steps[:, 0], y) + bpk.extend(nn.CrossEntropyLoss())(steps[:, 1], y)).backward()
+        out = model(x)
+        (loss_fn(out, y) + bpk.extend(nn.CrossEntropyLoss())(out, y)).backward()

@@ -148,3 +148,28 @@ def test_factors_of_another_form_are_refused(sizes: tuple[int, int]) -> None:
         take_step(model, preconditioner, *first)
         with pytest.raises(ValueError, match=r"factors of parameter (?s:.*)drop_last=True"):
             take_step(model, preconditioner, *second)
+
+
+class Scaled(nn.Module):
+    """A parameter without axes in front of a layer."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(())), nn.Linear(3, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.scale * x)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "DiagonalGGN"])
+def test_states_of_other_layers_are_refused(name: str) -> None:
+    """A step had ended in an error about products."""
+    torch.manual_seed(0)
+    model, loss_fn, make = Scaled(2), bpk.extend(nn.CrossEntropyLoss()), getattr(bpk.preconditioners, name)
+    saved = make(model)
+    with saved:
+        loss_fn(model(torch.randn(5, 3)), torch.arange(5) % 2).backward()
+    saved.step()
+    make(Scaled(2)).load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"(?s)other sizes.*have: layer.weight, layer.bias.*same shapes"):
+        make(Scaled(4)).load_state_dict(saved.state_dict())

@@ -100,6 +100,18 @@ class Focal(nn.Module):
         return (self.ce(logits, target) ** 2).mean()
 
 
+class BySample(nn.Module):
+    """Losses of samples inside, with weights: linear in them, but none of them is the objective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ce = nn.CrossEntropyLoss(reduction="none")
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        terms: Tensor = self.ce(logits, target)
+        return (terms * torch.arange(1, len(terms) + 1)).mean()
+
+
 class LogCosh(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         return (logits - functional.one_hot(target, 3)).cosh().log().sum()
@@ -164,7 +176,9 @@ def blocks(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> dic
 
 
 @pytest.mark.parametrize(
-    "loss", [Penalised(), Weighted(), Focal(), LogCosh(), Tempered(), Counts()], ids=lambda m: type(m).__name__
+    "loss",
+    [Penalised(), Weighted(), Focal(), BySample(), LogCosh(), Tempered(), Counts()],
+    ids=lambda m: type(m).__name__,
 )
 def test_losses_of_users(loss: nn.Module) -> None:
     model, x, target = network()

@@ -16,6 +16,9 @@ from bpk.recording.record import Record
 CAUTIONED: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told of a batch of one."""
 
+PARTED: WeakSet[nn.Module] = WeakSet()
+"""Losses whose user has been told that others see other rows."""
+
 
 def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
     """Hypotheses that a model has as many samples as its first tensor has rows, to be tried before all others.
@@ -72,6 +75,32 @@ def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
     )
 
 
+def caution_parts(losses: Mapping[Record, tuple[Sequence[Record], Mapping[Record, Tensor]]]) -> None:
+    """Tell the user once where losses take different rows that the model was given for the same samples.
+
+    That is right for several views of a sample in one batch, and not for parts of a batch; nothing tells which. Of each
+    loss there are the calls behind it, from the last one to the first, and the samples of rows where these differ.
+    """
+    first: dict[Record, Tensor] = {}
+    for loss, (above, rows) in losses.items():
+        below = [r for r in above if r in rows and r.given and r.given[0][:1] == rows[r].shape]
+        if not below or loss.module in PARTED:
+            continue
+        samples, known = rows[below[-1]], first.setdefault(below[-1], rows[below[-1]])
+        if known is samples or bool(((samples >= 0) & (known >= 0)).any()):
+            continue
+        PARTED.add(loss.module)
+        warn(
+            explain(
+                f"'{loss.path}' sees other rows than a loss before, of the {len(samples)} that the model was given.",
+                "sample k of one loss counts as sample k of the other, as for two views of one sample, so that what "
+                "belongs to a sample is a sum over several rows.",
+                "if they are different samples, give all rows to one loss (to weight them: a loss module of your own), "
+                "or use one backward pass for each loss.",
+            )
+        )
+
+
 def is_told(root: Record, above: Iterable[Record]) -> bool:
     """Whether the root has a row for each row of what the model was given."""
     return {shapes[0][:1] for shapes in {record.given for record in above} if shapes} == {(root.batch_size,)}
@@ -85,7 +114,7 @@ def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) ->
     for record in above:
         if record in rows and not is_laid_out_as_given(record, rows[record].cpu(), n):
             return False
-        if record in rows and is_given_data(record):
+        if record in rows and is_given_data(record) and record.batch_size:
             found, count = rows[record].cpu(), record.batch_size
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count, device="cpu") // max(count // n, 1), torch.arange(count, device="cpu") % n]

@@ -39,7 +39,7 @@ def prove(
         after = known.get(record, before)
         if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
             return None
-        rows = torch.where(after < 0, before, after)
+        rows = after if now else torch.where(after < 0, before, after)  # what data had picked before is not picked now
         result.append(None if torch.equal(rows, in_order) else rows.to(record.output.device))
     return result
 

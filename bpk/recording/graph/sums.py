@@ -1,8 +1,8 @@
 """Sums along a residual stream, found in autograd's graph.
 
-Behind `x = x + f(x)` once for each block, what a block reads is a sum over all blocks in front of it. To follow each reader
-up to those blocks takes the square of their number. So a sum of which a sum is a term is a call, written down from its
-node during the backward pass: each reader, and each sum, is fed by the sum in front of it.
+Behind `x = x + f(x)` once for each block, what a block reads is a sum over all blocks in front of it. To follow each
+reader up to those blocks takes the square of their number. So a sum of which a sum is a term is a call, written down
+from its node during the backward pass: each reader, and each sum, is fed by the sum in front of it.
 """
 
 from __future__ import annotations
