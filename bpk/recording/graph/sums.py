@@ -7,6 +7,9 @@ from its node during the backward pass: each reader, and each sum, is fed by the
 
 from __future__ import annotations
 
+from functools import cache
+
+from torch import nn
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.binding import Binding
@@ -17,21 +20,21 @@ from bpk.recording.graph.ownership import LEFT, OWNER, give
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
-from bpk.rules.arithmetic import SumModule
 
 ADD = "AddBackward0"
 
 
-class SumFunction(SumModule, Plain):  # type: ignore[misc, valid-type]
-    """Stands for a call of `x + y`."""
+@cache
+def sum_function() -> nn.Module:
+    """What stands for the layer: one for all calls, because what is known of a graph's form is found by its modules."""
+    from bpk.rules.arithmetic import SumModule  # rules are read when one is looked for first
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._bpk_path = "torch.add"
+    class SumFunction(SumModule, Plain):  # type: ignore[misc, valid-type]
+        """Stands for a call of `x + y`."""
 
-
-SUM = SumFunction()
-"""One for all calls: what is known of a graph's form is found by its modules."""
+    module = SumFunction()
+    module.__dict__["_bpk_path"] = "torch.add"
+    return module
 
 
 def recover_sum(edge: Edge) -> Record | None:
@@ -45,8 +48,8 @@ def recover_sum(edge: Edge) -> Record | None:
     owned = engine.belongings(node)
     if owned.get(LEFT) or OWNER in owned:
         return None
-    out = engine.like_output(node)
-    record = Record(SUM, REGISTRY.find(SUM), Binding(SUM, (out, out)), (out, out), terms, {0: out}, {0: 0})
+    module, out = sum_function(), engine.like_output(node)
+    record = Record(module, REGISTRY.find(module), Binding(module, (out, out)), (out, out), terms, {0: out}, {0: 0})
     give(node, record)
     return record
 
