@@ -1,6 +1,6 @@
 """The bottleneck of a stretch: one tensor that is a linear function of all that feeds the stretch.
 
-A residual stream `x = t_1 + ... + t_k` that is normalised depends on `k` calls; its second derivative is that of a
+A sum `x = t_1 + ... + t_k` that is normalised depends on `k` calls; its second derivative is that of a
 function of `x` alone. It is found there, with the entries of one tensor in the place of those of `k`, and columns go
 on to the calls as gradients do.
 """

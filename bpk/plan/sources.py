@@ -164,7 +164,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source 
                     make_quiet(leaves[-1]._backward_hooks, inside=False)
     if not targets and not leaves:
         return None
-    for target, _ in targets.values():
+    for target, _ in targets.values() if leaves else ():
         extended.look_at(target.module)
     trained = tuple(leaf for leaf in leaves if leaf in extended)
     if (targets or trained) and any(each.name() == REENTRANT for each in seen):

@@ -110,19 +110,9 @@ def with_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def parameters_in(model: nn.Module) -> dict[int, nn.Parameter]:
-    """All parameters of a model, by `id`: what `model.parameters()` goes through, without its generators."""
-    found, seen, waiting = dict[int, nn.Parameter](), set[int](), [model]
-    while waiting:
-        module = waiting.pop()
-        seen.add(id(module))
-        for p in module._parameters.values():
-            if p is not None:
-                found[id(p)] = p
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                waiting.append(child)
-    return found
+def parameters_in(*models: nn.Module) -> dict[int, nn.Parameter]:
+    """All parameters of models, by `id`: what `model.parameters()` goes through, without its generators."""
+    return {id(p): p for part in with_parts(models) for p in part._parameters.values() if p is not None}
 
 
 class ExtendedParameters:
@@ -146,13 +136,13 @@ class ExtendedParameters:
         for module in self._modules:
             new = [whole for whole in wholes_of([module]) or () if id(whole) not in self._seen]
             self._seen.update(map(id, new))
-            self._near.update(id(p) for part in with_parts(new) for p in part._parameters.values())
+            self._near.update(parameters_in(*new))
         self._modules.clear()
         return id(param) in self._near
 
     @cached_property
-    def _by_id(self) -> dict[int, nn.Parameter | None]:
-        return {id(p): p for module in with_parts(CTX.all_modules()) for p in module._parameters.values()}
+    def _by_id(self) -> dict[int, nn.Parameter]:
+        return parameters_in(*CTX.all_modules())
 
     def __contains__(self, param: object) -> bool:
         return isinstance(param, nn.Parameter) and (self._is_near(param) or id(param) in self._by_id)
@@ -160,7 +150,7 @@ class ExtendedParameters:
     @property
     def params(self) -> list[nn.Parameter]:
         """These parameters."""
-        return [p for p in self._by_id.values() if p is not None]
+        return list(self._by_id.values())
 
 
 def holders(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]]:

@@ -69,7 +69,7 @@ def test_other_models_are_not_looked_at(
     assert all(hasattr(p, extension().savefield) for p in model.parameters())
 
 
-def stale(model: nn.Module) -> list[str]:
+def with_fields(model: nn.Module) -> list[str]:
     """Which parameters have a field."""
     return [name for name, p in model.named_parameters() if hasattr(p, "grad_batch")]
 
@@ -81,7 +81,7 @@ def test_a_layer_that_was_put_into_an_extended_model() -> None:
     model[0].requires_grad_(False)
     model[2] = bpk.extend(nn.Linear(4, 2))
     run(model, E.BatchGrad())
-    assert stale(model) == ["2.weight", "2.bias"]
+    assert with_fields(model) == ["2.weight", "2.bias"]
 
 
 @pytest.mark.parametrize("made", [bpk.extend, copied, from_a_file])
@@ -89,9 +89,9 @@ def test_a_part_that_is_called_by_itself(made: Callable[[nn.Module], nn.Module])
     """The fields of all the model are removed, as those of an earlier pass."""
     model = made(bpk.extend(nn.Sequential(mlp(), nn.Linear(2, 2))))
     run(model, E.BatchGrad())
-    assert len(stale(model)) == 6
+    assert len(with_fields(model)) == 6
     run(model[0], E.BatchGrad())
-    assert stale(model) == ["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias"]
+    assert with_fields(model) == ["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias"]
 
 
 def test_a_layer_that_has_moved_to_another_model() -> None:
@@ -102,7 +102,7 @@ def test_a_layer_that_has_moved_to_another_model() -> None:
     first[2] = nn.Identity()
     second[0].requires_grad_(False)
     run(second, E.BatchGrad())
-    assert stale(first) == ["0.weight", "0.bias"] and stale(second) == ["2.weight", "2.bias"]
+    assert with_fields(first) == ["0.weight", "0.bias"] and with_fields(second) == ["2.weight", "2.bias"]
 
 
 def test_a_backbone_that_many_models_share() -> None:
@@ -110,7 +110,7 @@ def test_a_backbone_that_many_models_share() -> None:
     models = [bpk.extend(nn.Sequential(backbone, nn.Linear(3, 2))) for _ in range(3)]
     for model in models:
         run(model, E.BatchGrad())
-    assert [stale(model)[2:] for model in models] == [[], [], ["1.weight", "1.bias"]]
+    assert [with_fields(model)[2:] for model in models] == [[], [], ["1.weight", "1.bias"]]
 
 
 @pytest.mark.parametrize("extension", [E.BatchGrad, E.KFAC, E.DiagHessian], ids=lambda e: e.__name__)

@@ -80,7 +80,7 @@ def recover_convolution(edge: Edge, extended: Container[Tensor]) -> Record | Non
         return None
     options = (engine.saved(node, name) for name in OPTIONS)
     module = convolution_layer(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))
-    out = x.detach().new_zeros(()).expand(engine.output_shapes(node)[0])  # no rule reads it
+    out = engine.like_output(node)  # no rule reads it
     record = Record(
         module, REGISTRY.find(module), Binding(module, (x,)), (x,), (given,), {0: out}, {0: 0}, params=params
     )

@@ -36,10 +36,13 @@ def owner_of(node: Node) -> Record | None:
     return record
 
 
-def can_be_written_down(node: Node, kept: str) -> bool:
-    """Whether nobody has recorded a node's call, or left it to autograd, and what it keeps under a name can be read."""
+def can_be_written_down(node: Node, kept: str = "") -> bool:
+    """Whether nobody has recorded a node's call, or left it to autograd, and what it keeps under a name can be read.
+
+    Without a name, nothing of what it keeps is needed.
+    """
     owned = engine.belongings(node)
-    return not owned.get(LEFT) and OWNER not in owned and not is_checkpointed(node, kept)
+    return not owned.get(LEFT) and OWNER not in owned and not (kept and is_checkpointed(node, kept))
 
 
 def leave_to_autograd(record: Record, node: Node) -> None:

@@ -16,7 +16,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
 from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ownership import LEFT, OWNER, give
+from bpk.recording.graph.ownership import can_be_written_down, give
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
@@ -40,13 +40,10 @@ def sum_function() -> nn.Module:
 def recover_sum(edge: Edge) -> Record | None:
     """The record of a sum of two tensors of one kind, one of them such a sum, from its node; `None` for all others."""
     node = edge[0]
-    if node is None or not is_sum(node):
+    if node is None or not is_sum(node) or not can_be_written_down(node):
         return None
     terms = tuple(map(beyond, node.next_functions))
     if not any(above is not None and is_sum(above) for above, _ in terms):
-        return None
-    owned = engine.belongings(node)
-    if owned.get(LEFT) or OWNER in owned:
         return None
     module, out = sum_function(), engine.like_output(node)
     record = Record(module, REGISTRY.find(module), Binding(module, (out, out)), (out, out), terms, {0: out}, {0: 0})
