@@ -53,7 +53,8 @@ class Data:
         """The same of what was computed from data, where shapes do not tell: a copy, or a function of its entries.
 
         They do not if another axis is as long, or if both axes of data are one axis. The values of a copy tell, else
-        the order of strides, which functions of entries hand on. `None`: neither does.
+        the order of strides, which functions of entries hand on, or that of the values in a row, which normalisations
+        and rising functions of entries keep. `None`: none of these does.
         """
         if self.axes is None or not x.dim():
             return None
@@ -70,7 +71,8 @@ class Data:
         if [other[:2] for other in given].count(data.shape[:2]) > 1:
             return None
         if x.dim() == data.dim() and all_of_it:
-            return moved(x, data)
+            found = moved(x, data)
+            return ranked(x, data) if found is None and n == m and x.shape == data.shape else found
         if n != m or shape[:2] != data.shape[:2]:
             return None
         return 1 if (x.stride(0) < x.stride(1)) != (data.stride(0) < data.stride(1)) else None
@@ -93,3 +95,12 @@ def moved(x: Tensor, data: Tensor) -> int | None:
     if ours == theirs or [x.shape[axis] for axis in ours] != [data.shape[axis] for axis in theirs]:
         return None
     return ours[theirs.index(0)]
+
+
+def ranked(x: Tensor, data: Tensor) -> int | None:
+    """Where the first axis of data is, if rows of a function of it rank their entries as those of data at one place."""
+    if data.dim() < 3 or data.is_complex() or x.is_complex():
+        return None
+    ours, theirs = (t.flatten(2).argsort(2) for t in (x, data))
+    rows, moved_rows = torch.equal(ours, theirs), torch.equal(ours, theirs.transpose(0, 1))
+    return None if rows == moved_rows else int(moved_rows)

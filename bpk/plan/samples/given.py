@@ -16,6 +16,9 @@ from bpk.recording.record import Record
 CAUTIONED: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told of a batch of one."""
 
+TOLD: WeakSet[nn.Module] = WeakSet()
+"""Losses whose user has been told that the axis of samples is a guess."""
+
 PARTED: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told that others see other rows."""
 
@@ -71,6 +74,29 @@ def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
             f"The model was given one row, and the {n} rows of '{root.path}' are taken for samples.",
             "functions merge axes in front of all layers, and nothing tells whether these are samples or parts of one.",
             "give the model at least two samples, or merge axes behind its first layer.",
+        )
+    )
+
+
+def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[Record, Tensor]) -> None:
+    """Tell the user once where samples and steps are as many, and nothing but a guess tells which rows are which.
+
+    Functions were in front of all layers, and the rows of the loss are not grouped as data are: either they were put in
+    another order behind the layers, or in front of them.
+    """
+    order = rows.get(root)
+    if order is None or root.module in TOLD or bool((order.diff() >= 0).all()):
+        return
+    seen = [record for record in above if axis_of_data(record) is not None and record.given[0][:2] == (n, n)]
+    if not seen or any(record.data_axis is not None for record in seen):
+        return
+    TOLD.add(root.module)
+    warn(
+        explain(
+            f"The model was given {n} rows of {n}, and which of the two are samples behind functions of them is a "
+            f"guess: along the first axis of the input of '{seen[-1].path}'.",
+            f"the rows of '{root.path}' are in another order, so that one of the two was transposed.",
+            "use a batch that is not as large as the second axis is long, or a layer in front of the functions.",
         )
     )
 

@@ -1,0 +1,74 @@
+"""Data with as many samples as steps, through functions in front of all layers: which of the two axes comes first?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk.extensions import BatchGrad
+
+N, ENTRIES, CLASSES = 4, 5, 3
+
+
+class Transposing(nn.Module):
+    """Steps come first behind `front`, and samples again behind `back`, where these are set."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], front: bool, back: bool) -> None:
+        super().__init__()
+        self.function, self.front, self.back = function, front, back
+        self.first, self.last = nn.Linear(ENTRIES, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.function(x.transpose(0, 1) if self.front else x)
+        out: Tensor = self.last(self.first(x).tanh())
+        return out.transpose(0, 1) if self.back else out
+
+
+def individual(model: Transposing, x: Tensor, y: Tensor) -> Tensor:
+    """The gradients of the first weight, of one sample after the other."""
+    out = model(x)
+    if model.front != model.back:
+        out, y = out.transpose(0, 1), y.reshape(N, N).transpose(0, 1).flatten()
+    losses = nn.functional.cross_entropy(out.flatten(0, 1), y, reduction="none").reshape(N, N).sum(1) / N**2
+    return torch.stack([torch.autograd.grad(loss, model.first.weight, retain_graph=True)[0] for loss in losses])
+
+
+def right(function: Callable[[Tensor], Tensor], front: bool, back: bool) -> bool:
+    """Whether individual gradients are those of plain autograd."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Transposing(function, front, back).double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(N, N, ENTRIES).double(), torch.randint(CLASSES, (N * N,))
+    out = model(x).flatten(0, 1)
+    with bpk.backpack(BatchGrad()):
+        loss_fn(out, y).backward()
+    expected, found = individual(model, x, y), model.first.weight.grad_batch
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+RANKS_KEPT = {
+    "normalised": lambda x: nn.functional.layer_norm(x, x.shape[-1:]),
+    "softmax": lambda x: x.softmax(-1).contiguous(),
+    "scaled": lambda x: nn.functional.normalize(x, dim=-1).contiguous(),
+}
+
+
+@pytest.mark.parametrize("front", [False, True])
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("function", RANKS_KEPT)
+def test_values_tell_which_axis_is_first(function: str, front: bool, back: bool) -> None:
+    """These functions keep the order of the values in a row, and no strides: they were taken for rows as given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert right(RANKS_KEPT[function], front, back)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_a_guess_is_told(front: bool) -> None:
+    """Squares tell nothing. That only one of these two can be right is why the user is told."""
+    with pytest.warns(UserWarning, match="given 4 rows of 4, and which of the two are samples"):
+        assert right(lambda x: x.contiguous() ** 2, front, back=True) != front
