@@ -8,12 +8,16 @@ from math import prod
 from torch import Tensor
 
 from bpk.jacobians.convolution.unfold import windows
+from bpk.jacobians.core.gemm import gram
 from bpk.jacobians.core.numeric import chunks, linear, wide
 
 LARGEST = 1 << 22
 """How many numbers lines of patches hold at most; a larger sample is looked at in strips, which is also faster."""
 
-ASSEMBLING = 230
+TRIANGLE = 0.62
+"""The time of a large symmetric product, as a part of that of one which is not (see `gemm.gram`)."""
+
+ASSEMBLING = 130
 """How many positions a product of two patch entries may sum for the time that putting it into its place takes more."""
 
 CALLS = 1 << 21
@@ -27,8 +31,9 @@ def shares_enough(
 ) -> bool:
     """Whether products that `patch_moment` does not form twice are worth putting its blocks together. Measured."""
     blocks = kernel[0] ** 2
-    formed = sum(len(_shared(kernel[0] - gap, stride[0], dilation[0])) for gap in range(kernel[0]))
-    return width**2 * (positions * (1 - formed / blocks) - ASSEMBLING) > CALLS * blocks
+    symmetric, *others = [len(_shared(kernel[0] - gap, stride[0], dilation[0])) for gap in range(kernel[0])]
+    formed = TRIANGLE * symmetric + sum(others)
+    return width**2 * (positions * (TRIANGLE - formed / blocks) - ASSEMBLING) > CALLS * blocks
 
 
 def patch_moment(
@@ -110,7 +115,7 @@ def _add_shared(
         at = slice(remainder + begin * stride, remainder + (end - 1) * stride + 1, stride)
         left = lines[:, at].flatten(1)
         if gap == 0:
-            return linear(left, left)
+            return gram(left)
         shift = gap * dilation
         return linear(left, lines[:, at.start + shift : at.stop + shift : stride].flatten(1))
 

@@ -7,18 +7,24 @@ samples at a time and stay in the processor's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import CACHE, chunks, linear, products, wide
+from bpk.jacobians.core.numeric import CACHE, chunks, is_differentiated, linear, products, slices, takes_onednn, wide
 
 Patches = Callable[[slice], Tensor]
 Empty = Callable[[Sequence[int], Tensor], Tensor]
 
 SMALL = 1 << 19
 """From how many multiplications on a column has products of its own: fewer take less time than a call."""
+
+PART, MOST_PARTS = 64, 6
+"""The least number of rows, and the largest number of parts, in which a triangle of a symmetric product is computed."""
+
+LONG, LARGE_PRODUCT = 256, 1 << 25
+"""From how many multiplications on, for each entry and in all, this saves more than mirroring takes."""
 
 
 def fresh(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -58,34 +64,67 @@ def outer_products(x: Tensor, m: Tensor, room: Callable[[Sequence[int], Tensor],
 
 def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Tensor, average: bool) -> Tensor:
     """`sum_n sum_t a a^T`, averaged over groups: `[I, I]`; positions are averaged first where `average`."""
-    total: Tensor | None = None
-    for part in chunks(n, g * width * t // 8, like.device):
-        a = wide(patches(part))
-        if average:
-            a = a.mean(-1, keepdim=True)
-        total = gram(a.permute(2, 0, 1, 3).flatten(1), total)
-    if total is None:
-        return like.new_zeros(width, width)
+
+    def matrices() -> Iterator[Tensor]:
+        for part in chunks(n, g * width * t // 8, like.device):
+            a = wide(patches(part))
+            if average:
+                a = a.mean(-1, keepdim=True)
+            yield a.permute(2, 0, 1, 3).flatten(1)
+
+    total = sum_of_grams(matrices(), width, like)
     return (total / g if g > 1 else total).to(like.dtype)
 
 
-def gram(x: Tensor, total: Tensor | None = None, spare: Tensor | None = None) -> Tensor:
-    """`x x^T`, added to `total`; a large one some rows at a time: products stay in cache until they are added.
-
-    A new one may be in `spare` memory: to touch other memory can take longer than the product.
-    """
-    rows = x.shape[0]
-    step = 4 * CACHE // max(1, rows) if x.device.type == "cpu" and not torch.is_grad_enabled() else rows
+def gram(x: Tensor, spare: Tensor | None = None) -> Tensor:
+    """`x x^T` `[I, I]` of a matrix `[I, K]`, maybe in `spare` memory: other memory can take longer than the product."""
+    if triangle_pays(x):
+        return sum_of_grams((x,), len(x), x, spare)
+    rows = len(x)
+    step = rows if is_differentiated() or x.device.type != "cpu" else 4 * CACHE // max(1, rows)
     if rows <= step:
-        if total is None and spare is not None:
-            return torch.mm(x, x.T, out=spare)
-        product = linear(x, x)
-        return product if total is None else total + product
-    if total is None:
-        into = x.new_empty(rows, rows) if spare is None else spare
-    else:
-        into = total
-    for some, goal in zip(x.split(max(1, step)), into.split(max(1, step)), strict=True):
-        product = linear(some, x)
-        goal.copy_(product) if total is None else goal.add_(product)
+        return linear(x, x) if spare is None else torch.mm(x, x.T, out=spare)
+    into = x.new_empty(rows, rows) if spare is None else spare
+    for some in slices(rows, max(1, step)):  # products stay in cache until they are where they belong
+        into[some] = linear(x[some], x)
     return into
+
+
+def sum_of_grams(matrices: Iterable[Tensor], rows: int, like: Tensor, spare: Tensor | None = None) -> Tensor:
+    """`sum x x^T` `[I, I]` of matrices `[I, K]`: of large ones one triangle, which is mirrored then."""
+    total: Tensor | None = None
+    parts = list[slice]()
+    for x in matrices:
+        if not triangle_pays(x):
+            product = linear(x, x)
+            total = product if total is None else total + product
+            continue
+        is_new = total is None
+        if total is None:
+            total = x.new_empty(rows, rows) if spare is None else spare
+        parts = list(slices(rows, -(-rows // min(rows // PART, MOST_PARTS))))
+        for some in parts:
+            add_product(total[some, : some.stop], x[some], x[: some.stop], is_new)
+    if total is None:
+        return wide(like.new_zeros(rows, rows))
+    for some in parts[1:]:
+        total[: some.start, some] = total[some, : some.start].T
+    return total
+
+
+def triangle_pays(x: Tensor) -> bool:
+    """Whether it takes less time to compute one triangle of `x x^T`, and mirror it, than the whole."""
+    rows, length = x.shape
+    large = length >= LONG and rows >= 2 * PART and rows * rows * length >= LARGE_PRODUCT
+    return large and x.device.type == "cpu" and not is_differentiated()
+
+
+def add_product(goal: Tensor, x: Tensor, y: Tensor, is_new: bool) -> None:
+    """Add `x y^T` to what is there, or overwrite it where it `is_new`."""
+    if takes_onednn(x, y):
+        product = linear(x, y)
+        goal.copy_(product) if is_new else goal.add_(product)
+    elif is_new:
+        torch.mm(x, y.T, out=goal)
+    else:
+        goal.addmm_(x, y.T)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.gemm import gram
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.rows_through import RowsThrough
 
@@ -52,7 +53,7 @@ class Kronecker(ABC):
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """The factor `G` from columns `[V, N, *out]`. Default: the parameter's whole GGN block `[P, P]`."""
         rows = self.kron_rows(call, mat, param, approximation).flatten(0, -2)
-        return rows.T @ rows
+        return gram(rows.T)
 
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """Rows `[..., P]` whose Gram matrix is the factor `G`. Default: `[V, N, P]`, the parameter's columns."""

@@ -188,7 +188,7 @@ class Affine(LinearInEach):
     def moment(self, call: Call, average: bool) -> Tensor:
         """`sum_n sum_t a a^T` `[I, I]`, mean over groups; of the mean over positions where `average`."""
         if (x := self.vectors(call)) is not None:
-            return gemm.gram(wide(x).T, spare=call.take(x.shape[1], wide(x))).to(x.dtype)
+            return gemm.gram(wide(x).T, call.take(x.shape[1], wide(x))).to(x.dtype)
         groups, _, width = self._matrix_shape(call)
         n, t = call.batch_size, self.positions(call)
         return gemm.second_moment(partial(self.patches, call), n, groups, width, t, call.inputs[0], average)
@@ -202,7 +202,7 @@ class Affine(LinearInEach):
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         def compute() -> Tensor:
             rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
-            return gemm.gram(rows.T, spare=call.take(rows.shape[1], rows)).to(mat.dtype)
+            return gemm.gram(rows.T, call.take(rows.shape[1], rows)).to(mat.dtype)
 
         alike = type(self).kron_rows is Affine.kron_rows  # that of the weight is that of the bias
         return call.matrix_of(mat, approximation == "expand" and param == "weight", compute) if alike else compute()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.gemm import gram
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import Residual
@@ -164,7 +165,7 @@ class Recurrent(RecurrentColumns):
             return None
         t, n = values.shape[:2]
         rows = values.mean(0) if approximation == "reduce" else values.flatten(0, 1)
-        return (rows.T @ rows / (n * t if approximation == "expand" else n)).to(call.output.dtype)
+        return (gram(rows.T) / (n * t if approximation == "expand" else n)).to(call.output.dtype)
 
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """Rows whose Gram matrix is `G`: gradients summed over time, or one row for each step ("expand")."""
