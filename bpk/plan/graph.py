@@ -22,7 +22,7 @@ from bpk.recording.graph.attention_kernels import SavedInside
 from bpk.recording.graph.identity import words
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ports import Port
-from bpk.recording.graph.side_effects import beyond, quieten_inside
+from bpk.recording.graph.side_effects import quieten_inside
 from bpk.recording.record import Record
 
 REARRANGING = frozenset(
@@ -30,8 +30,6 @@ REARRANGING = frozenset(
     for name in words("Alias Clone Permute ReshapeAlias Squeeze T Transpose UnsafeView Unsqueeze View")
 ) | {"SqueezeBackward1", "KeepBackward"}
 """Nodes that only rearrange entries."""
-MOST_TERMS = 32
-"""Of a sum that is followed term by term."""
 VIEWS = REARRANGING | {f"{name}Backward0" for name in ("Expand", "Repeat", "Select", "Slice")}
 """Nodes that hand on values unchanged, maybe some of them, or repeatedly."""
 
@@ -66,27 +64,6 @@ class Source:
         """Whether all of them are linear, so that there is no second derivative (almost everywhere)."""
         return all(is_linear(node) for node in self.nodes if node.name() != engine.ACCUMULATE)
 
-    @cached_property
-    def terms(self) -> list[int] | None:
-        """How often each target is a term of a stretch that only adds tensors of one kind (`None`: it does more)."""
-        assert self.stretch is not None
-        places = {edge: k for k, (_, edge) in enumerate(self.targets)}
-        counts, waiting, kind = [0] * len(places), [self.stretch], engine.kind_of_output(*self.stretch)
-        for _ in range(MOST_TERMS):
-            if not waiting:
-                return counts
-            edge = waiting.pop()
-            node = edge[0]
-            if edge in places:
-                if engine.kind_of_output(*edge) != kind:
-                    return None
-                counts[places[edge]] += 1
-            elif node is not None and node.name() != engine.ACCUMULATE:
-                if node.name() != "AddBackward0" or engine.saved(node, "alpha") != 1:
-                    return None
-                waiting += map(beyond, node.next_functions)
-        return None
-
     def pull(self, mat: Tensor) -> dict[int, Tensor]:
         """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch, by number of the target."""
         mat = self.entrance.to_graph(mat)
@@ -94,9 +71,6 @@ class Source:
             return {k: port.to_rule(mat) for k, port in enumerate(self.exits)}
         if not self.targets:
             return {}
-        if self.terms is not None:
-            each = [mat if count == 1 else mat * count for count in self.terms]
-            return {k: port.to_rule(x) for k, (port, x) in enumerate(zip(self.exits, each, strict=True))}
         found = pull_columns([gradient_edge(self.stretch)], self.target_edges(), (mat,))
         return {k: port.to_rule(g) for k, (port, g) in enumerate(zip(self.exits, found, strict=True)) if g is not None}
 

@@ -166,14 +166,14 @@ def test_some_samples() -> None:
         torch.testing.assert_close(p.diag_h_batch, expected[name][[2, 0]], msg=name)
 
 
-def ways(monkeypatch: pytest.MonkeyPatch, forward: Forward) -> list[tuple[bool, bool, int]]:
-    """Of each curved stretch: has it a bottleneck, are rows taken one by one, and how many columns are there?"""
+def ways(monkeypatch: pytest.MonkeyPatch, forward: Forward) -> list[tuple[bool, int]]:
+    """Of each curved stretch: are rows taken one by one, and how many columns are there?"""
     seen = []
     columns = CurvedStretch.columns
 
     def noted(self: CurvedStretch, considered: Callable[[Tensor, int], Tensor]) -> object:
         found = columns(self, considered)
-        seen.append((self.bottleneck is not None, self.rows is not None, sum(lazy.count for lazy in found)))
+        seen.append((self.rows is not None, sum(lazy.count for lazy in found)))
         return found
 
     monkeypatch.setattr(CurvedStretch, "columns", noted)
@@ -183,25 +183,20 @@ def ways(monkeypatch: pytest.MonkeyPatch, forward: Forward) -> list[tuple[bool, 
     return seen
 
 
-def test_a_stream_is_curved_at_its_neck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more columns than the stream has entries, however many calls feed it.
-
-    The second sum is a call, from which one norm is fed alone; the first is found between two calls and the other norm.
-    """
-    seen = ways(monkeypatch, stream)
-    assert [(bottleneck, count) for bottleneck, _, count in seen] == [(False, 16), (False, 16), (True, 16), (False, 16)]
-    assert not any(bottleneck for bottleneck, _, _ in ways(monkeypatch, side_entry)[:1])
+def test_a_stream_is_curved_in_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more columns than the stream has entries, however many calls feed it."""
+    assert [count for _, count in ways(monkeypatch, stream)] == [16, 16, 16, 16]
 
 
 def test_rows_are_taken_one_by_one_where_nothing_couples_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(by_row for _, by_row, _ in ways(monkeypatch, windows))
-    assert not any(by_row for _, by_row, _ in ways(monkeypatch, neighbours))
+    assert all(by_row for by_row, _ in ways(monkeypatch, windows))
+    assert not any(by_row for by_row, _ in ways(monkeypatch, neighbours))
 
 
 def test_rows_at_the_end_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What depends on samples falls into those of samples, whatever becomes of it: no dense matrix of each."""
     monkeypatch.setattr(StretchResidual, "by_sample", lambda *args, **options: pytest.fail("dense"))
-    assert [by_row for _, by_row, _ in ways(monkeypatch, before_windows)] == [False]
+    assert [by_row for by_row, _ in ways(monkeypatch, before_windows)] == [False]
 
 
 def test_of_several_losses() -> None:

@@ -1,8 +1,9 @@
-"""Sums along a residual stream, found in autograd's graph.
+"""Sums of two tensors of one kind, found in autograd's graph: where residual branches meet.
 
 Behind `x = x + f(x)` once for each block, what a block reads is a sum over all blocks in front of it. To follow each
-reader up to those blocks takes the square of their number. So a sum of which a sum is a term is a call, written down
-from its node during the backward pass: each reader, and each sum, is fed by the sum in front of it.
+reader up to those blocks takes the square of their number. So a sum is a call, written down from its node during the
+backward pass: each reader, and each sum, is fed by the sum in front of it, and what is curved behind is curved in the
+sum alone.
 """
 
 from __future__ import annotations
@@ -38,13 +39,11 @@ def sum_function() -> nn.Module:
 
 
 def recover_sum(edge: Edge) -> Record | None:
-    """The record of a sum of two tensors of one kind, one of them such a sum, from its node; `None` for all others."""
+    """The record of a sum of two tensors of one kind, from its node; `None` for all others."""
     node = edge[0]
     if node is None or not is_sum(node) or not can_be_written_down(node):
         return None
     terms = tuple(map(beyond, node.next_functions))
-    if not any(above is not None and is_sum(above) for above, _ in terms):
-        return None
     module, out = sum_function(), engine.like_output(node)
     record = Record(module, REGISTRY.find(module), Binding(module, (out, out)), (out, out), terms, {0: out}, {0: 0})
     give(node, record)
@@ -52,8 +51,11 @@ def recover_sum(edge: Edge) -> Record | None:
 
 
 def is_sum(node: Node) -> bool:
-    """Whether a node adds two tensors that are like its result."""
+    """Whether a node adds two tensors that are like its result, of which none is a parameter."""
     if node.name() != ADD or engine.saved(node, "alpha") != 1:
         return False
     kind = engine.kind_of_output(node, 0)
-    return all(above is not None and engine.kind_of_output(above, nr) == kind for above, nr in node.next_functions)
+    for above, nr in node.next_functions:
+        if above is None or above.name() == engine.ACCUMULATE or engine.kind_of_output(above, nr) != kind:
+            return False
+    return True

@@ -1,21 +1,18 @@
 """The second derivative of a stretch of plain autograd, seen where it is smallest.
 
 - Parameters that nothing further up uses need no columns, only a diagonal of their own.
-- Where several calls feed the stretch through a `Bottleneck`, columns are those of a function of the bottleneck.
 - Where samples have several rows, rows that nothing couples are taken one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
-from bpk.plan.bottleneck import Bottleneck, bottleneck_of
-from bpk.plan.graph import Source
 from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import StretchCall
@@ -32,7 +29,6 @@ class CurvedStretch:
         self.step, self.call = step, step.call
         shared = tuple(step.params[name] for name in step.reused)
         self.source = replace(self.call.source, trained=shared)
-        self.bottleneck: Bottleneck | None = None
         self.rows: Tensor | None = None
         """Whose the rows of the inputs are, where columns are found row by row."""
         self.starts_at_samples = False
@@ -42,35 +38,27 @@ class CurvedStretch:
             self.residual = self.smallest()
 
     def smallest(self) -> StretchResidual:
-        """The residual at the bottleneck, and row by row, where that is right."""
-        bottleneck = None if self.call.merged else bottleneck_of(self.source)
-        if bottleneck is not None and bottleneck.keeps_rows(self.call.inputs[0]):
-            self.bottleneck = bottleneck
-        at_start = self.source if self.bottleneck is None else self.bottleneck.after
+        """The residual of all rows, or row by row, where that is right."""
         rows = None if self.call.merged else self.call.rows_by_sample()
-        if rows is not None and not at_start.trained and all(some is None for some in self.call.rows_of_inputs):
+        if rows is not None and not self.source.trained and all(some is None for some in self.call.rows_of_inputs):
             self.starts_at_samples = True
         elif rows is not None:
-            if not self.may_go_by_row(at_start):
-                at_end, *of_inputs = rows
-                if self.bottleneck is None or not all(alike(of_inputs[0], other) for other in of_inputs[1:]):
-                    self.bottleneck = None
-                    return StretchResidual(self.source, self.step.grad, rows)
-                return StretchResidual(at_start, self.step.grad, [at_end, of_inputs[0]])
+            if not self.may_go_by_row():
+                return StretchResidual(self.source, self.step.grad, rows)
             self.rows = self.call.rows_of_all_inputs
-        return StretchResidual(at_start, self.step.grad, merged=self.call.merged)
+        return StretchResidual(self.source, self.step.grad, merged=self.call.merged)
 
-    def may_go_by_row(self, source: Source) -> bool:
+    def may_go_by_row(self) -> bool:
         """Whether rows, of which samples have several, may be taken for samples: nothing couples them."""
         rows, at_end = self.call.rows_of_all_inputs, self.call.samples_of_rows
-        if rows is None or (source.trained and (at_end is None or not torch.equal(rows, at_end))):
+        if rows is None or (self.source.trained and (at_end is None or not torch.equal(rows, at_end))):
             return False
-        return StretchResidual(source, self.step.grad).couples_no_rows
+        return StretchResidual(self.source, self.step.grad).couples_no_rows
 
     # ---- columns ------------------------------------------------------------------------------------
     def diagonal(self) -> Tensor | None:
         """The residual `[N, *in]`, if it is a diagonal one in a single input."""
-        if self.residual is None or self.bottleneck is not None or self.rows is not None:
+        if self.residual is None or self.rows is not None:
             return None
         return self.residual.diagonal()
 
@@ -81,10 +69,8 @@ class CurvedStretch:
 
         def named(chunk: Chunk) -> Chunk:
             mats, signs = chunk
-            each = [*mats.values()]
-            if self.bottleneck is not None:
-                each = [*self.bottleneck.lead(each[0]), *each[1:]]
-            each = [mat.to(kind) for mat, kind in zip(each, kinds, strict=True)]  # scores may be in another precision
+            # attention's scores may be in another precision than what they are made of
+            each = [mat.to(kind) for mat, kind in zip(mats.values(), kinds, strict=True)]
             parts = {name: considered(mat, 1) for name, mat in zip(names, each, strict=True)}
             return parts, None if signs is None else considered(signs, 1)
 
@@ -111,8 +97,3 @@ class CurvedStretch:
         rows = curvature.diagonal(by_row=True)
         of = self.step.samples_of_rows
         return rows if of is None else to_samples(rows[None], of, self.step.batch_size)[0]
-
-
-def alike(rows: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether samples have the same rows in two tensors."""
-    return all(map(torch.equal, rows, others))
