@@ -41,7 +41,6 @@ class Sources(dict[Record, dict[int, Source]]):
 
     def __missing__(self, record: Record) -> dict[int, Source]:
         found: dict[int, Source] = {}
-        self.extended.look_at(record.module)
         for index in range(len(record.edges)):
             source = trace(record, index, self.extended)
             if source is not None:
@@ -132,6 +131,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source 
     direct = owner(edge)
     given: Shapes = ()
     if direct is None:
+        extended.look_at(consumer.module)
         given = engine.belongings(node).get(GIVEN) or (() if consumer.is_loss else consumer.given)
         direct = recovered(edge, extended, None, given)
     if direct is not None:

@@ -88,13 +88,15 @@ def wholes_of(modules: Iterable[nn.Module]) -> list[nn.Module] | None:
     """
     found = dict[int, nn.Module]()
     for module in modules:
-        if MARK not in module.__dict__:
-            continue
-        known = [ref() for ref in module.__dict__[MARK].wholes]
-        extended = [whole for whole in known if whole is not None and MARK in whole.__dict__]
-        if not extended:
+        known: Mark | None = module.__dict__.get(MARK)
+        is_inside = known is None
+        for ref in known.wholes if known is not None else ():
+            whole = ref()
+            if whole is not None and MARK in whole.__dict__:
+                found[id(whole)] = whole
+                is_inside = True
+        if not is_inside:
             return None
-        found.update({id(whole): whole for whole in extended})
     return list(found.values())
 
 
