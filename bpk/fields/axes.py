@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.statistics import Uses
+from bpk.jacobians.core.gemm import gram
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer, pieces
 
@@ -31,7 +32,7 @@ def axis_moments(uses: Uses, most: int) -> list[Tensor]:
 def moment(rows: Tensor, axis: int, only_diagonal: bool) -> Tensor:
     """Of rows `[B, *p]`."""
     unfolded = rows.movedim(1 + axis, 0).flatten(1)
-    return unfolded.square().sum(1) if only_diagonal else unfolded @ unfolded.T
+    return unfolded.square().sum(1) if only_diagonal else gram(unfolded)
 
 
 def as_matrix(uses: Uses, whole: bool) -> tuple[Outer, bool] | None:

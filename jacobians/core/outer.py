@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core import gemm
 from bpk.jacobians.core.numeric import is_differentiated, linear, products, wide
 
 ROOM = 1 << 22
@@ -158,7 +159,8 @@ def _by_rows(blocks: Sequence[Outer], left: slice, right: slice, g: int, total: 
         ours = rows_of(blocks, left, g, part).flatten(2)
         theirs = ours if left == right else rows_of(blocks, right, g, part).flatten(2)
         if q == v:
-            total[0] += linear(ours.flatten(0, 1), theirs.flatten(0, 1)).view(n, v, m, v).permute(1, 0, 3, 2)
+            x, y = ours.flatten(0, 1), theirs.flatten(0, 1)
+            total[0] += (gemm.gram(x) if left == right else linear(x, y)).view(n, v, m, v).permute(1, 0, 3, 2)
         else:
             total[:, 0, :, 0] += ours.transpose(0, 1) @ theirs.permute(1, 2, 0)
         del ours, theirs  # before the next ones are there
