@@ -97,8 +97,7 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
         do = ADD_AXIS if reason.rstrip(".").endswith("no batch axis") else do
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
     if call is not None and isinstance(rule, Loss) and extension.sweep().needs_root:
-        reason = rule.no_root(call)
-        if reason is not None:
+        if (reason := rule.no_root(call)) is not None:
             return Support(Kind.REFUSED, f"{reason}.", USE_HESSIAN)
     kind = Kind.GENERIC if isinstance(rule, Autodiff) and not isinstance(rule, Loss) else Kind.SUPPORTED
     return Support(kind) if mixing is None else Support(kind, mixing.rstrip(".") + ".", CHAIN_RULE)
@@ -110,6 +109,8 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     `feeds` says whether anything upstream waits for what travels through a call.
     """
     rule = record.rule
+    if record.is_function and not extension.works_by_rules:  # columns pass it by its rule
+        return
     if record.is_loss and extension.second_order and record.output.dim() > 0:
         raise ValueError(
             explain(

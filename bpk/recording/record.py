@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
@@ -105,6 +106,11 @@ class Record(Connected):
     def trained(self) -> dict[str, Tensor]:
         """The parameters of the call that get fields, by name: not those that were frozen when it was made."""
         return {n: p for n, p in self.params.items() if p.requires_grad and p.is_leaf and n not in self.frozen}
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it stands for a function without parameters, which was found in autograd's graph."""
+        return isinstance(self.module, Plain) and not self.params
 
     @property
     def path(self) -> str:

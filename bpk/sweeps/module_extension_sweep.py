@@ -16,7 +16,7 @@ from bpk.sweeps.sweep import Player, module_extension_refused
 class ModuleExtensionSweep(Player):
     """A quantity that module extensions hand from layer to layer; nothing but its shares of branches is known.
 
-    What is one tensor `[V, N, *x]` also passes plain autograd between two layers.
+    What is one tensor `[V, N, *x]` also passes functions without parameters between two layers.
     """
 
     @property
@@ -27,8 +27,8 @@ class ModuleExtensionSweep(Player):
         self.waiting: dict[Step, Any] = {}
 
     def visit(self, step: Step) -> None:
-        if step.rule is STRETCH:
-            self.pass_stretch(step, self.waiting.pop(step, None))
+        if step.rule is STRETCH or step.record.is_function:
+            self.pass_functions(step, self.waiting.pop(step, None))
             return
         if self.module_extensions is None or not self.module_extensions.serves(step):
             raise module_extension_refused(step.where)
@@ -37,14 +37,19 @@ class ModuleExtensionSweep(Player):
         for index, link in step.links.items():
             self.send(link, sent[index] if isinstance(sent, (list, tuple)) else sent)
 
-    def pass_stretch(self, step: Step, share: Any) -> None:
-        """Only columns pass plain autograd."""
+    def pass_functions(self, step: Step, share: Any) -> None:
+        """Only columns pass functions."""
         if share is None:
             return
         if step.params or not isinstance(share, Tensor):
             raise no_way(step)
-        assert isinstance(step.rule, PlainAutograd)
-        for index, part in step.rule.jac_t_mat_prods(step.view(self.samples), share).items():
+        step.reached = True
+        view, rule = step.view(self.samples), step.rule_at(self.samples)
+        if isinstance(rule, PlainAutograd):
+            sent = rule.jac_t_mat_prods(view, share)
+        else:
+            sent = {index: rule.jac_t_mat_prod(view, share, index) for index in step.links}
+        for index, part in sent.items():
             self.send(step.links[index], part)
 
     def send(self, link: Link, share: Any) -> None:

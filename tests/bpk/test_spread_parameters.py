@@ -36,7 +36,7 @@ class Spreads(nn.Module):
 
 def far(x: Tensor) -> Tensor:
     """Every row, and a share of the one that is 16 rows away."""
-    return x + 0.5 * x.roll(16, 0)
+    return x - 0.5 * x.roll(16, 0)
 
 
 SIDE_BY_SIDE = {
@@ -55,8 +55,8 @@ SIDE_BY_SIDE = {
     "both of a normalisation": (lambda x, p: F.layer_norm(x.mT, (T,), p.exp(), p).mT, (T,)),
     "one more": (lambda x, p: x.tanh() * (1 + p), (D,)),
     "channels": (lambda x, p: (x.mT.square() * p[:, None]).mT, (D,)),
-    "in parts": (lambda x, p: x * p.chunk(2)[0] + x.sin() * p.chunk(2)[1].exp(), (2 * D,)),
-    "a function of a function": (lambda x, p: x * (1 + p) + x.sin() * (1 + p).square(), (D,)),
+    "in parts": (lambda x, p: x * p.chunk(2)[0] - x.sin() * p.chunk(2)[1].exp(), (2 * D,)),
+    "a function of a function": (lambda x, p: x * (1 + p) - x.sin() * (1 + p).square(), (D,)),
 }
 OF_A_NORMALISATION = ("weight of a normalisation", "bias of a normalisation")
 BY_AUTOGRAD = (
@@ -77,10 +77,10 @@ BY_AUTOGRAD = (
 """Where autograd brings them itself: rows stay along axis 0 all the way."""
 ROW_BY_ROW = {
     "backwards": (lambda x, p: (x + p).flip(0), (T, D)),
-    "one row further": (lambda x, p: x + p + (x + p).roll(1, 0), (T, D)),
+    "one row further": (lambda x, p: x + p - (x + p).roll(1, 0), (T, D)),
     "16 rows further": (lambda x, p: far(x * p), (D,)),
     "quotient": (lambda x, p: x / p, (D,)),
-    "product with a scaled row": (lambda x, p: x * p + (x * p).roll(1, 0) * p, (D,)),
+    "product with a scaled row": (lambda x, p: x * p - (x * p).roll(1, 0) * p, (D,)),
     "mean": (lambda x, p: (x + p) - (x * p).mean(0), (D,)),
     "its own batch axis": (lambda x, p: x + p, (N, 1, D)),
     "half of the rows": (lambda x, p: torch.cat([x[: N // 2] + p, x[N // 2 :]]), (D,)),
