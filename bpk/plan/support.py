@@ -97,7 +97,8 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
         do = ADD_AXIS if reason.rstrip(".").endswith("no batch axis") else do
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
     if call is not None and isinstance(rule, Loss) and extension.sweep().needs_root:
-        if (reason := rule.no_root(call)) is not None:
+        reason = rule.no_root(call)
+        if reason is not None:
             return Support(Kind.REFUSED, f"{reason}.", USE_HESSIAN)
     kind = Kind.GENERIC if isinstance(rule, Autodiff) and not isinstance(rule, Loss) else Kind.SUPPORTED
     return Support(kind) if mixing is None else Support(kind, mixing.rstrip(".") + ".", CHAIN_RULE)
