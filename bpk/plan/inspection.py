@@ -183,6 +183,8 @@ class Inspection:
         self.required.add(record)
         rule = record.rule
         for extension in self.only_module_extensions if self.is_served(record) else self.extensions:
+            if record.is_function and not extension.works_by_rules:
+                continue  # columns pass it by its rule
             if rule is PASSAGE or not self.with_module_extensions or extension.module_extension(record.module) is None:
                 require_support(extension, record, self.sources.feed)
 

@@ -110,8 +110,6 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     `feeds` says whether anything upstream waits for what travels through a call.
     """
     rule = record.rule
-    if record.is_function and not extension.works_by_rules:  # columns pass it by its rule
-        return
     if record.is_loss and extension.second_order and record.output.dim() > 0:
         raise ValueError(
             explain(
