@@ -123,6 +123,8 @@ def first_that_holds(
 def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[Record, Tensor]] | None:
     """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.
 
+    Samples last are no better than samples in front where these agree but for tables.
+
     Raises:
         NotInFront: If it does but for layers that read tables, whose rows feed all samples (those of positions), or
             that have samples inside of their rows.
@@ -135,7 +137,7 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
         for numbers in numberings(root.batch_size, n, in_front):
             try:
                 rows = test(numbers, n, movable, only_by_form=only_by_form)
-                if rows_in_order(above, rows, n):
+                if rows_in_order(above, rows, n) and (in_front or not tables):
                     return n, rows
             except UnsupportedLayer:
                 pass

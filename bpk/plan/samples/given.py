@@ -135,12 +135,16 @@ def is_told(root: Record, above: Iterable[Record]) -> bool:
 def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> bool:
     """Whether calls that are given data have the samples in order, in rows or groups of rows, or some or one of them.
 
-    As many rows as are behind the first axis of what the model was given are those of one index along that axis.
+    As many rows as are behind the first axis of what the model was given are those of one index along that axis. Rows
+    that were picked from data (tokens sent to an expert) are those of any samples.
     """
+    told = any(is_of_data(record) and not record.reads_piece for record in above)
     for record in above:
-        if record in rows and not is_laid_out_as_given(record, rows[record].cpu(), n):
+        if record not in rows or may_be_picked(record, told):
+            continue
+        if not is_laid_out_as_given(record, rows[record].cpu(), n, told):
             return False
-        if record in rows and is_given_data(record) and record.batch_size:
+        if is_given_data(record) and record.batch_size:
             found, count = rows[record].cpu(), record.batch_size
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count, device="cpu") // max(count // n, 1), torch.arange(count, device="cpu") % n]
@@ -153,18 +157,32 @@ def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) ->
     return True
 
 
-def is_laid_out_as_given(record: Record, found: Tensor, n: int) -> bool:
+def may_be_picked(record: Record, told: bool) -> bool:
+    """Whether a call that is given data may see some rows of it, in any order: they are in a memory of their own.
+
+    It has no axis behind its rows then. As many rows as the first two axes of data have are these, unless it is `told`
+    where samples are: by another call, which reads all of the data.
+    """
+    if not is_given_data(record) or is_of_data(record):
+        return False
+    if free_axes(record) != ():
+        return False
+    return told or not is_as_large_as_given(record)
+
+
+def is_laid_out_as_given(record: Record, found: Tensor, n: int, told: bool) -> bool:
     """Whether a call that sees the first axes of what the model was given, maybe as one, has samples along the first.
 
     It need not be given data itself: a parameter may have been added to it. Of another tensor that the model was given
-    (nodes beside the matrix of a graph) the rows are no groups of samples, either.
+    (nodes beside the matrix of a graph) the rows are no groups of samples, either. Where it is `told` where samples
+    are, as many rows as both axes have may be any (those that experts have room for).
     """
     if len(found) == n or not record.inputs:
         return True
     seen, last, first = record.inputs[0].shape, max(1, record.shifted) + 1, record.given[0] if record.given else ()
     if any(len(given) > 1 and seen[:last] == given[:last] for given in record.given):
         return False
-    if record.shifted or len(first) < 2 or len(found) != first[0] * first[1]:
+    if told or record.shifted or len(first) < 2 or len(found) != first[0] * first[1]:
         return True
     number = torch.arange(len(found), device="cpu")
     return any(bool(((found < 0) | (found == order)).all()) for order in (number // first[1], number % n))
@@ -179,12 +197,13 @@ def is_as_large_as_given(record: Record) -> bool:
 def axis_of_data(record: Record) -> int | None:
     """Along which axis a call has the samples of data, as far as that can be seen where shapes do not tell.
 
-    What functions of data have made is taken to be laid out as data is, where nothing says otherwise.
+    What functions of data have made is taken to be laid out as data is, where nothing says otherwise. Not so rows with
+    no axis behind that are as long: they may have been picked.
     """
     if record.knows_batch or not record.given or not is_given_data(record):
         return None
     alike = len(record.given[0]) > 1 and record.inputs[0].shape[:2] == record.given[0][:2]
-    return 0 if record.data_axis is None and alike else record.data_axis
+    return 0 if record.data_axis is None and alike and free_axes(record) != () else record.data_axis
 
 
 def follows_data(record: Record, rows: Tensor, known: Tensor, n: int) -> bool:
@@ -212,6 +231,13 @@ def follows_data(record: Record, rows: Tensor, known: Tensor, n: int) -> bool:
 def is_of_data(record: Record) -> bool:
     """Whether a call reads the data of the model, as far as that can be seen: a part of it, a view or a copy."""
     return record.reads_data or record.data_axis is not None
+
+
+def free_axes(record: Record) -> torch.Size | None:
+    """The sizes of axes, behind the first, that a layer treats one by one (`None`: not known)."""
+    looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
+    shape = record.inputs[0].shape
+    return None if looks_at is None else shape[1 : len(shape) - looks_at]
 
 
 def is_given_data(record: Record) -> bool:
