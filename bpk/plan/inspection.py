@@ -22,7 +22,7 @@ from bpk.plan.objective import (
     require_no_penalty,
 )
 from bpk.plan.quantity import Quantity
-from bpk.plan.samples.given import caution_batch_of_one, caution_layout, caution_parts
+from bpk.plan.samples.cautions import caution_batch_of_one, caution_layout, caution_parts
 from bpk.plan.samples.placement import Placement
 from bpk.plan.samples.rows import Attribution
 from bpk.plan.samples.whole_batch import one_sample, place_or_merge

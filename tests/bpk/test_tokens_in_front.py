@@ -21,13 +21,18 @@ BY_SAMPLE = (E.BatchGrad(), E.BatchL2Grad(), E.BatchDiagGGNExact(), E.BatchDiagH
 def compare(model: nn.Module, x: Any, y: Tensor, own: Callable[[int], tuple[Any, Tensor]], n: int) -> None:
     """What belongs to one sample each, against passes of one sample (`own(n)`), and sums of it."""
     loss_fn = bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+
+    def called(x: Any) -> Tensor:
+        out: Tensor = model(*x) if isinstance(x, tuple) else model(x)
+        return out
+
     for _ in range(2):
         with bpk.backpack(*BY_SAMPLE, E.DiagGGNExact(), E.DiagHessian()):
-            loss_fn(model(x), y).backward()
+            loss_fn(called(x), y).backward()
     for p in model.parameters():
         rows = torch.stack(
             [
-                torch.autograd.grad(nn.functional.cross_entropy(model(a), b, reduction="sum"), p)[0]
+                torch.autograd.grad(nn.functional.cross_entropy(called(a), b, reduction="sum"), p)[0]
                 for a, b in map(own, range(n))
             ]
         )
@@ -150,6 +155,42 @@ def test_numbers_without_axes(words: list[int]) -> None:
     torch.manual_seed(0)
     model, y = bpk.extend(Leaves().double()), torch.arange(len(words)) % 3
     compare(model, words, y, lambda k: (words[k : k + 1], y[k : k + 1]), len(words))
+
+
+class Neighbours(nn.Module):
+    """Sums over neighbours, given before the data, and nodes one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, edges: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.first((edges @ x).flatten(0, 1))))
+        return y
+
+
+class Pairs(nn.Module):
+    """Each user with several items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items, self.last = nn.Embedding(5, 3), nn.Embedding(6, 3), nn.Linear(6, 3)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        users = self.users(user.repeat_interleave(item.shape[1]))
+        y: Tensor = self.last(torch.tanh(torch.cat([users, self.items(item.flatten())], 1)))
+        return y
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("kind", [Neighbours, Pairs])
+def test_axes_as_long_as_there_are_tensors(kind: Callable[[], nn.Module], n: int) -> None:
+    """Two nodes, or items, of each sample had counted as samples: two tensors were given, with half as many rows."""
+    torch.manual_seed(0)
+    graphs = torch.randn(n, 2, 2).double(), torch.randn(n, 2, 3).double()
+    x = graphs if kind is Neighbours else (torch.randint(5, (n,)), torch.randint(6, (n, 2)))
+    model, y = bpk.extend(kind().double()), torch.arange(2 * n) % 3
+    compare(model, x, y, lambda k: (tuple(t[[k]] for t in x), y[2 * k : 2 * k + 2]), n)
 
 
 def passed(model: nn.Module, x: Tensor) -> int:

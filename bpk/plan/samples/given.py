@@ -5,22 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain, warn
 from bpk.recording.record import Record
-
-CAUTIONED: WeakSet[nn.Module] = WeakSet()
-"""Losses whose user has been told of a batch of one."""
-
-TOLD: WeakSet[nn.Module] = WeakSet()
-"""Losses whose user has been told that the axis of samples is a guess."""
-
-PARTED: WeakSet[nn.Module] = WeakSet()
-"""Losses whose user has been told that others see other rows."""
 
 
 def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
@@ -31,12 +20,31 @@ def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool
     """
     given = {id(record.given): record.given for record in above if record.given}
     rows = [shape[0] for shapes in given.values() for shape in shapes if shape]
-    if len(given) != 1 or not rows or rows[0] == 1 or sum(rows) >= root.batch_size:
+    if len(given) != 1 or not rows or rows[0] == 1:
+        return []
+    if sum(rows) >= root.batch_size and not may_be_merged(root, above):  # rows of several tensors, one behind another
         return []
     first = next(shape for shapes in given.values() for shape in shapes if shape)
     if not all(may_have(sizes, first) for sizes in known_sizes(above)):
         return []
     return [(rows[0], movable, in_front) for movable in (False, True) for in_front in (True, False)]
+
+
+def may_be_merged(root: Record, above: Iterable[Record]) -> bool:
+    """Whether the rows of the root may be two axes of what the model was given, the first one that of samples, as one.
+
+    Calls that are given data have that many rows then, and no axis behind. Of numbers, unlike words, the last axis are
+    features, which are not merged.
+    """
+    calls = [record for record in above if is_given_data(record)]
+    if not calls or any(r.batch_size != root.batch_size or free_axes(r) != () for r in calls):
+        return False
+    behind = any(record.inputs[0].is_floating_point() for record in calls)
+    return any(
+        len(shape) > 1 + behind and shape[0] < root.batch_size == shape[0] * shape[1]
+        for record in calls
+        for shape in record.given
+    )
 
 
 def known_sizes(above: Iterable[Record]) -> Iterable[list[int]]:
@@ -55,76 +63,6 @@ def may_have(sizes: Sequence[int], first: torch.Size) -> bool:
     """
     n = first[0]
     return all(size % n == 0 for size in sizes) or (sum(sizes) == n and not (first[1:2] == (1,) and {*sizes} == {1}))
-
-
-def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
-    """Tell the user once where rows are taken for samples, and the model was given a single one.
-
-    Functions have merged axes in front of all layers then; nothing tells samples from steps of one sample.
-    """
-    for record in above:
-        if record.knows_batch or (record.given and record.given[0][:1] != (1,)):
-            return
-    given = [shape[0] for record in above for shape in record.given if shape]
-    if n < 2 or not given or n in given or root.module in CAUTIONED:
-        return
-    CAUTIONED.add(root.module)
-    warn(
-        explain(
-            f"The model was given one row, and the {n} rows of '{root.path}' are taken for samples.",
-            "functions merge axes in front of all layers, and nothing tells whether these are samples or parts of one.",
-            "give the model at least two samples, or merge axes behind its first layer.",
-        )
-    )
-
-
-def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[Record, Tensor]) -> None:
-    """Tell the user once where samples and steps are as many, and nothing but a guess tells which rows are which.
-
-    Functions were in front of all layers, and the rows of the loss are not grouped as data are: either they were put in
-    another order behind the layers, or in front of them.
-    """
-    order = rows.get(root)
-    if order is None or root.module in TOLD or bool((order.diff() >= 0).all()):
-        return
-    seen = [record for record in above if axis_of_data(record) is not None and record.given[0][:2] == (n, n)]
-    if not seen or any(record.data_axis is not None for record in seen):
-        return
-    TOLD.add(root.module)
-    warn(
-        explain(
-            f"The model was given {n} rows of {n}, and which of the two are samples behind functions of them is a "
-            f"guess: along the first axis of the input of '{seen[-1].path}'.",
-            f"the rows of '{root.path}' are in another order, so that one of the two was transposed.",
-            "use a batch that is not as large as the second axis is long, or a layer in front of the functions.",
-        )
-    )
-
-
-def caution_parts(losses: Mapping[Record, tuple[Sequence[Record], Mapping[Record, Tensor]]]) -> None:
-    """Tell the user once where losses take different rows that the model was given for the same samples.
-
-    That is right for several views of a sample in one batch, and not for parts of a batch; nothing tells which. Of each
-    loss there are the calls behind it, from the last one to the first, and the samples of rows where these differ.
-    """
-    first: dict[Record, Tensor] = {}
-    for loss, (above, rows) in losses.items():
-        below = [r for r in above if r in rows and r.given and r.given[0][:1] == rows[r].shape]
-        if not below or loss.module in PARTED:
-            continue
-        samples, known = rows[below[-1]], first.setdefault(below[-1], rows[below[-1]])
-        if known is samples or bool(((samples >= 0) & (known >= 0)).any()):
-            continue
-        PARTED.add(loss.module)
-        warn(
-            explain(
-                f"'{loss.path}' sees other rows than a loss before, of the {len(samples)} that the model was given.",
-                "sample k of one loss counts as sample k of the other, as for two views of one sample, so that what "
-                "belongs to a sample is a sum over several rows.",
-                "if they are different samples, give all rows to one loss (to weight them: a loss module of your own), "
-                "or use one backward pass for each loss.",
-            )
-        )
 
 
 def is_told(root: Record, above: Iterable[Record]) -> bool:
