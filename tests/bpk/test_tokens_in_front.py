@@ -213,3 +213,36 @@ def test_a_batch_of_one_is_told() -> None:
         assert passed(model, torch.randn(2, 4, 5)) == 2
         assert passed(unmerged, torch.randn(1, 4, 5)) == 1
         assert passed(bpk.extend(nn.Linear(5, 3)), torch.randn(1, 5)) == 1
+
+
+class Picked(nn.Module):
+    """The tokens that a mask has, of data or of what a layer returns."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.behind = nn.Linear(5, 4), nn.Linear(4, 3), behind
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = self.first(x)[mask] if self.behind else self.first(x[mask])
+        out: Tensor = self.last(torch.tanh(rows))
+        return out
+
+
+@pytest.mark.parametrize("lengths", [(3, 4, 2), (1, 4, 2), (1, 3, 2)], ids=str)
+def test_rows_picked_of_the_data_itself_are_told(lengths: tuple[int, ...]) -> None:
+    """Nothing tells which sample they are of: they had silently counted as samples, or as equally many of each."""
+    mask, y = torch.arange(4) < torch.tensor(lengths)[:, None], torch.arange(sum(lengths)) % 3
+    x, starts = torch.randn(3, 4, 5).double(), [0, *itertools.accumulate(lengths)]
+    model, loss_fn = bpk.extend(Picked(behind=False).double()), bpk.extend(nn.CrossEntropyLoss())
+    told = pytest.warns(UserWarning, match="given 3 rows, and of the .* rows of 'CrossEntropyLoss' each")
+    with told, bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x, mask), y).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(
+            bpk.extend(Picked(behind=True).double()),
+            (x, mask),
+            y,
+            lambda k: ((x[[k]], mask[[k]]), y[starts[k] : starts[k + 1]]),
+            3,
+        )

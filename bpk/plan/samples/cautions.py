@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
-from bpk.plan.samples.given import axis_of_data
+from bpk.plan.samples.given import axis_of_data, is_given_data, is_of_data
 from bpk.recording.record import Record
 
 CAUTIONED: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told of a batch of one."""
+
+ROWS: WeakSet[nn.Module] = WeakSet()
+"""Losses whose user has been told that it is a guess which sample rows are of."""
 
 TOLD: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told that the axis of samples is a guess."""
@@ -40,6 +44,42 @@ def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
             "give the model at least two samples, or merge axes behind its first layer.",
         )
     )
+
+
+def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Record, Tensor]) -> None:
+    """Tell the user once where a loss has more rows than the model was given, and nothing tells whose each is.
+
+    Functions have picked or repeated rows of data in front of all layers then, any number of each sample
+    (`layer(x[mask])`). Merged axes are no guess, nor are several tensors one behind another, nor calls that keep the
+    axis of samples.
+    """
+    if n < 2 or root.module in ROWS or any(record.knows_batch for record in above):
+        return
+    given = [shape for shapes in {id(r.given): r.given for r in above}.values() for shape in shapes if shape]
+    counts, count = [shape[0] for shape in given], root.batch_size
+    if 1 in counts[:1] or not counts or max(counts) >= count or count in map(merged_rows, given):
+        return
+    if sum(counts) == count and len({shape[1:] for shape in given}) == 1:
+        return
+    seen = [record for record in above if is_given_data(record)]
+    in_rows = all(record in rows or record.batch_size == n for record in seen)
+    kept = n != count and any(record not in rows and record.batch_size == n for record in above)
+    if kept or not seen or not in_rows or any(is_of_data(record) for record in seen):
+        return
+    ROWS.add(root.module)
+    groups = "each is taken for a sample" if n == count else f"each {count // n} in a row are taken for a sample"
+    warn(
+        explain(
+            f"The model was given {counts[0]} rows, and of the {count} rows of '{root.path}' {groups}.",
+            "functions pick or repeat rows in front of all layers, and nothing tells which sample these are of.",
+            "pick them behind the first layer, or ignore those that do not count in the loss (ignore_index, weights).",
+        )
+    )
+
+
+def merged_rows(shape: Sequence[int]) -> int:
+    """How many rows the first two axes of data have as one."""
+    return prod(shape[:2]) if len(shape) > 1 else 0
 
 
 def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[Record, Tensor]) -> None:
