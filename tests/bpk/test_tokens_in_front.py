@@ -215,6 +215,31 @@ def test_a_batch_of_one_is_told() -> None:
         assert passed(bpk.extend(nn.Linear(5, 3)), torch.randn(1, 5)) == 1
 
 
+class Episodes(nn.Module):
+    """Each sample is a task: examples `[N, C, S, D]` of classes, and queries `[N, Q, D]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, examples: Tensor, queries: Tensor) -> Tensor:
+        n, classes, shots, _ = examples.shape
+        centres = self.encode(examples.flatten(0, 2)).view(n, classes, shots, -1).mean(2)
+        found = self.encode(queries.flatten(0, 1)).view(n, -1, 1, 3)
+        return -(found - centres[:, None]).square().sum(-1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("queries", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
+def test_tasks_of_examples_and_queries(n: int, queries: int) -> None:
+    """Refused before with two queries, or with as many rows as a sample has numbers; all had counted as samples."""
+    torch.manual_seed(0)
+    x = torch.randn(n, 3, 2, 2).double(), torch.randn(n, queries, 2).double()
+    y = torch.arange(n * queries) % 3
+    own = lambda k: (tuple(t[[k]] for t in x), y[k * queries : (k + 1) * queries])  # noqa: E731
+    compare(bpk.extend(Episodes().double()), x, y, own, n)
+
+
 class Picked(nn.Module):
     """The tokens that a mask has, of data or of what a layer returns."""
 

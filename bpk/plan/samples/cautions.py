@@ -50,14 +50,14 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
     """Tell the user once where a loss has more rows than the model was given, and nothing tells whose each is.
 
     Functions have picked or repeated rows of data in front of all layers then, any number of each sample
-    (`layer(x[mask])`). Merged axes are no guess, nor are several tensors one behind another, nor calls that keep the
-    axis of samples.
+    (`layer(x[mask])`). Merged axes of the first tensor that it was given are no guess, nor are several tensors one
+    behind another, nor calls that keep the axis of samples.
     """
     if n < 2 or root.module in ROWS or any(record.knows_batch for record in above):
         return
     given = [shape for shapes in {id(r.given): r.given for r in above}.values() for shape in shapes if shape]
     counts, count = [shape[0] for shape in given], root.batch_size
-    if 1 in counts[:1] or not counts or max(counts) >= count or count in map(merged_rows, given):
+    if 1 in counts[:1] or not counts or max(counts) >= count or count == merged_rows(given[0]):
         return
     if sum(counts) == count and len({shape[1:] for shape in given}) == 1:
         return

@@ -33,11 +33,11 @@ def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool
 def may_be_merged(root: Record, above: Iterable[Record]) -> bool:
     """Whether the rows of the root may be two axes of what the model was given, the first one that of samples, as one.
 
-    Calls that are given data have that many rows then, and no axis behind. Of numbers, unlike words, the last axis are
+    Calls that are given data of so many rows have no axis behind then. Of numbers, unlike words, the last axis are
     features, which are not merged.
     """
-    calls = [record for record in above if is_given_data(record)]
-    if not calls or any(r.batch_size != root.batch_size or free_axes(r) != () for r in calls):
+    calls = [record for record in above if record.batch_size == root.batch_size and is_given_data(record)]
+    if any(free_axes(record) != () for record in calls):
         return False
     behind = any(record.inputs[0].is_floating_point() for record in calls)
     return any(
@@ -76,7 +76,7 @@ def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) ->
     As many rows as are behind the first axis of what the model was given are those of one index along that axis. Rows
     that were picked from data (tokens sent to an expert) are those of any samples.
     """
-    told = any(is_of_data(record) and not record.reads_piece for record in above)
+    told = any(map(is_whole, above))
     for record in above:
         if record not in rows or may_be_picked(record, told):
             continue
@@ -86,7 +86,8 @@ def rows_in_order(above: list[Record], rows: Mapping[Record, Tensor], n: int) ->
             found, count = rows[record].cpu(), record.batch_size
             behind = accumulate(record.given[0][1:], mul) if record.given else ()
             orders = [torch.arange(count, device="cpu") // max(count // n, 1), torch.arange(count, device="cpu") % n]
-            orders = [] if count != n and count in behind and not is_as_large_as_given(record) else orders
+            one_index = count != n and count in behind and not is_as_large_as_given(record) and not is_whole(record)
+            orders = [] if one_index else orders
             orders += [found.max().expand(count)] if count != n or record.data_axis else []
             sliced = record.reads_piece and record.inputs[0].dim() == len(record.given[0]) and count < n
             orders += [found[0] + torch.arange(count, device="cpu")] if sliced else []
@@ -176,6 +177,11 @@ def free_axes(record: Record) -> torch.Size | None:
     looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
     shape = record.inputs[0].shape
     return None if looks_at is None else shape[1 : len(shape) - looks_at]
+
+
+def is_whole(record: Record) -> bool:
+    """Whether a call reads the data of the model, and no part of it."""
+    return is_of_data(record) and not record.reads_piece
 
 
 def is_given_data(record: Record) -> bool:
