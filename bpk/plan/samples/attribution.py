@@ -123,8 +123,6 @@ def first_that_holds(
 def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[Record, Tensor]] | None:
     """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.
 
-    Samples last are no better than samples in front where these agree but for tables.
-
     Raises:
         NotInFront: If it does but for layers that read tables, whose rows feed all samples (those of positions), or
             that have samples inside of their rows.
@@ -137,14 +135,14 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
         for numbers in numberings(root.batch_size, n, in_front):
             try:
                 rows = test(numbers, n, movable, only_by_form=only_by_form)
-                if rows_in_order(above, rows, n) and (in_front or not tables):
+                if rows_in_order(above, rows, n):
                     return n, rows
             except UnsupportedLayer:
                 pass
             except NotInFront as error:
                 put_back(before)
                 data_agrees = any(record.reads_data for record in above if record not in error.records)
-                if isinstance(error, AllSamplesInside) or (error.missing and data_agrees):
+                if isinstance(error, AllSamplesInside) or (error.missing and data_agrees) or error.may_agree:
                     raise
                 if not error.missing:
                     return None
