@@ -150,6 +150,8 @@ def follows_data(record: Record, rows: Tensor, known: Tensor, n: int) -> bool:
 
     Its rows are said to be these samples; those that are not `known`, having no gradient, say nothing.
     """
+    if is_whole(record) and has_them_behind(record, n):
+        return False
     axis = axis_of_data(record)
     if axis is None or n != record.given[0][0]:
         return True
@@ -165,6 +167,15 @@ def follows_data(record: Record, rows: Tensor, known: Tensor, n: int) -> bool:
         found = found.sort().values
     in_order = len(rows) != n or torch.equal(found, number)
     return in_order and (record.reads_piece or record.shifted == axis)
+
+
+def has_them_behind(record: Record, n: int) -> bool:
+    """Whether as many as there are samples are along the second axis of data, and others, that count as rows, in front.
+
+    Where steps do not reach each other (a state that is set back), rows may look like those of samples all the same.
+    """
+    kept = bool(record.given) and record.inputs[0].shape[:2] == record.given[0][:2]
+    return kept and not record.shifted and record.batch_size != n and (free_axes(record) or ())[:1] == (n,)
 
 
 def is_of_data(record: Record) -> bool:
