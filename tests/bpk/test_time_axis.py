@@ -249,7 +249,7 @@ class Rollout(nn.Module):
 
 
 def test_steps_that_do_not_reach_each_other() -> None:
-    """Three steps of two environments had counted as rows of two samples: what would have told was set back, or zero."""
+    """Three steps of two environments had counted as rows of two samples: what tells was set back, or zero."""
     torch.manual_seed(0)
     model, x = Rollout().double(), torch.rand(3, 2, 2).double()
     with torch.no_grad():
