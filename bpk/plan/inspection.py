@@ -22,7 +22,7 @@ from bpk.plan.objective import (
     require_no_penalty,
 )
 from bpk.plan.quantity import Quantity
-from bpk.plan.samples.given import caution_batch_of_one, caution_layout, caution_parts
+from bpk.plan.samples.cautions import caution_batch_of_one, caution_layout, caution_parts, caution_rows
 from bpk.plan.samples.placement import Placement
 from bpk.plan.samples.rows import Attribution
 from bpk.plan.samples.whole_batch import one_sample, place_or_merge
@@ -67,6 +67,8 @@ class Inspection:
         Args:
             roots: The records of the losses, and where autograd's graph has their outputs.
         """
+        for root in roots:  # noted first: a pass that is refused here leaves no fields of an earlier one at these calls
+            self.above[root] = self.sources.upstream(root)
         for root in roots:
             require_batch(root)
             self.require(root)
@@ -120,6 +122,7 @@ class Inspection:
             if self.merged is None:
                 caution_batch_of_one(root, above, placement.n)
                 caution_layout(root, above, placement.n, placement.rows)
+                caution_rows(root, above, placement.n, placement.rows)
         for record in above:
             self.require(record)
         self.require_samples(above)

@@ -65,6 +65,24 @@ def test_a_pass_that_fails_at_once_leaves_no_field_of_an_earlier_one(extension: 
     assert not saved(model)
 
 
+def test_a_pass_that_is_refused_leaves_no_field_of_an_earlier_one() -> None:
+    """They had stayed where the loss was the reason, which is known before the calls behind it are looked at."""
+
+    class NotConvex(nn.Module):
+        def forward(self, pred: Tensor, y: Tensor) -> Tensor:
+            return (pred * y).sin().sum(1).mean()
+
+    model, loss_fn = extended(loss=NotConvex())
+    x = data()[0]
+    y = torch.randn(5, 3)
+    backward(model, loss_fn, x, y, E.DiagHessian(), E.BatchGrad())
+    with pytest.raises(UnsupportedLayer, match="not convex"):
+        backward(model, loss_fn, x, y, E.DiagHessian(), E.DiagGGNExact())
+    assert saved(model) == {"grad_batch"}
+    backward(model, loss_fn, x, y, E.DiagHessian())
+    assert saved(model) == {"grad_batch", "diag_h"}
+
+
 class Steps(nn.Module):
     """The graph alone leaves it open whether steps are samples: as many are as the model was given."""
 

@@ -230,3 +230,37 @@ def test_nodes_beside_the_matrix_of_their_graph(k: int, n: int) -> None:
         loss_fn(model(matrix, x).flatten(0, 1), y.flatten()).backward()
     for p, rows in zip(model.parameters(), zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+class Rollout(nn.Module):
+    """Steps `[T, N, D]` of environments, whose states are set back when they are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see, self.step, self.act = nn.Linear(2, 2), nn.GRUCell(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, done: Tensor) -> Tensor:
+        seen, h, states = torch.relu(self.see(x)), x.new_zeros(x.shape[1], 3), []
+        for now, over in zip(seen, done, strict=True):
+            h = self.step(now, h * (1 - over)[:, None])
+            states.append(h)
+        out: Tensor = self.act(torch.stack(states).flatten(0, 1))
+        return out
+
+
+def test_steps_that_do_not_reach_each_other() -> None:
+    """Three steps of two environments had counted as rows of two samples: what tells was set back, or zero."""
+    torch.manual_seed(0)
+    model, x = Rollout().double(), torch.rand(3, 2, 2).double()
+    with torch.no_grad():
+        model.see.weight.copy_(torch.eye(2))
+        model.see.bias.zero_()
+    x[1, 0] = -1.0  # nothing is seen in the only row that would be of two samples
+    done, y = torch.tensor([[0, 1], [1, 1], [1, 0]]).double(), torch.tensor([[0, 1], [1, 1], [0, 1]])
+    params = list(model.parameters())
+    each = [torch.autograd.grad(F.cross_entropy(model(x[:, [n]], done[:, [n]]), y[:, n]) / 2, params) for n in range(2)]
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(bpk.extend(model)(x, done), y.flatten()).backward()
+    for p, rows in zip(params, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))

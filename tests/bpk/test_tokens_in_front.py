@@ -21,13 +21,18 @@ BY_SAMPLE = (E.BatchGrad(), E.BatchL2Grad(), E.BatchDiagGGNExact(), E.BatchDiagH
 def compare(model: nn.Module, x: Any, y: Tensor, own: Callable[[int], tuple[Any, Tensor]], n: int) -> None:
     """What belongs to one sample each, against passes of one sample (`own(n)`), and sums of it."""
     loss_fn = bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+
+    def called(x: Any) -> Tensor:
+        out: Tensor = model(*x) if isinstance(x, tuple) else model(x)
+        return out
+
     for _ in range(2):
         with bpk.backpack(*BY_SAMPLE, E.DiagGGNExact(), E.DiagHessian()):
-            loss_fn(model(x), y).backward()
+            loss_fn(called(x), y).backward()
     for p in model.parameters():
         rows = torch.stack(
             [
-                torch.autograd.grad(nn.functional.cross_entropy(model(a), b, reduction="sum"), p)[0]
+                torch.autograd.grad(nn.functional.cross_entropy(called(a), b, reduction="sum"), p)[0]
                 for a, b in map(own, range(n))
             ]
         )
@@ -152,6 +157,42 @@ def test_numbers_without_axes(words: list[int]) -> None:
     compare(model, words, y, lambda k: (words[k : k + 1], y[k : k + 1]), len(words))
 
 
+class Neighbours(nn.Module):
+    """Sums over neighbours, given before the data, and nodes one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, edges: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.first((edges @ x).flatten(0, 1))))
+        return y
+
+
+class Pairs(nn.Module):
+    """Each user with several items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items, self.last = nn.Embedding(5, 3), nn.Embedding(6, 3), nn.Linear(6, 3)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        users = self.users(user.repeat_interleave(item.shape[1]))
+        y: Tensor = self.last(torch.tanh(torch.cat([users, self.items(item.flatten())], 1)))
+        return y
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("kind", [Neighbours, Pairs])
+def test_axes_as_long_as_there_are_tensors(kind: Callable[[], nn.Module], n: int) -> None:
+    """Two nodes, or items, of each sample had counted as samples: two tensors were given, with half as many rows."""
+    torch.manual_seed(0)
+    graphs = torch.randn(n, 2, 2).double(), torch.randn(n, 2, 3).double()
+    x = graphs if kind is Neighbours else (torch.randint(5, (n,)), torch.randint(6, (n, 2)))
+    model, y = bpk.extend(kind().double()), torch.arange(2 * n) % 3
+    compare(model, x, y, lambda k: (tuple(t[[k]] for t in x), y[2 * k : 2 * k + 2]), n)
+
+
 def passed(model: nn.Module, x: Tensor) -> int:
     """How many samples there are said to be."""
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
@@ -172,3 +213,61 @@ def test_a_batch_of_one_is_told() -> None:
         assert passed(model, torch.randn(2, 4, 5)) == 2
         assert passed(unmerged, torch.randn(1, 4, 5)) == 1
         assert passed(bpk.extend(nn.Linear(5, 3)), torch.randn(1, 5)) == 1
+
+
+class Episodes(nn.Module):
+    """Each sample is a task: examples `[N, C, S, D]` of classes, and queries `[N, Q, D]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, examples: Tensor, queries: Tensor) -> Tensor:
+        n, classes, shots, _ = examples.shape
+        centres = self.encode(examples.flatten(0, 2)).view(n, classes, shots, -1).mean(2)
+        found = self.encode(queries.flatten(0, 1)).view(n, -1, 1, 3)
+        return -(found - centres[:, None]).square().sum(-1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("queries", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
+def test_tasks_of_examples_and_queries(n: int, queries: int) -> None:
+    """Refused before with two queries, or with as many rows as a sample has numbers; all had counted as samples."""
+    torch.manual_seed(0)
+    x = torch.randn(n, 3, 2, 2).double(), torch.randn(n, queries, 2).double()
+    y = torch.arange(n * queries) % 3
+    own = lambda k: (tuple(t[[k]] for t in x), y[k * queries : (k + 1) * queries])  # noqa: E731
+    compare(bpk.extend(Episodes().double()), x, y, own, n)
+
+
+class Picked(nn.Module):
+    """The tokens that a mask has, of data or of what a layer returns."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.behind = nn.Linear(5, 4), nn.Linear(4, 3), behind
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = self.first(x)[mask] if self.behind else self.first(x[mask])
+        out: Tensor = self.last(torch.tanh(rows))
+        return out
+
+
+@pytest.mark.parametrize("lengths", [(3, 4, 2), (1, 4, 2), (1, 3, 2)], ids=str)
+def test_rows_picked_of_the_data_itself_are_told(lengths: tuple[int, ...]) -> None:
+    """Nothing tells which sample they are of: they had silently counted as samples, or as equally many of each."""
+    mask, y = torch.arange(4) < torch.tensor(lengths)[:, None], torch.arange(sum(lengths)) % 3
+    x, starts = torch.randn(3, 4, 5).double(), [0, *itertools.accumulate(lengths)]
+    model, loss_fn = bpk.extend(Picked(behind=False).double()), bpk.extend(nn.CrossEntropyLoss())
+    told = pytest.warns(UserWarning, match="given 3 rows, and of the .* rows of 'CrossEntropyLoss' each")
+    with told, bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x, mask), y).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(
+            bpk.extend(Picked(behind=True).double()),
+            (x, mask),
+            y,
+            lambda k: ((x[[k]], mask[[k]]), y[starts[k] : starts[k + 1]]),
+            3,
+        )

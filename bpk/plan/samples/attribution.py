@@ -142,7 +142,7 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
             except NotInFront as error:
                 put_back(before)
                 data_agrees = any(record.reads_data for record in above if record not in error.records)
-                if isinstance(error, AllSamplesInside) or (error.missing and data_agrees):
+                if isinstance(error, AllSamplesInside) or (error.missing and data_agrees) or error.may_agree:
                     raise
                 if not error.missing:
                     return None

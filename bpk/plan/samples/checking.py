@@ -82,7 +82,7 @@ def check_hypothesis(
         doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
         if (doubtful and not movable and not certain) or not any(r.params for r in others):
             raise mixed(f"one row of '{(doubtful or [*shared])[0].path}' feeds several of the {n} samples")
-        raise NotInFront([*shared], len(shared), certain)
+        raise NotInFront([*shared], len(shared), certain, may_agree=found.keys() >= shared.keys())
     for record in above:
         if record not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of {record.where} cannot be followed to the {n}")

@@ -30,14 +30,16 @@ class SamplesInside(Exception):
 class NotInFront(Exception):
     """Layers are to be left to autograd: their rules need the batch axis in front, and it is elsewhere or missing.
 
-    `missing` says how many have none under a hypothesis, `certain` whether others, which are given data, have one.
+    `missing` says how many have none under a hypothesis, `certain` whether others, which are given data, have one. They
+    `may_agree` with it, too, if each of their rows feeds one sample here.
     """
 
-    def __init__(self, records: list[Record], missing: int = 0, certain: bool = False) -> None:
+    def __init__(self, records: list[Record], missing: int = 0, certain: bool = False, may_agree: bool = False) -> None:
         super().__init__(", ".join(record.path for record in records))
         self.records = records
         self.missing = missing
         self.certain = certain
+        self.may_agree = may_agree
 
 
 class LastResort(NotInFront):

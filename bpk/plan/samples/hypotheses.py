@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import VIEWS
-from bpk.plan.samples.given import is_given_data, is_told
+from bpk.plan.samples.given import free_axes, is_given_data, is_told
 from bpk.plan.sources import Sources
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.nodes import leaf_of
@@ -118,13 +118,6 @@ def behind_first_axis(record: Record) -> set[int]:
     if not is_given_data(record) and (not record.given or record.inputs[0].shape[:2] != record.given[0][:2]):
         return set()
     return {*(free_axes(record) or ())} - {1}
-
-
-def free_axes(record: Record) -> torch.Size | None:
-    """The sizes of axes, behind the first, that a layer treats one by one (`None`: not known)."""
-    looks_at = record.rule.acts_on(record.call()) if record.rule is not None else None
-    shape = record.inputs[0].shape
-    return None if looks_at is None else shape[1 : len(shape) - looks_at]
 
 
 def has_no_axis(record: Record) -> bool:
