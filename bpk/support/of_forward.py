@@ -20,6 +20,7 @@ from bpk.plan.sources import Sources
 from bpk.plan.support import Kind, Support
 from bpk.plan.support import support as answer
 from bpk.recording.before import keep
+from bpk.recording.graph.sums import is_recovered_sum
 from bpk.recording.membership import parts_of
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
@@ -70,17 +71,27 @@ class Forward:
     def cells(self, extensions: Sequence[BackpropExtension]) -> Iterator[Cell]:
         """Layers in the order of the model, functions before the layer that they feed."""
         seen: set[tuple[str, str]] = set()
-        last = len(self.order)
         for module in self.left.values():
             yield from of_layer(module.__dict__.get("_bpk_path", ""), module, extensions)
-        for record in sorted((*self.above, self.root), key=lambda r: self.order.get(id(r.module), last)):
+        for record in sorted((*self.above, self.root), key=lambda r: (self.number(self.reader(r)), self.reader(r) is r)):
             rows = [self.of_source(source, extensions) for source in self.sources[record].values()]
-            if record.rule is not PASSAGE:
+            if record.rule is not PASSAGE and not is_recovered_sum(record):
                 rows.append([self.of_record(record, extension) for extension in extensions])
             for row in rows:
                 if row and (row[0].path, row[0].layer) not in seen:
                     seen.add((row[0].path, row[0].layer))
                     yield from row
+
+    def number(self, record: Record) -> int:
+        """Where a call is in the order of the model."""
+        return self.order.get(id(record.module), len(self.order))
+
+    def reader(self, record: Record) -> Record:
+        """The call in front of which a sum is (of those that read it, the first in the model); another call itself."""
+        while is_recovered_sum(record):
+            readers = [r for r in (*self.above, self.root) if record in self.sources.producers(r)]
+            record = min(readers, key=self.number)
+        return record
 
     def of_record(self, record: Record, extension: BackpropExtension) -> Cell:
         """A call: the question that the dispatcher asks."""
@@ -108,5 +119,5 @@ class Forward:
         used = [self.names[id(p)] for p in source.trained if id(p) in self.names]
         more = f" and {len(used) - 1} more parameters" if len(used) > 1 else ""
         what = f"functions of {used[0]}{more}" if used else "functions"
-        where = f"before {source.consumer.path}"
+        where = f"before {self.reader(source.consumer).path}"
         return [Cell(where, what, type(extension).__name__, Kind.GENERIC, "", "") for extension in extensions]

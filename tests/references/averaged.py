@@ -121,15 +121,18 @@ def graph_of(model: nn.Module) -> list[Layer] | None:
         return [*feeds, inside, *chain(list(m.head), "layer", "head")]
     if isinstance(m, networks.Residual):
 
-        def block(z: Tensor, h: Tensor) -> Tensor:
-            return torch.sigmoid(z) + nn.functional.softplus(h) * torch.sigmoid(z)
+        def gate(z: Tensor, h: Tensor) -> Tensor:
+            return nn.functional.softplus(h) * torch.sigmoid(z)
 
         first, act = layer("first", m.first, "x"), Layer("act", torch.sigmoid, ("first",))
-        return [first, act, layer("inner", m.inner, "act"), Layer("sum", block, ("first", "inner")), last(m, "sum")]
+        skip, branch = Layer("skip", torch.sigmoid, ("first",)), Layer("branch", gate, ("first", "inner"))
+        join = Layer("sum", torch.add, ("skip", "branch"))
+        return [first, act, layer("inner", m.inner, "act"), skip, branch, join, last(m, "sum")]
     if isinstance(m, networks.InPlaceSum):
         first, act = layer("first", m.first, "x"), Layer("act", torch.tanh, ("first",))
-        join = Layer("sum", lambda z, h: torch.relu(h + torch.tanh(z)), ("first", "inner"))
-        return [first, act, layer("inner", m.inner, "act"), join, last(m, "sum")]
+        skip, join = Layer("skip", torch.tanh, ("first",)), Layer("sum", torch.add, ("inner", "skip"))
+        end = Layer("relu", torch.relu, ("sum",))
+        return [first, act, layer("inner", m.inner, "act"), skip, join, end, last(m, "relu")]
     if isinstance(m, networks.Reused | networks.Tied):
         inner, again = (m.inner, m.inner) if isinstance(m, networks.Reused) else (m.first, m.second)
         body = [layer("a", inner, "x"), layer("b", m.act, "a"), layer("c", again, "b"), layer("d", m.act, "c")]

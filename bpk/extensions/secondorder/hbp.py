@@ -220,7 +220,8 @@ class KFRA(HBP):
     elsewhere. In blocks, with inputs `x_i` and output `y` of the layer, and every other waiting tensor `b`,
     `G_{x_i x_j} += mean_n J_in^T G_yy J_jn` and `G_{x_i b} += (mean_n J_in)^T G_yb`. Cross terms of branches are kept,
     also those of a layer that is used several times; where Jacobians are the same for all samples, `G` is exact on
-    any graph. Plain autograd between two layers counts as a layer of its own.
+    any graph. Plain autograd between two layers counts as a layer of its own, and so does a sum of two tensors of one
+    shape (`x + f(x)`).
 
     Args:
         subsampling: Indices of the samples considered (all by default).

@@ -50,6 +50,11 @@ def recover_sum(edge: Edge) -> Record | None:
     return record
 
 
+def is_recovered_sum(record: Record) -> bool:
+    """Whether a record is that of such a sum."""
+    return record.module is sum_function()
+
+
 def is_sum(node: Node) -> bool:
     """Whether a node adds two tensors that are like its result, of which none is a parameter."""
     if node.name() != ADD or engine.saved(node, "alpha") != 1:
