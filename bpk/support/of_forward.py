@@ -73,7 +73,7 @@ class Forward:
         seen: set[tuple[str, str]] = set()
         for module in self.left.values():
             yield from of_layer(module.__dict__.get("_bpk_path", ""), module, extensions)
-        for record in sorted((*self.above, self.root), key=lambda r: (self.number(self.reader(r)), self.reader(r) is r)):
+        for record in sorted((*self.above, self.root), key=self.rank):
             rows = [self.of_source(source, extensions) for source in self.sources[record].values()]
             if record.rule is not PASSAGE and not is_recovered_sum(record):
                 rows.append([self.of_record(record, extension) for extension in extensions])
@@ -81,6 +81,11 @@ class Forward:
                 if row and (row[0].path, row[0].layer) not in seen:
                     seen.add((row[0].path, row[0].layer))
                     yield from row
+
+    def rank(self, record: Record) -> tuple[int, bool]:
+        """The order in which calls are listed: a sum is in front of the layer that reads it."""
+        reader = self.reader(record)
+        return self.number(reader), reader is record
 
     def number(self, record: Record) -> int:
         """Where a call is in the order of the model."""
