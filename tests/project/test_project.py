@@ -35,6 +35,14 @@ def asked_of_make(text: str) -> set[str]:
     return {word for word in words if re.fullmatch(r"[a-z.][\w./-]*", word)}
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git tells which files belong to the project")
+def test_no_file_has_marks_of_a_merge() -> None:
+    """They are seen in code at once, and in a page by readers first."""
+    marks = ["git", "grep", "-nE", "^(<{7} |>{7} )"]
+    found = subprocess.run(marks, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 1, found.stdout
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/releasing.md", ".github/pull_request_template.md"])
 def test_commands_and_files_exist(page: str) -> None:
     text = re.sub(r"^```python\n.*?^```$", "", (ROOT / page).read_text(), flags=re.M | re.S)

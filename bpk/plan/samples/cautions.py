@@ -53,7 +53,7 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
     (`layer(x[mask])`). Merged axes of the first tensor that it was given are no guess, nor are several tensors one
     behind another, nor calls that keep the axis of samples.
     """
-    if n < 2 or root.module in ROWS or any(record.knows_batch for record in above):
+    if n < 2 or root.module in ROWS:
         return
     given = [shape for shapes in {id(r.given): r.given for r in above}.values() for shape in shapes if shape]
     counts, count = [shape[0] for shape in given], root.batch_size
@@ -63,7 +63,7 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
         return
     seen = [record for record in above if is_given_data(record)]
     in_rows = all(record in rows or record.batch_size == n for record in seen)
-    kept = n != count and any(record not in rows and record.batch_size == n for record in above)
+    kept = any(record.knows_batch or (n != count and record not in rows and record.batch_size == n) for record in above)
     if kept or not seen or not in_rows or any(is_of_data(record) for record in seen):
         return
     ROWS.add(root.module)
