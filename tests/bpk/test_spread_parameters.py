@@ -87,6 +87,15 @@ ROW_BY_ROW = {
 }
 
 
+WITH_SUMS = {
+    "in parts": (lambda x, p: x * p.chunk(2)[0] + x.sin() * p.chunk(2)[1].exp(), (2 * D,)),
+    "a function of a function": (lambda x, p: x * (1 + p) + x.sin() * (1 + p).square(), (D,)),
+    "one row further": (lambda x, p: x + p + (x + p).roll(1, 0), (T, D)),
+    "16 rows further": (lambda x, p: x * p + 0.5 * (x * p).roll(16, 0), (D,)),
+    "product with a scaled row": (lambda x, p: x * p + (x * p).roll(1, 0) * p, (D,)),
+}
+"""The same with sums, which are calls: functions of a parameter stand before each of their terms."""
+
 EXPECT = functions.BroadcastParameters.expect
 
 
@@ -95,6 +104,25 @@ def rows(model: nn.Module, x: Tensor) -> Tensor:
     with bpk.backpack(BatchGrad()):
         loss_fn(bpk.extend(model)(x), torch.arange(len(x)) % 3).backward()
     return model.spread.grad_batch  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", WITH_SUMS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_before_the_terms_of_a_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Spreads(*WITH_SUMS[name]).double()  # type: ignore[arg-type]
+    x, brought = torch.randn(N, T, D, dtype=torch.float64), list[bool]()
+
+    def expect(*given: Any) -> bool:
+        brought.append(EXPECT(*given))
+        return brought[-1]
+
+    monkeypatch.setattr(functions.BroadcastParameters, "expect", expect)
+    found = rows(model, x)
+    assert brought == [name in BY_AUTOGRAD] * 2
+    monkeypatch.setattr(functions, "broadcast_along_rows", lambda *given: {})
+    monkeypatch.setattr(spread.BroadcastRows, "rows", lambda *given: {})
+    torch.testing.assert_close(found, rows(model, x))
 
 
 @pytest.mark.parametrize("name", [*SIDE_BY_SIDE, *ROW_BY_ROW])
