@@ -18,6 +18,7 @@ from bpk.fields.rows import Use as Use
 from bpk.fields.sums import add_into, squares, weighted_sum
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.gemm import gram
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.core.rows_through import RowsThrough
@@ -148,7 +149,7 @@ class Uses(Products):
             return arrived.factor()
         if not beside_inputs and not self.simple:
             rows = as_rows(self.all_rows(), 2).flatten(0, 1)
-            return rows.T @ rows
+            return gram(rows.T)
         self.uses[0].call.spares = self.spares
         outputs = add_up([self._output_factor_of(key, approximation) for key in self.keys])
         self.uses[0].call.spares = None
@@ -195,7 +196,7 @@ class Uses(Products):
                 )
             )
         rows = add_up(found).flatten(0, -2)
-        return rows.T @ rows
+        return gram(rows.T)
 
     def kron_rows(self, use: Use, key: Hashable, approximation: str) -> Tensor:
         """Rows whose Gram matrix is `G`; in "expand" every row of a call counts for itself."""
