@@ -26,7 +26,8 @@ from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 from bpk.support.of_layers import IDLE, is_idle, of_layer
 from bpk.support.table import Cell, SupportTable
-from bpk.verification.problem import Arguments, duplicate, undisturbed
+from bpk.verification.duplicates import duplicate
+from bpk.verification.problem import Arguments, undisturbed
 
 
 def recorded(model: nn.Module, extensions: Sequence[BackpropExtension], inputs: Any) -> SupportTable:

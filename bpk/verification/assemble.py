@@ -20,6 +20,7 @@ from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, 
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
 from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
+from bpk.verification.precision import coarsest
 from bpk.verification.problem import NoReference, Problem, derivatives, differentiable_twice
 from bpk.verification.progress import Progress
 from bpk.verification.quantities import Check, Mismatch
@@ -37,7 +38,7 @@ def rows(
     problem: Problem, extensions: Sequence[BackpropExtension], effort: Effort, use_converter: bool, bar: Progress
 ) -> list[Row]:
     """All rows, extension by extension."""
-    extent, gradients = first_look(problem)
+    extent, gradients, computed_in = first_look(problem)
     n, seed = problem.inputs.n, problem.seed
     places = {name: Place.of(name, g, n, effort.entries, effort.samples, seed) for name, g in gradients.items()}
     if not places:
@@ -61,7 +62,7 @@ def rows(
     del measured
     factors = any(isinstance(e, (HBP, EKFLR, BatchKFLR)) for e in extensions)
     definition = Reference(problem, places, effort.passes, factors, bar.detail)
-    tolerance = Tolerance.of(next(iter(gradients.values())).dtype, effort)
+    tolerance = Tolerance.of(next(iter(gradients.values())).dtype, computed_in, effort)
     table: list[Row] = []
     for extension, check, here, measurement in zip(extensions, checks, at, measurements, strict=True):
         bar.step(f"autograd: {extension}")
@@ -157,8 +158,11 @@ def rows_of(
 
 
 @differentiable_twice()
-def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
-    """How large the problem is, and the gradient of each parameter; refuses models and losses that fail."""
+def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype]:
+    """How large the problem is, the gradient of each parameter, and the shortest format that is computed in.
+
+    Models and losses that fail are refused.
+    """
     n, sizes = max(1, problem.inputs.n), [1]
 
     def see(module: nn.Module, args: object, output: object) -> None:
@@ -197,7 +201,7 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor]]:
     found = zip(trained.items(), gradients_of(loss, list(trained.values())), strict=True)
     gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in found}
     columns = sum(x.numel() for x in tensors_of(output) if x.requires_grad)
-    return Extent(columns // n, max(sizes)), gradients
+    return Extent(columns // n, max(sizes)), gradients, coarsest(loss)
 
 
 def require_scalar(problem: Problem, loss: object) -> None:

@@ -19,10 +19,14 @@ from bpk.verification.result import Row, Verdict
 
 Index = tuple[int, ...]
 Function = Callable[..., Any]
-Found = tuple[Tensor, Tensor, str]
+Found = tuple[Tensor, Tensor, str, torch.dtype]
+"""What was found, what is right, a note, and the shortest format that the model computes in."""
 
 STANDARD_ERRORS = 8.0
 """How far the mean over passes of a sampled quantity may be away from the exact one (a t-test with 9 degrees)."""
+
+ROUNDINGS = 1000
+"""Of how many roundings in a shorter format than its own a result may be made."""
 
 FEWER = "fewer entries than asked for, because each takes backward passes of its own (passes=)"
 ZERO = "all that was compared is zero"
@@ -48,11 +52,13 @@ class Tolerance:
     absolute: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype, effort: Effort) -> Tolerance:
-        """What a precision allows, where the user does not say."""
-        eps, relative, absolute = torch.finfo(dtype).eps, effort.relative, effort.absolute
+    def of(cls, dtype: torch.dtype, computed_in: torch.dtype, effort: Effort) -> Tolerance:
+        """What a precision allows, where the user does not say, also where a part is `computed_in` a shorter format."""
+        eps, shorter = torch.finfo(dtype).eps, torch.finfo(computed_in).eps
+        relative = max(eps**0.5 * 5, ROUNDINGS * shorter) if shorter > eps else eps**0.5 * 5
         return cls(
-            min(0.1, eps**0.5 * 5) if relative is None else relative, 100 * eps if absolute is None else absolute
+            min(0.1, relative) if effort.relative is None else effort.relative,
+            100 * max(eps, shorter) if effort.absolute is None else effort.absolute,
         )
 
 
@@ -138,15 +144,15 @@ def row_of(quantity: str, check: Check, pair: Pair, relative: float, floor: floa
 
 
 def of_function(function: Function, of: str, compute: Callable[[Function], Found], effort: Effort) -> Row:
-    """The comparison of values of a function: `compute` gives what was found `[E, ...]`, what is right, and a note."""
+    """The comparison of values of a function: `compute` gives them `[E, ...]`."""
     name = function.__name__
     try:
-        found, expected, note = compute(function)
+        found, expected, note, computed_in = compute(function)
     except UnsupportedLayer as error:
         return Row(of, name, Verdict.REFUSED, note=" ".join(str(error).split()))
     except NoReference as error:
         return Row(of, name, Verdict.UNCHECKED, note=str(error))
-    tolerance, scale = Tolerance.of(expected.dtype, effort), float(expected.abs().nan_to_num(0.0).max())
+    tolerance, scale = Tolerance.of(expected.dtype, computed_in, effort), float(expected.abs().nan_to_num(0.0).max())
     result, most = Comparison(), (tolerance.relative + tolerance.absolute) * scale
     result.add(found[None].double(), expected.double(), most, scale, lambda index: f"entry {list(index)}")
     return result.row(of, name, note)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from bpk.forward.derivatives import input_hessian_diag, laplacian, taylor
 from bpk.jacobians.second_order.fused import Composed
 from bpk.verification.compare import FEWER, Effort, Found, of_function
-from bpk.verification.problem import Arguments, NoReference, cast, derivatives, duplicate
+from bpk.verification.duplicates import duplicate
+from bpk.verification.precision import coarsest
+from bpk.verification.problem import Arguments, NoReference, cast, derivatives
 from bpk.verification.result import Row
 
 Derivative = Callable[..., Any]
@@ -47,6 +49,7 @@ class InputDerivatives:
     entries: int
     passes: int
     seed: int
+    computed_in: torch.dtype = torch.float64
 
     def at(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate something that may draw."""
@@ -58,12 +61,13 @@ class InputDerivatives:
         output = self.at(self.model, self.x.clone())  # with a graph: models may ask for gradients themselves
         if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(self.x) or not output.numel():
             raise NoReference("the model does not return one tensor with a row for each sample")
+        self.computed_in = coarsest(output)
         count = min(self.entries, max(1, self.passes // each), output.numel())
         order = torch.randperm(output.numel(), generator=torch.Generator().manual_seed(self.seed), device="cpu")[:count]
         size = output.numel() // len(output)
         return order // size, order % size
 
-    def second(self, summed: bool) -> tuple[Tensor, Tensor, str]:
+    def second(self, summed: bool) -> Found:
         """Second derivatives along unit vectors, or their sum: of `bpk`, and by two reverse passes."""
         size = self.x[0].numel()
         axes = torch.arange(size, device="cpu")
@@ -94,10 +98,10 @@ class InputDerivatives:
         note = f"along {len(axes)} of {size} axes (passes=)" if fewer else ""
         note = note or (FEWER if len(samples) < min(self.entries, out.numel()) else "")
         if summed:
-            return found.flatten(1)[samples, outputs], expected.sum(1), note
-        return found.reshape(len(x), -1, size)[samples, outputs][:, axes], expected, note
+            return found.flatten(1)[samples, outputs], expected.sum(1), note, self.computed_in
+        return found.reshape(len(x), -1, size)[samples, outputs][:, axes], expected, note, self.computed_in
 
-    def of_taylor(self) -> tuple[Tensor, Tensor, str]:
+    def of_taylor(self) -> Found:
         """Coefficients along random directions: of `bpk`, and by as many reverse passes in `t`."""
         samples, outputs = self.chosen(ORDER * CURVES)
         draw = torch.Generator().manual_seed(self.seed)
@@ -116,7 +120,7 @@ class InputDerivatives:
                         value = derivative(value, t)
                         along.append(value.detach() / factorial(k))
                     columns.append(torch.stack(along, 0))
-        return found, torch.stack(columns, 1).reshape(ORDER + 1, CURVES, -1), ""
+        return found, torch.stack(columns, 1).reshape(ORDER + 1, CURVES, -1), "", self.computed_in
 
 
 def derivative(value: Tensor, x: Tensor, last: bool = False) -> Tensor:

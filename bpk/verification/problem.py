@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bpk.extending import detach
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.second_order.fused import StandIns, group_norm
 from bpk.jacobians.second_order.twice import TWICE
+from bpk.verification.duplicates import duplicate, in_precision
 from bpk.verification.structure import tensors_of, with_tensors
 
 
@@ -166,26 +165,9 @@ def binds(known: inspect.Signature, count: int) -> bool:
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A copy, in another precision if it holds real numbers."""
+    """A copy, in another precision if it holds real or complex numbers."""
     x = x.detach().clone()
-    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
-
-
-def duplicate(module: nn.Module, dtype: torch.dtype | None) -> Any:
-    """A deep copy without the hooks of `extend`, in another precision if asked."""
-    try:
-        made = copy.deepcopy(module)
-    except Exception as error:
-        raise ValueError(
-            explain(
-                f"{type(module).__name__} cannot be copied (copy.deepcopy): {error}",
-                "verify works on a copy, so that the model stays as it is.",
-                "pass a freshly built model, before its first forward pass.",
-            )
-        ) from error
-    for child in made.modules():
-        detach(child)
-    return made if dtype is None else made.to(dtype)
+    return x if dtype is None else in_precision(x, dtype)
 
 
 @contextmanager

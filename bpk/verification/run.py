@@ -76,7 +76,8 @@ def verify(
         samples: For how many samples quantities of single samples are compared.
         seed: For the choice of entries and samples, dropout, and draws.
         dtype: The precision of the copies (`None`: as they are).
-        rtol: Largest error relative to the parameter's largest value (by default the precision's: 7e-8 in float64).
+        rtol: Largest error relative to the parameter's largest value (by default the precision's: 7e-8 in float64;
+            1e-4 where a part of the model computes in float32, whatever it is given).
         atol: Largest error relative to the largest value of all parameters (2e-14 in float64).
         use_converter: Extend with the converter.
         batch_axis: The axis of `inputs` that counts samples.

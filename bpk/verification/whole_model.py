@@ -13,7 +13,9 @@ from bpk.kernels.ntk import ntk
 from bpk.kernels.posteriors import LowRank
 from bpk.kernels.predictive import predictive_covariance
 from bpk.verification.compare import FEWER, Effort, Found, of_function
-from bpk.verification.problem import Arguments, NoReference, cast, differentiable_twice, duplicate
+from bpk.verification.duplicates import duplicate
+from bpk.verification.precision import coarsest
+from bpk.verification.problem import Arguments, NoReference, cast, differentiable_twice
 from bpk.verification.result import Row
 
 OfModel = Callable[..., Any]
@@ -37,7 +39,7 @@ def of_models(
     def compute(quantity: OfModel) -> Found:
         check = JacobianRows.of(model, inputs, effort, batch_axis, seed, dtype)
         found, expected = check.kernel() if quantity is ntk else check.covariance()
-        return found, expected, FEWER if check.fewer else ""
+        return found, expected, FEWER if check.fewer else "", check.computed_in
 
     return [of_function(quantity, "model", compute, effort) for quantity in wanted]
 
@@ -55,6 +57,7 @@ class JacobianRows:
     places: tuple[Tensor, Tensor]
     rows: list[dict[str, Tensor]]
     fewer: bool
+    computed_in: torch.dtype
 
     @classmethod
     @differentiable_twice()
@@ -73,7 +76,7 @@ class JacobianRows:
         out = model(*x)
         if not isinstance(out, Tensor) or not out.dim() or len(out) != len(some) or not out.requires_grad:
             raise NoReference("the model does not return one tensor with a row for each sample")
-        out = out.reshape(len(out), -1)
+        computed_in, out = coarsest(out), out.reshape(len(out), -1)
         bytes_of_row = sum(p.numel() * p.element_size() for p in params.values())
         most = min(effort.passes, int(effort.memory * 2**30 / bytes_of_row))
         asked, allowed = (max(1, min(effort.entries, limit) // len(some)) for limit in (effort.entries, most))
@@ -85,7 +88,7 @@ class JacobianRows:
                 out[n, c], list(params.values()), retain_graph=True, allow_unused=True, materialize_grads=True
             )
             rows.append(dict(zip(params, grads, strict=True)))
-        return cls(model, x, seed, places, rows, len(outputs) < min(asked, out.shape[1]))
+        return cls(model, x, seed, places, rows, len(outputs) < min(asked, out.shape[1]), computed_in)
 
     def at(self, function: OfModel, *args: Any) -> Tensor:
         """What `bpk` finds, of a copy of the model."""

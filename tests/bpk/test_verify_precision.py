@@ -1,0 +1,92 @@
+"""`bpk.verify` of models that compute in a shorter format than the copy's, and of what a forward pass leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk import extensions as E
+from bpk.rules import REGISTRY
+from bpk.verification.precision import coarsest
+from tests.references.compare import Assembled
+
+EXACT = (E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian(), E.KFLR())
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    """Weights in float32, as many language models compute them."""
+    scores = m.q(x) @ m.k(x).mT / 2
+    return m.out((scores.softmax(-1, dtype=torch.float32).to(x.dtype) @ x).mean(1))
+
+
+def attending() -> Assembled:
+    torch.manual_seed(0)
+    return Assembled(attention, q=nn.Linear(4, 4), k=nn.Linear(4, 4), out=nn.Linear(4, 3))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 5, 4), torch.randint(3, (6,))
+
+
+def test_rounding_of_parts_in_a_shorter_format_is_not_wrong() -> None:
+    torch.manual_seed(0)
+    x, y = data()
+    result = bpk.verify(attending(), nn.CrossEntropyLoss(), x, y, *EXACT, raise_on_error=True)
+    assert max(row.relative for row in result.rows) > 1e-12  # it is there
+    wrong = bpk.verify(attending(), nn.CrossEntropyLoss(), x, y, *EXACT, rtol=1e-12, atol=1e-14).wrong
+    assert wrong and {row.parameter for row in wrong} <= {"q.weight", "q.bias", "k.weight", "k.bias"}
+
+
+def test_a_tenth_of_a_percent_is_wrong_there_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = data()
+    rule = REGISTRY.find(nn.Linear)
+    assert rule is not None
+    right = type(rule).jac_t_mat_prod
+    monkeypatch.setattr(type(rule), "jac_t_mat_prod", lambda *args, **kwargs: right(*args, **kwargs) * 1.001)
+    assert bpk.verify(attending(), nn.CrossEntropyLoss(), x, y, *EXACT).wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda x: x.sin(), torch.float64),
+        (lambda x: x.float().sin().double(), torch.float32),
+        (lambda x: (x * 2).bfloat16().sin().double() + x.float().sum(), torch.bfloat16),
+        (lambda x: x + x.detach().half(), torch.float64),  # it depends on nothing
+    ],
+)
+def test_the_shortest_format(change: Callable[[Tensor], Tensor], expected: torch.dtype) -> None:
+    assert coarsest(change(torch.randn(3, dtype=torch.float64, requires_grad=True))) is expected
+
+
+# ---- what a forward pass leaves behind ---------------------------------------------------------------------
+def remembering(m: Any, x: Tensor) -> Tensor:
+    """Keeps its hidden state, with its graph, and how large it was, as networks do for losses and figures."""
+    m.state = {"hidden": [m.a(x).tanh()]}
+    m.size = m.state["hidden"][0].square().mean()
+    return m.b(m.state["hidden"][0])
+
+
+def test_models_that_keep_results_with_their_graph() -> None:
+    model, x, y = Assembled(remembering, a=nn.Linear(4, 3), b=nn.Linear(3, 2)), torch.randn(5, 4), torch.arange(5) % 2
+    for _ in range(2):
+        bpk.verify(model, nn.CrossEntropyLoss(), x, y, *EXACT, bpk.laplacian, bpk.ntk, raise_on_error=True)
+        kept = model(x), model.state, model.size  # now it has run already
+    assert kept[2] is model.size and model.size.requires_grad  # what the user has is left alone
+
+
+def spectral(m: Any, x: Tensor) -> Tensor:
+    """Complex constants, and complex numbers as data."""
+    return m.out((torch.fft.ifft(x * m.phase)).real)
+
+
+def test_complex_numbers_keep_their_imaginary_part() -> None:
+    model = Assembled(spectral, out=nn.Linear(4, 2))
+    model.register_buffer("phase", torch.randn(4, dtype=torch.complex64))
+    x = torch.randn(5, 4, dtype=torch.complex64)
+    bpk.verify(model, nn.CrossEntropyLoss(), x, torch.arange(5) % 2, *EXACT, raise_on_error=True)
