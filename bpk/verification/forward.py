@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.forward.derivatives import input_hessian_diag, laplacian, taylor
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.second_order.fused import Composed
 from bpk.verification.compare import FEWER, Effort, Found, of_function
 from bpk.verification.duplicates import duplicate
@@ -98,7 +99,7 @@ class InputDerivatives:
         note = f"along {len(axes)} of {size} axes (passes=)" if fewer else ""
         note = note or (FEWER if len(samples) < min(self.entries, out.numel()) else "")
         if summed:
-            return found.flatten(1)[samples, outputs], expected.sum(1), note, self.computed_in
+            return as_rows(found)[samples, outputs], expected.sum(1), note, self.computed_in
         return found.reshape(len(x), -1, size)[samples, outputs][:, axes], expected, note, self.computed_in
 
     def of_taylor(self) -> Found:
@@ -108,7 +109,8 @@ class InputDerivatives:
         directions = torch.randn(CURVES, *self.x.shape, generator=draw, dtype=torch.float64, device="cpu").to(self.x)
         with torch.no_grad():
             first, *others = self.at(taylor, self.model, self.x, directions, ORDER)
-        found = torch.stack([c.flatten(2)[:, samples, outputs] for c in (first.expand(CURVES, *first.shape), *others)])
+        parts = (first.expand(CURVES, *first.shape), *others)
+        found = torch.stack([as_rows(c, 2)[:, samples, outputs] for c in parts])
         columns = []
         with derivatives(), Composed():  # torch's third derivatives of its fused normalisations are wrong
             for direction in directions:

@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[nn.Module, Tensor]] = {
     "fused": (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3), nn.LayerNorm(3)), torch.randn(3, 4)),
     "random": (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.3), nn.SiLU()), torch.randn(3, 4)),
     "linear": (nn.Linear(4, 3), torch.randn(3, 4)),
+    "one number": (nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)), torch.randn(5, 4)),
 }
 
 
