@@ -17,7 +17,7 @@ from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, rea
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.families.linear_in_each import LinearInEach
+from bpk.jacobians.families.linear_in_each import LinearInEach, replace
 from bpk.jacobians.families.linear_map import LinearMap, layer_itself
 from bpk.jacobians.families.multilinear import Multilinear
 from bpk.jacobians.rule import Rule
@@ -99,16 +99,41 @@ class FixedMatrix(LinearMap):
 
 
 class EinsteinSum(LinearInEach):
-    """Products that `torch.einsum` writes: by the pattern that its equation stands for."""
+    """Products that `torch.einsum` writes: by the pattern that its equation stands for, whose operands are spread."""
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        return layer_sum(options.equation).forward(options, inputs, params)
+        return layer_sum(options.equation).forward(options, spread_operands(options.equation, inputs), params)
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
-        return layer_sum(call.options.equation).jac_mat_prod(call, mat, wrt)
+        whole = self.spread(call)
+        columns = mat.expand(len(mat), *whole.shape_of(wrt))
+        return layer_sum(call.options.equation).jac_mat_prod(whole, columns, wrt)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        return layer_sum(call.options.equation).jac_t_mat_prod(call, mat, wrt, sum_batch)
+        found = layer_sum(call.options.equation).jac_t_mat_prod(self.spread(call), mat, wrt, sum_batch)
+        return found.sum_to_size(len(mat), *call.shape_of(wrt))
+
+    def spread(self, call: Call) -> Call:
+        """The call whose operands are as long as others along each axis."""
+        for k, x in enumerate(spread_operands(call.options.equation, call.inputs)):
+            call = call if x is call.inputs[k] else replace(call, k, x)
+        return call
+
+
+def spread_operands(equation: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Operands, in which an axis with one entry is repeated where it is longer in others, as `torch.einsum` does."""
+    operands = equation.replace(" ", "").partition("->")[0].split(",")
+    if len(operands) != len(inputs) or any(len(axes) != x.dim() for axes, x in zip(operands, inputs, strict=True)):
+        return inputs  # what does not fit is said where it is multiplied
+    lengths: dict[str, int] = {}
+    for axes, x in zip(operands, inputs, strict=True):
+        for axis, length in zip(axes, x.shape, strict=True):
+            lengths[axis] = max(length, lengths.get(axis, length)) if length != 1 else lengths.get(axis, 1)
+    found = []
+    for axes, x in zip(operands, inputs, strict=True):
+        shape = [lengths[axis] if length == 1 else length for axis, length in zip(axes, x.shape, strict=True)]
+        found.append(x if list(x.shape) == shape else x.expand(shape))
+    return found
 
 
 @cache
@@ -176,6 +201,8 @@ RULES: tuple[Rule, ...] = (
             case(Einsum, "nhi,nhi->nh", shapes=((2, 2, 3), (2, 2, 3))),
             case(Einsum, "ni,nj->nij", shapes=((3, 2), (3, 3))),
             case(Einsum, "nti->ni", shape=(2, 3, 2)),
+            case(Einsum, "nij,njk->nik", shapes=((2, 2, 3), (2, 1, 2))),
+            case(Einsum, "nij,nj->nj", shapes=((2, 1, 1), (2, 3))),
         ),
     ),
 )

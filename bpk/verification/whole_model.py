@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.kernels.ntk import ntk
 from bpk.kernels.posteriors import LowRank
 from bpk.kernels.predictive import predictive_covariance
@@ -99,7 +100,7 @@ class JacobianRows:
     def times(self, change: Callable[[str, Tensor], Tensor]) -> Tensor:
         """Inner products of all rows with all rows that have been changed, parameter by parameter."""
         names = self.rows[0]
-        stacked = ((name, torch.stack([row[name] for row in self.rows]).flatten(1)) for name in names)
+        stacked = ((name, as_rows(torch.stack([row[name] for row in self.rows]))) for name in names)
         return torch.stack([rows @ change(name, rows).T for name, rows in stacked]).sum(0)
 
     def kernel(self) -> tuple[Tensor, Tensor]:
@@ -124,4 +125,4 @@ class JacobianRows:
 
 def inner(row: dict[str, Tensor], directions: dict[str, Tensor]) -> Tensor:
     """Inner products of a row with directions `[K, *p]`, over all parameters."""
-    return torch.stack([(row[name] * directions[name]).flatten(1).sum(1) for name in row]).sum(0)
+    return torch.stack([as_rows(row[name] * directions[name]).sum(1) for name in row]).sum(0)

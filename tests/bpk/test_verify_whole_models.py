@@ -30,11 +30,24 @@ class Tied(nn.Module):
         return out
 
 
+class Tempered(nn.Module):
+    """A temperature: a parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) / self.temperature
+        return out
+
+
 MODELS: dict[str, tuple[nn.Module, Any]] = {
     "mlp": (nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(5, 4)),
     "convolution": (nn.Sequential(nn.Conv2d(1, 2, 3), nn.GELU(), nn.Flatten()), torch.randn(3, 1, 5, 5)),
     "tied": (Tied(), (torch.randint(5, (3, 2)), torch.randn(3, 4))),
     "random": (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.3), nn.Linear(3, 2)), torch.randn(3, 4)),
+    "no axes": (Tempered(), torch.randn(5, 4)),
     "one sample": (nn.Linear(4, 3), torch.randn(1, 4)),
 }
 
