@@ -98,6 +98,11 @@ def carriers(arguments: Any) -> list[Carrier]:
     return list({id(x): x for x in tree_leaves(arguments) if isinstance(x, Carrier)}.values())
 
 
+def occurrences(arguments: Any) -> int:
+    """At how many places of nested arguments carriers stand: the two factors of `x * x` are two, of one square."""
+    return sum(isinstance(x, Carrier) for x in tree_leaves(arguments))
+
+
 def values(arguments: Any) -> Any:
     """Nested arguments with the values of carriers in their place."""
     return tree_map(lambda x: x.series.value if isinstance(x, Carrier) else x, arguments)

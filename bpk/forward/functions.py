@@ -23,6 +23,7 @@ from bpk.forward.carrier import (
     carriers,
     differentiable,
     held,
+    occurrences,
     replaced,
     require_unchanged,
     values,
@@ -104,8 +105,8 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     outputs = differentiable(result)
     if not outputs:
         return result
-    drawn = before.moved()
-    if not drawn and (len(moving) > 1 or func not in AFFINE):
+    drawn, alone = before.moved(), occurrences((args, kwargs)) == 1
+    if not drawn and not (alone and func in AFFINE):
         found = rules.of_function(func, args, kwargs)
         if found is not None:
             rule, conversion = found
@@ -128,7 +129,7 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
                 raise refused(
                     func, "it draws other random numbers when it is called again.", "call eval() on the model."
                 )
-    affine = len(moving) == 1 and (func in AFFINE or func in PRODUCTS)
+    affine = alone and (func in AFFINE or func in PRODUCTS)
     try:
         with before.again() if drawn else Composed():
             terms = pushed(function, given) if affine else nested(function, given)
