@@ -13,6 +13,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import CheckpointError
 
 from bpk.jacobians.core.numeric import placeholder
+from bpk.jacobians.second_order.fused import ForwardMode
 from bpk.jacobians.second_order.graph import products
 
 Parameters = Mapping[str, Tensor]
@@ -28,7 +29,7 @@ def evaluate(model: nn.Module, x: Any) -> Tensor:
 def with_tangents(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The output with its graph, and `J m_k`, see `push`; of one vector in the same forward pass."""
     if len(mats[0]) == 1:
-        with suppress(NotImplementedError, RuntimeError):  # what else was wrong is raised again
+        with suppress(NotImplementedError, RuntimeError), ForwardMode():  # what else was wrong is raised again
             return push_one(model, x, params, mats, graph=True)
     z = evaluate(model, x)
     return z, push(model, x, params, mats, z)
@@ -40,7 +41,7 @@ def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], z
     Tangents go along with the forward pass (forward mode); where a function has no derivative in forward mode,
     `J m_k` is the derivative of `u -> J^T u`, with the output `z`.
     """
-    with suppress(NotImplementedError, RuntimeError):
+    with suppress(NotImplementedError, RuntimeError), ForwardMode():
         one = len(mats[0]) == 1
         return push_one(model, x, params, mats, graph=False)[1] if one else push_several(model, x, params, mats)
     return push_backwards(evaluate(model, x) if z is None else z, params, mats)

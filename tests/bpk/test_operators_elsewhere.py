@@ -39,6 +39,30 @@ def test_without_forward_mode() -> None:
     torch.testing.assert_close(ggn @ v[:, 0], 2 * jacobian.T @ jacobian @ v[:, 0])
 
 
+class Multiplied(nn.Module):
+    """Products of some features each, by a function that torch takes for a constant in forward mode (seen in 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.tensor([0, 1, 1, 0]).expand(len(x), 4)
+        return torch.ones(len(x), 2, dtype=x.dtype).scatter_reduce(1, places, self.linear(x), "prod")
+
+
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_without_a_forward_mode_that_torch_would_say(vectors: int) -> None:
+    model, x = Multiplied().to(DOUBLE), torch.randn(5, 3, dtype=DOUBLE)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(z, params, retain_graph=True) for z in model(x).flatten()]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    v = torch.randn(16, vectors, dtype=DOUBLE)
+    torch.testing.assert_close(operators.Jacobian(model, None, (x, None)) @ v, jacobian @ v)
+    ggn = operators.GGN(model, nn.MSELoss(reduction="sum"), (x, torch.zeros(5, 2, dtype=DOUBLE)))
+    torch.testing.assert_close(ggn @ v, 2 * jacobian.T @ jacobian @ v)
+
+
 class Bagged(nn.Module):
     """Weighted bags of tokens, given by offsets; one is empty. Torch differentiates its kernel once, and backwards."""
 
