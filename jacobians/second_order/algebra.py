@@ -7,11 +7,10 @@ compositions give NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -108,13 +107,3 @@ NOT_TWICE = (
     *(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr),
 )
 """Functions whose second derivatives by forward mode are wrong, and for which nothing stands."""
-
-
-def require_forward_mode(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call whose result torch silently takes for a constant, in forward mode (seen in 2.13)."""
-    if func in (torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_):
-        wrong = "prod" in (kwargs.get("reduce"), *args[4:5])
-    else:
-        wrong = func is getattr(F, "linear_cross_entropy", None) and kwargs.get("options") is not None
-    if wrong:
-        raise NotImplementedError(f"torch takes this call of {func.__name__} for a constant in forward mode")

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bpk.jacobians.core.numeric import safe_sqrt
-from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_TWICE, require_forward_mode
+from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_TWICE
+from bpk.jacobians.second_order.forward_mode import require_forward_mode
 from bpk.jacobians.second_order.weight_norm import weight_norm
 
 
@@ -230,18 +231,5 @@ class Composed(StandIns):
     ) -> Any:
         if func in OTHERS:
             raise NotImplementedError(f"torch differentiates {func.__name__} wrongly, more than once by forward mode")
-        require_forward_mode(func, args, kwargs or {})
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-class ForwardMode(StandIns):
-    """Inside, functions are refused that have no derivative in forward mode, where torch does not say so."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
         require_forward_mode(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -61,6 +61,33 @@ def test_without_a_forward_mode_that_torch_would_say(vectors: int) -> None:
     torch.testing.assert_close(operators.Jacobian(model, None, (x, None)) @ v, jacobian @ v)
     ggn = operators.GGN(model, nn.MSELoss(reduction="sum"), (x, torch.zeros(5, 2, dtype=DOUBLE)))
     torch.testing.assert_close(ggn @ v, 2 * jacobian.T @ jacobian @ v)
+
+
+class Guided(nn.Module):
+    """Compares with what a part of itself says, through which no gradient is to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x).tanh()
+        return self.student(x) * target
+
+
+@pytest.mark.parametrize("vectors", [1, 2])
+@pytest.mark.parametrize("blocks", ["whole", "layer"])
+def test_what_a_model_computes_without_gradients_is_constant(vectors: int, blocks: Literal["whole", "layer"]) -> None:
+    model, x = Guided().to(DOUBLE), torch.randn(5, 3, dtype=DOUBLE)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(z, params, retain_graph=True, materialize_grads=True) for z in model(x).flatten()]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    v, data = torch.randn(32, vectors, dtype=DOUBLE), (x, torch.zeros(5, 4, dtype=DOUBLE))
+    torch.testing.assert_close(operators.Jacobian(model, None, (x, None)) @ v, jacobian @ v)
+    ggn = operators.GGN(model, nn.MSELoss(reduction="sum"), data, blocks=blocks)
+    torch.testing.assert_close(ggn @ v, 2 * jacobian.T @ jacobian @ v)
+    assert not (operators.Jacobian(model, None, (x.requires_grad_(), None)) @ v).requires_grad
 
 
 class Bagged(nn.Module):
