@@ -197,6 +197,7 @@ class Backward:
             self.parameters.calls = None  # there are more of them: products that nobody had recorded
         self.parameters.by_functions |= self.inspection.by_functions
         for module in self.inspection.left:
+            self.reached[module] = None
             self.hooks.leave_for_last(module)
 
     def pass_on(self, module: nn.Module) -> None:

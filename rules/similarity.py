@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,7 +44,8 @@ class CosineRule(AlongOneAxis):
         return int(call.options.dim)
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        first, second = (x / length(x, options.dim, options.eps) for x in inputs)
+        vectors = torch.broadcast_tensors(*inputs)  # one number that is compared with several has their length
+        first, second = (x / length(x, options.dim, options.eps) for x in vectors)
         return (first * second).sum(options.dim)
 
 

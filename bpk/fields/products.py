@@ -18,6 +18,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer, Some
 from bpk.jacobians.core.products import add_up
+from bpk.jacobians.families.no_rows import NoRows
 from bpk.plan.stretch import StretchCall
 
 
@@ -62,7 +63,10 @@ class Products(Rows):
             pairs = zip(self.outers, left.split(sizes, 1), strict=True)
             rotated = [part.rotated(some, right) for part, some in pairs]
             return outer.sample_gram(reduce(sum_of_outers, rotated), weight[None])
-        use, found = self.uses[0], []
+        with_rows, found = [use for use in self.uses if not isinstance(use.rule, NoRows)], []
+        if not with_rows:  # an expert to which nothing was sent
+            return weight.new_zeros(self.lead[1], self.lead[0], self.lead[0])
+        use = with_rows[0]
         parts = use.rule.outer(use.call, next(iter(use.arrived.blocks.values())), use.name)
         if not parts:
             raise UnsupportedLayer(

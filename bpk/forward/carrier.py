@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.series import Series
 from bpk.recording import engine
@@ -20,19 +23,25 @@ from bpk.recording.treatment import StandIn
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """What a call of a function gives where some of its arguments are carriers."""
 
+TRANSFORMS = "/torch/_functorch/"
+"""Where the code of `torch.func` is."""
+
 
 @dataclass(eq=False)
 class Propagation:
     """One forward pass with coefficients.
 
     `by_sample` says that samples must not mix, `graph` whether results are to be differentiated, `answer` what
-    functions give. `alive` are the carriers that exist, by `id`.
+    functions give. `alive` are the carriers that exist, by `id`. It may run inside of a transform of `torch.func`, but
+    none inside of it. A `refusal` counts, too, where the code that it was raised into makes another error of it.
     """
 
     by_sample: bool
     graph: bool
     answer: Answer
     alive: weakref.WeakValueDictionary[int, Carrier] = field(default_factory=weakref.WeakValueDictionary)
+    transformed: bool = field(default_factory=is_transformed)
+    refusal: UnsupportedLayer | None = None
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -76,6 +85,39 @@ class Carrier(StandIn):
         given = dict(kwargs or {})
         return carriers((args, given))[0].propagation.answer(func, tuple(args), given)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch says less of its arguments
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse what `__torch_function__` has not seen: it would take the value for all there is."""
+        refusal = UnsupportedLayer(transformed() if is_inside_of_transform() else underneath(str(func)))
+        for carrier in carriers((args, dict(kwargs or {}))):
+            carrier.propagation.refusal = refusal
+        raise refusal
+
+
+def is_inside_of_transform() -> bool:
+    """Whether a transform of `torch.func` calls, also where it has stepped back to let its function run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and TRANSFORMS not in frame.f_code.co_filename.replace("\\", "/"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def transformed() -> str:
+    """Why coefficients cannot pass a transform."""
+    return explain(
+        "Taylor coefficients cannot pass a transform of torch.func (vmap, grad, jvp, ...).",
+        "it runs a function on tensors of its own, which have values alone.",
+        "write the function for the whole batch, and leave derivatives in the input to bpk.",
+    )
+
+
+def underneath(name: str) -> str:
+    """Why coefficients do not reach what works underneath torch's functions."""
+    why = "it was called by code underneath torch's functions in Python, which sees values alone."
+    return explain(f"Taylor coefficients cannot pass {name}.", why, "write it with functions of torch.")
+
 
 def is_constant(series: Series) -> bool:
     """Whether all coefficients are zero."""
@@ -96,6 +138,11 @@ def held(propagation: Propagation, like: Series, result: Any) -> Any:
 def carriers(arguments: Any) -> list[Carrier]:
     """The carriers in nested arguments, each once."""
     return list({id(x): x for x in tree_leaves(arguments) if isinstance(x, Carrier)}.values())
+
+
+def occurrences(arguments: Any) -> int:
+    """At how many places of nested arguments carriers stand: the two factors of `x * x` are two, of one square."""
+    return sum(isinstance(x, Carrier) for x in tree_leaves(arguments))
 
 
 def values(arguments: Any) -> Any:

@@ -131,7 +131,11 @@ def propagate(
     with CTX.quietly(), rules_answer(model), torch.enable_grad():  # where the model disables it, values are constant
         shares = propagation.graph and not CTX.disabled and any(MARK in vars(module) for module in model.modules())
         given = propagation.carry(Series(x, tuple(terms), collapse, shares=shares), True)
-        result = model(given)
+        try:
+            result = model(given)
+        finally:
+            if propagation.refusal is not None:
+                raise propagation.refusal
     if not isinstance(result, Tensor):
         what = f"{type(model).__name__} returned {type(result).__name__}, not a tensor."
         raise UnsupportedLayer(

@@ -23,14 +23,18 @@ from bpk.forward.carrier import (
     carriers,
     differentiable,
     held,
+    is_constant,
+    occurrences,
     replaced,
     require_unchanged,
+    transformed,
     values,
     versions_of,
     without_constants,
 )
 from bpk.forward.independence import stays_apart
 from bpk.jacobians.core.conversion import CannotConvert, name_of, signature_of
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.series import Series
@@ -44,6 +48,9 @@ APPLY = torch.autograd.Function.apply.__code__
 
 CONSTANT = {T.detach, torch.detach, T.data.__get__, T.item, T.tolist, T.numpy, T.__array__}  # type: ignore[attr-defined]
 """Functions whose results autograd does not differentiate."""
+
+REQUIRES_GRAD = T.requires_grad.__get__  # type: ignore[attr-defined]
+"""Whether a tensor depends on what is differentiated."""
 
 REFUSED = {T.backward, T.requires_grad_, T.retain_grad, T.register_hook, torch.autograd.grad, torch.autograd.backward}
 """Functions that ask autograd's graph, which carriers have none of."""
@@ -71,6 +78,10 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     propagation = moving[0].propagation
     if any(c.propagation is not propagation for c in moving):
         raise refused(func, "it joins tensors of two propagations.", "ask for one order inside of another by taylor().")
+    if is_transformed() and not propagation.transformed:
+        raise UnsupportedLayer(transformed())
+    if func == REQUIRES_GRAD:  # who is told that there is nothing to differentiate goes on with zeros
+        return any(c.series.value.requires_grad or not is_constant(c.series) for c in moving)
     if func in REFUSED:
         raise refused(func, "it asks for autograd's graph of what depends on x.", "leave such derivatives to bpk.")
     if func in CONSTANT or not torch.is_grad_enabled():  # `no_grad` within the model
@@ -104,8 +115,8 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     outputs = differentiable(result)
     if not outputs:
         return result
-    drawn = before.moved()
-    if not drawn and (len(moving) > 1 or func not in AFFINE):
+    drawn, alone = before.moved(), occurrences((args, kwargs)) == 1
+    if not drawn and not (alone and func in AFFINE):
         found = rules.of_function(func, args, kwargs)
         if found is not None:
             rule, conversion = found
@@ -128,7 +139,7 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
                 raise refused(
                     func, "it draws other random numbers when it is called again.", "call eval() on the model."
                 )
-    affine = len(moving) == 1 and (func in AFFINE or func in PRODUCTS)
+    affine = alone and (func in AFFINE or func in PRODUCTS)
     try:
         with before.again() if drawn else Composed():
             terms = pushed(function, given) if affine else nested(function, given)

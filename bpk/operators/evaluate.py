@@ -13,6 +13,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import CheckpointError
 
 from bpk.jacobians.core.numeric import placeholder
+from bpk.jacobians.second_order.forward_mode import ForwardMode
 from bpk.jacobians.second_order.graph import products
 
 Parameters = Mapping[str, Tensor]
@@ -28,7 +29,7 @@ def evaluate(model: nn.Module, x: Any) -> Tensor:
 def with_tangents(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The output with its graph, and `J m_k`, see `push`; of one vector in the same forward pass."""
     if len(mats[0]) == 1:
-        with suppress(NotImplementedError, RuntimeError):  # what else was wrong is raised again
+        with suppress(NotImplementedError, RuntimeError), ForwardMode():  # what else was wrong is raised again
             return push_one(model, x, params, mats, graph=True)
     z = evaluate(model, x)
     return z, push(model, x, params, mats, z)
@@ -40,7 +41,7 @@ def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], z
     Tangents go along with the forward pass (forward mode); where a function has no derivative in forward mode,
     `J m_k` is the derivative of `u -> J^T u`, with the output `z`.
     """
-    with suppress(NotImplementedError, RuntimeError):
+    with suppress(NotImplementedError, RuntimeError), ForwardMode():
         one = len(mats[0]) == 1
         return push_one(model, x, params, mats, graph=False)[1] if one else push_several(model, x, params, mats)
     return push_backwards(evaluate(model, x) if z is None else z, params, mats)
@@ -50,21 +51,31 @@ def push_one(
     model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], graph: bool
 ) -> tuple[Tensor, Tensor]:
     """One vector: output and tangent in the same forward pass."""
-    with forward_mode.dual_level(), torch.set_grad_enabled(graph):
-        duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(params.items(), mats, strict=True)}
-        z, tangent = forward_mode.unpack_dual(functional_call(model, duals, (x,)))
+    every = {} if graph else constant(model)
+    with forward_mode.dual_level(), torch.enable_grad():  # where the model disables it, values are constant
+        values = params if graph else {name: every[name] for name in params}
+        duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(values.items(), mats, strict=True)}
+        z, tangent = forward_mode.unpack_dual(functional_call(model, every | duals, (x,)))
     return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
 
 
 def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
     """Several vectors: one forward pass carries all tangents."""
-    at = tuple(p.detach() for p in params.values())
+    every = constant(model)
+
+    def output(*values: Tensor) -> Any:
+        return functional_call(model, every | dict(zip(params, values, strict=True)), (x,))
 
     def tangent(*columns: Tensor) -> Tensor:
-        return jvp(lambda *values: functional_call(model, dict(zip(params, values, strict=True)), (x,)), at, columns)[1]
+        return jvp(output, tuple(every[name] for name in params), columns)[1]
 
-    with torch.no_grad():
-        return vmap(tangent, randomness="error")(*mats)
+    with torch.enable_grad():  # as above
+        return vmap(tangent, randomness="error")(*mats).detach()
+
+
+def constant(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters by name, so that no graph is built."""
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Tensor:

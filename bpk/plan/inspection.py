@@ -85,8 +85,10 @@ class Inspection:
         if may_join(self.extensions):
             for placement in found.values():
                 join(placement, self.has_module_extension)
-        if len(roots) > 1:  # what is behind several of them was maybe left to autograd behind one
-            for root, placement in found.items():
+        left = tuple(dict.fromkeys(module for placement in found.values() for module in placement.left))
+        for root, placement in found.items():  # what is behind several of them was maybe left to autograd behind one
+            root.left = left
+            if len(roots) > 1:
                 placement.above = self.sources.upstream(root)
         for root, placement in found.items():
             self.take(root, roots[root], placement)

@@ -46,12 +46,14 @@ class Record(Connected):
     `contexts` are those that the thread of the forward pass is in.
     `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
     state of the generators before the call. `stored` is the output as it was stored on the module. `open`: a backward
-    pass is awaited. `released`: the tensors are gone.
+    pass is awaited. `released`: the tensors are gone. `left` are the layers behind a loss whose calls a pass has left
+    to autograd: another pass over the same graph finds no records of these.
     """
 
     __slots__ = (
         *("__weakref__", "cached", "contexts", "data_axis", "drawn", "frozen", "given", "handed", "hyperparameters"),
-        *("is_loss", "module", "open", "params", "reads_data", "reads_piece", "released", "rule", "stamps", "stored"),
+        *("is_loss", "left", "module", "open", "params", "reads_data", "reads_piece", "released", "rule", "stamps"),
+        "stored",
     )
 
     def __init__(
@@ -78,6 +80,7 @@ class Record(Connected):
         self.drawn: RandomState | None = None
         self.cached: tuple[tuple[object, ...], list[Tensor], Call] | None = None
         self.stored: Tensor | None = None
+        self.left: Sequence[nn.Module] = ()
         self.open, self.released = True, False
         self.hyperparameters = Hyperparameters(module, binding.options)
         self.reads_data, self.reads_piece = False, False

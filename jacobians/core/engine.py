@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _vmap_internals, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 from torch.autograd.variable import Variable
 from torch.nn.modules import module as of_all
@@ -26,6 +28,7 @@ ENTRIES = (
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch._C._dynamo.eval_frame._FrameAction.SKIP",
     "torch._C._are_functorch_transforms_active",
+    "torch.autograd.forward_ad._set_fwd_grad_enabled",
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.variable.Variable._execution_engine.run_backward",
     "torch._vmap_internals._vmap",
@@ -116,6 +119,11 @@ def untraced(hook: H) -> H:
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func` is running. If it goes: whether `functionalize`, `vmap` or `grad` of `torch.func`
 is on the stack of frames."""
+
+
+def without_tangents() -> AbstractContextManager[object]:
+    """Inside, results have no tangents. If it goes: `unpack_dual` of what functions are given."""
+    return forward_ad._set_fwd_grad_enabled(False)
 
 
 def pull_back(

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bpk.jacobians.core.numeric import safe_sqrt
+from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_TWICE
+from bpk.jacobians.second_order.forward_mode import require_forward_mode
 from bpk.jacobians.second_order.weight_norm import weight_norm
 
 
@@ -190,11 +192,15 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     torch._weight_norm: weight_norm,
     torch.index_select: index_select,
     Tensor.index_select: index_select,
+    **ALGEBRA,
 }
 """What stands for a fused function."""
 
-OTHERS = (torch.native_layer_norm, torch.native_group_norm, torch.native_batch_norm, torch.batch_norm_update_stats)
-"""Fused functions whose further results nobody can differentiate."""
+OTHERS = (
+    *(torch.native_layer_norm, torch.native_group_norm, torch.native_batch_norm, torch.batch_norm_update_stats),
+    *NOT_TWICE,
+)
+"""Functions for which nothing stands: fused ones whose further results have no derivative, and some of algebra."""
 
 
 class StandIns(TorchFunctionMode):
@@ -215,7 +221,7 @@ class StandIns(TorchFunctionMode):
 
 
 class Composed(StandIns):
-    """Inside, fused normalisations and norms are compositions."""
+    """Inside, fused normalisations and norms are compositions, and so are products and functions of matrices."""
 
     def __init__(self) -> None:
         super().__init__(COMPOSED)
@@ -225,4 +231,5 @@ class Composed(StandIns):
     ) -> Any:
         if func in OTHERS:
             raise NotImplementedError(f"torch differentiates {func.__name__} wrongly, more than once by forward mode")
+        require_forward_mode(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

@@ -96,6 +96,8 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "products": lambda m, x: x * x.sigmoid() * (1 - x),
     "matrix products": lambda m, x: (x[:, :, None] @ x[:, None, :] @ x.sin()[:, :, None])[..., 0],
     "einsum": lambda m, x: torch.einsum("ni,nj,ij->nj", x, x.cos(), m.weight),
+    "quadratic form": lambda m, x: torch.einsum("ni,ij,nj->n", x, m.weight, x),
+    "a matrix times itself": lambda m, x: torch.baddbmm(*[x.reshape(N, 2, 2)] * 3).flatten(1),
     "concatenated": lambda m, x: torch.cat([x[:, :1].sin(), x[:, 1:] * x[:, :1]], 1),
     "stacked": lambda m, x: torch.stack([x[:, k] * x[:, 0] for k in range(D)], 1),
     "unpacked": lambda m, x: sum(part.exp() * (k + 1) for k, part in enumerate(x.unbind(1))),

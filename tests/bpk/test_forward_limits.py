@@ -43,6 +43,15 @@ def gradient_inside(m: nn.Module, x: Tensor) -> Tensor:
         (gradient_inside, "autograd's graph"),
         (lambda m, x: (x, x), "not a tensor"),
         (lambda m, x: torch.add(x, 1, out=torch.empty(N, D)), "out="),
+        (lambda m, x: torch.func.vmap(torch.sin)(x), "transform of torch.func"),
+        (lambda m, x: torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x), "transform of torch.func"),
+        (lambda m, x: torch.func.jvp(torch.sin, (x,), (x,))[1], "transform of torch.func"),
+        (lambda m, x: torch.func.vmap(lambda w: x @ w, out_dims=1)(m.weight), "transform of torch.func"),
+        (lambda m, x: torch.func.grad(lambda w: (x @ w).sin().sum())(m.weight)[:N] + x, "transform of torch.func"),
+        (lambda m, x: torch.autograd.functional.vjp(torch.sin, x, x, create_graph=True)[1], "autograd's graph"),
+        (lambda m, x: torch.autograd.functional.jvp(torch.sin, x, x, create_graph=True)[1], "autograd's graph"),
+        (lambda m, x: x.as_subclass(Tensor).sin(), "underneath"),
+        (lambda m, x: torch.jit.trace(lambda y: y.sin() * y, torch.randn(N, D))(x), "underneath"),
     ],
 )
 def test_refusals(function: Callable[..., Tensor], message: str) -> None:

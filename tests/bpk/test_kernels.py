@@ -180,6 +180,37 @@ def test_predictive_covariance(given: tuple[nn.Module, Make], room: None) -> Non
     assert all(p.requires_grad for p in model.parameters())
 
 
+class Routed(nn.Module):
+    """Rows go to one of three experts by their sign; the second one may be sent none, and the third one never is."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.experts, self.twice = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)]), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        found = x.new_zeros(len(x), 2)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            found = found.index_add(0, rows, expert(x[rows]).tanh())
+        return found + self.experts[2](x) if self.twice else found
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_kronecker_factors_of_experts_that_are_sent_nothing(twice: bool) -> None:
+    model, loss_fn, x = bpk.extend(Routed(twice)), bpk.extend(nn.MSELoss()), torch.randn(N, 3)
+    with bpk.backpack(KFLR()):
+        loss_fn(model(x), torch.randn(N, 2)).backward()
+    factors = {name: p.kflr for name, p in model.named_parameters()}
+    found = bpk.predictive_covariance(model, x, Kronecker(factors, 0.5))
+    with bpk.disable():
+        outputs = model(x)
+        each = [torch.autograd.grad(z, list(model.parameters()), retain_graph=True) for z in outputs.flatten()]
+    rows = torch.stack([torch.cat([g.flatten() for g in row]) for row in each]).unflatten(0, (N, 2))
+    blocks = [torch.linalg.inv(kfacs_to_mat(f) + 0.5 * torch.eye(len(kfacs_to_mat(f)))) for f in factors.values()]
+    close(found, rows @ torch.block_diag(*blocks) @ rows.mT)
+
+
 @pytest.mark.parametrize("damped", [False, True])
 def test_kronecker_factors(given: tuple[nn.Module, Make], room: None, damped: bool) -> None:
     model, data = given

@@ -191,6 +191,35 @@ def test_a_pass_removes_fields_that_it_does_not_reach(extension: Callable[[], An
         assert with_field(model, field) == trunk | names
 
 
+class RowByRow(nn.Module):
+    """Calls its layers on single rows, which have no axis for samples: autograd passes all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(4, 3), nn.Linear(4, 3), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.first(row) + (self.second(row) if self.both else 0) for row in x])
+
+
+def test_layers_that_were_left_to_autograd_are_reached() -> None:
+    """Their hooks run in each pass over a graph that is kept, and fields of those that are not called any more go."""
+    model, loss_fn = bpk.extend(RowByRow()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(3, 4), torch.arange(3)
+    loss = loss_fn(model(x), y)
+    for _ in range(3):
+        called: list[str] = []
+        with bpk.backpack(E.BatchGrad(), extension_hook=lambda m, into=called: into.append(type(m).__name__)):
+            loss.backward(retain_graph=True)
+        assert called == ["CrossEntropyLoss", "Linear", "Linear", "RowByRow"]
+    pairs = bpk.eigenpairs(model, loss_fn(model(x), y), k=1)
+    assert pairs.slopes.shape == (3, 1)
+    model.both = False
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    assert saved(model.first) and not saved(model.second)
+
+
 def test_other_fields_and_other_models_keep_theirs() -> None:
     one, loss_fn = extended(TwoHeads().double())
     other, _ = extended()

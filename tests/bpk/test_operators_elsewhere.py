@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,6 +37,57 @@ def test_without_forward_mode() -> None:
     assert operator.adjoint().adjoint() is operator
     ggn = operators.GGN(model, nn.MSELoss(reduction="sum"), (x, torch.zeros(5, 3, dtype=DOUBLE)))
     torch.testing.assert_close(ggn @ v[:, 0], 2 * jacobian.T @ jacobian @ v[:, 0])
+
+
+class Multiplied(nn.Module):
+    """Products of some features each, by a function that torch takes for a constant in forward mode (seen in 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.tensor([0, 1, 1, 0]).expand(len(x), 4)
+        return torch.ones(len(x), 2, dtype=x.dtype).scatter_reduce(1, places, self.linear(x), "prod")
+
+
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_without_a_forward_mode_that_torch_would_say(vectors: int) -> None:
+    model, x = Multiplied().to(DOUBLE), torch.randn(5, 3, dtype=DOUBLE)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(z, params, retain_graph=True) for z in model(x).flatten()]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    v = torch.randn(16, vectors, dtype=DOUBLE)
+    torch.testing.assert_close(operators.Jacobian(model, None, (x, None)) @ v, jacobian @ v)
+    ggn = operators.GGN(model, nn.MSELoss(reduction="sum"), (x, torch.zeros(5, 2, dtype=DOUBLE)))
+    torch.testing.assert_close(ggn @ v, 2 * jacobian.T @ jacobian @ v)
+
+
+class Guided(nn.Module):
+    """Compares with what a part of itself says, through which no gradient is to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x).tanh()
+        return self.student(x) * target
+
+
+@pytest.mark.parametrize("vectors", [1, 2])
+@pytest.mark.parametrize("blocks", ["whole", "layer"])
+def test_what_a_model_computes_without_gradients_is_constant(vectors: int, blocks: Literal["whole", "layer"]) -> None:
+    model, x = Guided().to(DOUBLE), torch.randn(5, 3, dtype=DOUBLE)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(z, params, retain_graph=True, materialize_grads=True) for z in model(x).flatten()]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    v, data = torch.randn(32, vectors, dtype=DOUBLE), (x, torch.zeros(5, 4, dtype=DOUBLE))
+    torch.testing.assert_close(operators.Jacobian(model, None, (x, None)) @ v, jacobian @ v)
+    ggn = operators.GGN(model, nn.MSELoss(reduction="sum"), data, blocks=blocks)
+    torch.testing.assert_close(ggn @ v, 2 * jacobian.T @ jacobian @ v)
+    assert not (operators.Jacobian(model, None, (x.requires_grad_(), None)) @ v).requires_grad
 
 
 class Bagged(nn.Module):

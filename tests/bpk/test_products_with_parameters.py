@@ -182,6 +182,69 @@ def test_a_product_with_a_table_has_no_samples() -> None:
         torch.testing.assert_close([model.w.grad_batch[n], model.v.grad_batch[n]], list(expected))
 
 
+class Frozen(nn.Module):
+    """Adds a product with frozen positions, which are as many as there are samples, and weights of two factors."""
+
+    def __init__(self, product: Callable[[Frozen], Tensor]) -> None:
+        super().__init__()
+        self.product, self.w, self.layer = product, nn.Parameter(torch.randn(3, 4)), nn.Linear(3, 4)
+        self.frozen = nn.Parameter(torch.randn(4, 3), requires_grad=False)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x + self.product(self)).tanh().mean(1))
+
+
+PRODUCTS: dict[str, Callable[[Frozen], Tensor]] = {
+    "matmul": lambda m: m.frozen @ m.w,
+    "linear": lambda m: F.linear(m.frozen, m.w.T),
+    "a view": lambda m: m.frozen.T[:, :4].T @ m.w,
+    "a layer": lambda m: m.layer(m.frozen),
+}
+
+
+def require_rows(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Individual gradients are those of the samples, one by one."""
+    loss_fn, params = bpk.extend(nn.MSELoss()), [p for p in model.parameters() if p.requires_grad]
+    with warnings.catch_warnings(), bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+        warnings.filterwarnings("error", ".*mixes samples|.*are not samples")
+        loss_fn(bpk.extend(model)(x), y).backward()
+    for n in range(len(x)):
+        loss = loss_fn(model(x[n : n + 1]), y[n : n + 1]) / len(x)
+        expected = torch.autograd.grad(loss, params, allow_unused=True)
+        for p, gradient in zip(params, expected, strict=True):
+            if gradient is not None:
+                torch.testing.assert_close(p.grad_batch[n], gradient)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_with_a_frozen_parameter_has_no_samples(name: str) -> None:
+    torch.manual_seed(0)
+    require_rows(Frozen(PRODUCTS[name]).double(), torch.randn(4, 4, 4).double(), torch.randn(4, 2).double())
+
+
+@pytest.mark.parametrize("frozen", ["down", "up"])
+def test_an_adapter_of_which_a_half_is_frozen(frozen: str) -> None:
+    """As many samples as features: rows of the weight that functions put together are none."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.down, self.up = (
+                nn.Linear(4, 4),
+                nn.Parameter(torch.randn(2, 4)),
+                nn.Parameter(torch.ones(4, 2)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.layer.weight + self.up @ self.down, self.layer.bias).tanh()
+
+    torch.manual_seed(0)
+    model = Adapted().double()
+    getattr(model, frozen).requires_grad_(False)
+    require_rows(model, torch.randn(4, 4).double(), torch.randn(4, 4).double())
+
+
 class TableOfALayer(Table):
     """The same with a layer on the table, which is left to autograd, and a second call of it on data."""
 

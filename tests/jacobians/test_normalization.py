@@ -85,6 +85,7 @@ def test_agrees_with_sympy(forward: Any, example: Example) -> None:
     "example",
     [
         case(nn.CosineSimilarity, shapes=((3, 4), (3, 4))),
+        case(nn.CosineSimilarity, shapes=((3, 4, 2), (3, 1, 2))),  # one number is compared with several
         case(nn.PairwiseDistance, shapes=((3, 4), (3, 4))),
         case(nn.PairwiseDistance, p=1.0, shapes=((3, 4), (3, 4))),
         trained(nn.LayerNorm, 1, shape=(3, 2, 1)),

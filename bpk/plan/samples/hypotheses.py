@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import VIEWS
@@ -135,10 +136,16 @@ def has_no_axis(record: Record) -> bool:
     return not is_given_data(record) or any(len(shape) > looks_at for shape in record.given[:1])
 
 
-def are_buffers(data: Sequence[Tensor]) -> bool:
-    """Whether all tensors are buffers of extended modules, or views of some."""
-    buffers = [buffer for module in CTX.all_modules() for buffer in module._buffers.values() if buffer is not None]
-    return all(any(x.untyped_storage() is b.untyped_storage() for b in buffers) for x in data)
+def are_held(data: Sequence[Tensor]) -> bool:
+    """Whether all tensors are buffers or frozen parameters of extended modules, or views of some."""
+    held = [x.untyped_storage() for module in CTX.all_modules() for x in constants_of(module)]
+    return all(any(x.untyped_storage() is storage for storage in held) for x in data)
+
+
+def constants_of(module: nn.Module) -> Iterator[Tensor]:
+    """What a module holds itself and does not train."""
+    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+    yield from (p for p in module._parameters.values() if p is not None and not p.requires_grad and not is_lazy(p))
 
 
 def reads_tables(record: Record, sources: Sources) -> bool:
@@ -152,7 +159,7 @@ def reads_tables(record: Record, sources: Sources) -> bool:
         params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
         if len(data) + params + fed < len(call.inputs):
             return False
-        if data and not are_buffers(data):
+        if data and not are_held(data):
             return False
         waiting += feeders - seen
         seen |= feeders

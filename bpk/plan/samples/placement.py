@@ -26,7 +26,7 @@ class Placement:
     """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
 
     `rows` says, by record, which sample each of its rows belongs to. `left` are modules whose calls were left to
-    autograd.
+    autograd, now or in an earlier pass over the same graph.
     """
 
     root: Record
@@ -35,6 +35,9 @@ class Placement:
     n: int
     rows: dict[Record, Tensor] = field(default_factory=dict)
     left: list[nn.Module] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.left += self.root.left
 
     def leave(self, records: Collection[Record]) -> None:
         """Leave calls to autograd; inputs come from elsewhere then, and other calls may come to light."""

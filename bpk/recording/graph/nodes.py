@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.engine import leaf_of as leaf_of
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
@@ -125,8 +126,26 @@ def verdict(node: Node | None) -> bool | None:
 
 
 def arguments(node: Node) -> list[Node | None]:
-    """Where a function's arguments come from (`None`: not from the graph), but for a number that it multiplies with."""
-    return [above for k, (above, _) in enumerate(node.next_functions) if above is not None or not is_number(node, k)]
+    """Where a function's arguments come from (`None`: not from the graph).
+
+    A number that it multiplies with is left out, and so is a frozen parameter.
+    """
+    edges = enumerate(node.next_functions)
+    return [above for k, (above, _) in edges if above is not None or not (is_number(node, k) or is_frozen(node, k))]
+
+
+def is_frozen(node: Node, place: int) -> bool:
+    """Whether an operand of a product is a frozen parameter (not known in a checkpoint, which is asked once)."""
+    for name, at in OPERANDS.get(function_name(node), ()):
+        if at == place and not is_checkpointed(node, name):
+            x = engine.saved_tensor(node, name)
+            return x is not None and is_frozen_parameter(x)
+    return False
+
+
+def is_frozen_parameter(x: Tensor) -> bool:
+    """Whether a tensor, as it was saved, is a parameter that is not trained, or a view of one."""
+    return any(isinstance(one, nn.Parameter) and not one.requires_grad for one in (x, x._base))
 
 
 def is_number(node: Node, place: int) -> bool:

@@ -27,9 +27,14 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph.computed_bias import Places, put_together
 from bpk.recording.graph.identity import function_name
-from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge
+from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_frozen_parameter
 from bpk.recording.graph.ownership import can_be_written_down, give
-from bpk.recording.graph.parameter_operands import RESHAPES, is_of_parameters, parameter_at, weight_of
+from bpk.recording.graph.parameter_operands import (
+    RESHAPES,
+    is_of_parameters,
+    parameter_at,
+    weight_of,
+)
 from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
@@ -121,7 +126,7 @@ def recover_product(edge: Edge, extended: Container[Tensor], behind: Node | None
     x, given = engine.saved_tensor(node, name), node.next_functions[place]
     if x is None or x.is_complex() != weight.is_complex() or x.device != weight.device:
         return None
-    if is_of_parameters(given[0]):
+    if is_of_parameters(given[0]) or is_frozen_parameter(x):
         return None
     features = x.dim() - (1 if right else 2)
     width, out_width = arrangement.inverse.shape
