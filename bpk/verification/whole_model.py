@@ -74,7 +74,10 @@ class JacobianRows:
         model = duplicate(model, dtype)
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         torch.manual_seed(seed)
-        out = model(*x)
+        try:
+            out = model(*x)
+        except Exception as error:  # whatever the user's model raises
+            raise NoReference(f"the model fails for some samples of the batch alone: {error}") from error
         if not isinstance(out, Tensor) or not out.dim() or len(out) != len(some) or not out.requires_grad:
             raise NoReference("the model does not return one tensor with a row for each sample")
         computed_in, out = coarsest(out), out.reshape(len(out), -1)

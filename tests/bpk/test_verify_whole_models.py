@@ -12,6 +12,7 @@ import bpk
 from bpk.extensions import BatchGrad
 from bpk.jacobians import Elementwise
 from bpk.verification import Verdict
+from tests.references.compare import Assembled
 
 BOTH = (bpk.ntk, bpk.predictive_covariance)
 
@@ -100,3 +101,10 @@ def test_quantities_in_the_place_of_targets_are_refused(quantity: Any) -> None:
     """They had been taken for targets: other quantities were checked, or the loss failed."""
     with pytest.raises(ValueError, match=r"as targets(?s:.*)Do:  pass None as targets"):
         bpk.verify(nn.Linear(3, 2), None, torch.randn(4, 3), quantity)
+
+
+def test_models_that_take_whole_batches_only() -> None:
+    model = Assembled(lambda m, x: m.a(x)[torch.tensor([4, 3, 2, 1, 0])], a=nn.Linear(4, 2))  # a graph's edges, say
+    result = bpk.verify(model, None, torch.randn(5, 4), None, *BOTH)
+    assert [row.verdict for row in result.rows] == [Verdict.UNCHECKED] * 2
+    assert "fails for some samples of the batch alone: index" in result.rows[0].note

@@ -29,12 +29,7 @@ from bpk.recording.graph.computed_bias import Places, put_together
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_frozen_parameter
 from bpk.recording.graph.ownership import can_be_written_down, give
-from bpk.recording.graph.parameter_operands import (
-    RESHAPES,
-    is_of_parameters,
-    parameter_at,
-    weight_of,
-)
+from bpk.recording.graph.parameter_operands import RESHAPES, is_of_parameters, parameter_at, weight_of
 from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
