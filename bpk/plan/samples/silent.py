@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from bpk.plan.samples.decoding import decode
+from bpk.plan.samples.findings import may_be_in
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -54,14 +55,9 @@ def neighbours(record: Record, records: Sequence[Record], sources: Sources) -> I
 
 def agrees(record: Record, mat: Tensor, axis: int, rows: Tensor, n: int, tolerance: float) -> bool:
     """Whether the batch axis of a call may be this one, with these rows, as far as gradients have come to it."""
-    looks_at = None if record.rule is None else record.rule.acts_on(record.call())
-    shape = record.inputs[0].shape
-    if (
-        looks_at is None
-        or axis >= len(shape) - looks_at
-        or shape[axis] != len(rows)
-        or mat.shape[1 + axis] != len(rows)
-    ):
+    if not may_be_in(record, axis):
+        return False
+    if record.inputs[0].shape[axis] != len(rows) or mat.shape[1 + axis] != len(rows):
         return False
     seen = decode(mat.movedim(1 + axis, 1), n, tolerance, in_order=False)
     return seen is not None and bool(((seen < 0) | (seen == rows)).all())
