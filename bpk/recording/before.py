@@ -100,8 +100,6 @@ def prepare(
     name = "" if args else next(iter(kwargs), "")
     given = (args[0] if args else kwargs.get(name)) if in_place else None
     watched = [] if isinstance(given, Tensor) or not written else tensors_in((*args, *kwargs.values()))
-    if drawn is None and not watched and not isinstance(given, Tensor):
-        return None
     before = fields[BEFORE] = Before(drawn)
     if not isinstance(given, Tensor):
         before.versions = [(x, x._version) for x in watched if not x.is_inference()]
