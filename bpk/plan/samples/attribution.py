@@ -18,7 +18,6 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import (
     AllSamplesInside,
-    LastResort,
     NotInFront,
     put_back,
 )
@@ -58,11 +57,11 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
     layouts = (True, False) if known else (False,)
     tests = [partial(check_hypothesis, root, above, sources, laid_out) for laid_out in layouts]
     picked = cache(partial(picked_rows, root, above, sources))
-    refusal: UnsupportedLayer | LastResort | None = None
+    refusal: UnsupportedLayer | None = None
     for test in tests:
         try:
             return first_that_holds(root, above, test, picked)
-        except (UnsupportedLayer, LastResort) as error:
+        except UnsupportedLayer as error:
             refusal = error
     for test in tests:
         if found := as_picked(above, test, picked, sure=False, complete=False):
@@ -76,7 +75,7 @@ def first_that_holds(root: Record, above: list[Record], test: Test, picked: Pick
     found = as_given(root, above, test) or in_simplest_order(root, above, test)
     if found := found or as_picked(above, test, picked, sure=True, complete=False):
         return found
-    refusal: UnsupportedLayer | NotInFront | None = None
+    refusal: UnsupportedLayer | None = None
     without: dict[bool, NotInFront] = {}
     for n, movable, in_front in hypotheses(root, above):
         if n != root.batch_size and without and is_told(root, above):
@@ -90,8 +89,6 @@ def first_that_holds(root: Record, above: list[Record], test: Test, picked: Pick
                 return n, test(numbers, n, movable)
             except UnsupportedLayer as error:
                 refusal = refusal or error
-            except LastResort as error:
-                refusal = error if not isinstance(refusal, LastResort) else refusal
             except NotInFront as error:
                 if not error.missing:
                     put_back(before)
