@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from bpk.fields.arrived import Averages, ClosedForm, Columns
 from bpk.fields.statistics import Use, Uses
-from bpk.jacobians.core.products import add_up
 from bpk.plan.stretch import StretchCall
 
 
@@ -24,9 +23,10 @@ def without_graph(use: Use, n: int) -> Use:
     if not isinstance(use.call, StretchCall) or isinstance(use.arrived, ClosedForm):
         return use
     if isinstance(use.arrived, Averages):
-        known = [use.arrived.shared[use.name]] if use.name in use.arrived.shared else []
-        block = use.rule.congruence(use.call, use.arrived.matrix, use.name) if use.arrived.matrix is not None else None
-        return replace(use, arrived=Averages(None, {use.name: add_up([*known, *([] if block is None else [block])])}))
+        assert use.arrived.matrix is not None  # nothing was computed yet
+        block = use.rule.congruence(use.call, use.arrived.matrix, use.name)
+        shared = use.arrived.shared.get(use.name)
+        return replace(use, arrived=Averages(None, {use.name: block if shared is None else shared + block}))
     rows = Columns(signs=use.arrived.signs)
     one = Uses(use.call.params[use.name], n, False, False)
     one.uses = [use]

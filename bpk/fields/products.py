@@ -113,14 +113,11 @@ class Products(Rows):
 
     def sum_of_rows(self, key: Hashable) -> Tensor:
         """`sum_n rows_vn` `[V, *p]` of a block."""
-        parts = []
-        for use in self.uses:
-            blocks, own = use.arrived.blocks, use.own
-            if key in blocks:
-                parts.append(use.rule.jac_t_mat_prod(use.call, blocks[key], use.name, sum_batch=True))
-            if key in own:
-                parts.append(own[key].sum(1))
-        return add_up(parts)
+        return add_up(
+            use.rule.jac_t_mat_prod(use.call, use.arrived.blocks[key], use.name, sum_batch=True)
+            for use in self.uses
+            if key in use.arrived.blocks
+        )
 
     # ---- how rows are seen -----------------------------------------------------------------------------
     def pieces(self, part: slice = slice(None)) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.recording import engine
+from bpk.recording.graph.nodes import signed
 from bpk.recording.graph.side_effects import beyond
 
 Parts = list[Tensor | None]
@@ -25,6 +26,13 @@ def argument_shapes(node: Node) -> list[torch.Size | None]:
     ]
 
 
+def argument_shape(node: Node) -> torch.Size:
+    """That of the only differentiable argument that a function has, which comes first."""
+    (above, nr), *_ = map(beyond, node.next_functions)
+    assert above is not None
+    return engine.output_shapes(above)[nr]
+
+
 def narrowed(mat: Tensor, shape: torch.Size) -> Tensor:
     """Columns `[V, *out]`, summed along the axes along which an argument of this shape was broadcast."""
     ones = (1,) * (mat.dim() - 1 - len(shape))
@@ -36,8 +44,3 @@ def axes_of(node: Node, dims: int) -> list[int]:
     given = engine.attributes(node).get("dim")
     named = range(dims) if given in (None, ()) else [given] if isinstance(given, int) else given
     return [signed(axis) % dims for axis in named] if dims else []
-
-
-def signed(number: int) -> int:
-    """A number that torch shows without its sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number

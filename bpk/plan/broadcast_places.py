@@ -12,7 +12,7 @@ from bpk.plan.dependence import POINTWISE, in_between
 from bpk.plan.graph import Source
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
-from bpk.recording.graph.nodes import Edge, leaf_of
+from bpk.recording.graph.nodes import Edge, leaf_of, signed
 from bpk.recording.graph.side_effects import beyond
 
 ROW_BY_ROW = POINTWISE | {"Expand"}
@@ -134,7 +134,7 @@ def keeps_rows(node: Node, n: int) -> bool:
     shapes, name = engine.output_shapes(node), function_name(node)
     if len(shapes) != 1 or tuple(shapes[0][:1]) != (n,):
         return False
-    return name in ROW_BY_ROW or (name == "Cat" and engine.saved(node, "dim") not in (0, 2**64 - len(shapes[0])))
+    return name in ROW_BY_ROW or (name == "Cat" and signed(engine.saved(node, "dim")) % len(shapes[0]) != 0)
 
 
 def factor_of(node: Node, place: int) -> Factor | None:

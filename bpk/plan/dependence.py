@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.plan.arguments import Dependence, Parts, argument_shapes, axes_of, narrowed, signed
+from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, axes_of, narrowed
 from bpk.plan.graph import Source
 from bpk.plan.picks import PICKS
 from bpk.plan.repeated import added, joined, placed, stacked
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name, name_of, words
-from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.nodes import Edge, signed
 from bpk.recording.graph.side_effects import beyond
 
 FIXED_LINEAR = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Mean Permute Repeat Roll Squeeze
@@ -130,8 +130,7 @@ def rearranged(node: Node, outs: Sequence[Tensor]) -> Parts:
 
 def reshaped(node: Node, outs: Sequence[Tensor]) -> Parts:
     """The same entries in the same order."""
-    (shape, *_), mat = argument_shapes(node), outs[0]
-    return [None if shape is None else mat.reshape(len(mat), *shape)]
+    return [outs[0].reshape(len(outs[0]), *argument_shape(node))]
 
 
 def divided(node: Node, outs: Sequence[Tensor]) -> Parts:
@@ -143,9 +142,7 @@ def divided(node: Node, outs: Sequence[Tensor]) -> Parts:
 
 def sliced(node: Node, outs: Sequence[Tensor]) -> Parts:
     """Zeros, but where the function has taken a part of a tensor along an axis."""
-    given, (shape, *_), mat = engine.attributes(node), argument_shapes(node), outs[0]
-    if shape is None:
-        return [None]
+    given, shape, mat = engine.attributes(node), argument_shape(node), outs[0]
     (axis,) = axes_of(node, len(shape))
     if function_name(node) == "Select":
         index = signed(given["index"]) % shape[axis]
@@ -169,9 +166,7 @@ def along(node: Node, outs: Sequence[Tensor]) -> Parts:
 
 def reduced(node: Node, outs: Sequence[Tensor]) -> Parts:
     """All entries that were taken to one number get what comes to that."""
-    (shape, *_), mat = argument_shapes(node), outs[0]
-    if shape is None:
-        return [None]
+    shape, mat = argument_shape(node), outs[0]
     if mat.dim() - 1 < len(shape):
         for axis in sorted(axes_of(node, len(shape))):
             mat = mat.unsqueeze(1 + axis)

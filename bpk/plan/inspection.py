@@ -23,9 +23,9 @@ from bpk.plan.objective import (
 )
 from bpk.plan.quantity import Quantity
 from bpk.plan.samples.cautions import caution_batch_of_one, caution_layout, caution_parts, caution_rows
-from bpk.plan.samples.placement import Placement
+from bpk.plan.samples.placement import Placement, one_sample
 from bpk.plan.samples.rows import Attribution
-from bpk.plan.samples.whole_batch import one_sample, place_or_merge
+from bpk.plan.samples.whole_batch import place_or_merge
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch
@@ -102,8 +102,7 @@ class Inspection:
         self.placed.update((*above, root))
         self.above[root] = above
         for record in above:
-            if not record.open:
-                record.reopen()  # an earlier pass may have failed before it came here
+            record.reopen()  # an earlier pass may have failed before it came here
         if self.checks_objective:
             self.check_objective(root, above, node)
         if placement.rows:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.plan.arguments import Dependence, Parts, argument_shapes, narrowed, signed
+from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, narrowed
 from bpk.recording import engine
+from bpk.recording.graph.nodes import signed
 
 Take = Callable[[Node, Tensor], Tensor]
 """What a function takes of a tensor: here, of the numbers of its entries."""
@@ -27,9 +28,7 @@ def numbers(shape: torch.Size, like: Tensor) -> Tensor:
 
 def taken(node: Node, outs: Sequence[Tensor], take: Take) -> Parts:
     """Of a function that takes entries: each gets what has come to the places where it is."""
-    (shape, *_), mat = argument_shapes(node), outs[0]
-    if shape is None:
-        return [None]
+    shape, mat = argument_shape(node), outs[0]
     places = take(node, numbers(shape, mat)).flatten()
     found = mat.new_zeros(len(mat), shape.numel()).index_add_(1, places, mat.flatten(1))
     return [found.reshape(len(mat), *shape)]

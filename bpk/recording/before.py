@@ -100,8 +100,6 @@ def prepare(
     name = "" if args else next(iter(kwargs), "")
     given = (args[0] if args else kwargs.get(name)) if in_place else None
     watched = [] if isinstance(given, Tensor) or not written else tensors_in((*args, *kwargs.values()))
-    if drawn is None and not watched and not isinstance(given, Tensor):
-        return None
     before = fields[BEFORE] = Before(drawn)
     if not isinstance(given, Tensor):
         before.versions = [(x, x._version) for x in watched if not x.is_inference()]
@@ -130,9 +128,6 @@ def keep_input(module: nn.Module, x: Tensor, before: Before) -> Tensor:
     """
     rule = REGISTRY.find(module)
     copied = rule is not None and (not rule.from_output or engine.checkpointing() is not None)  # see `require_result`
-    if not x.requires_grad:
-        before.kept = x.detach().clone() if copied else x
-        return x
     memory = x if x._base is None else x._base
     producer = None if memory.grad_fn is None else owner_of(memory.grad_fn)
     if producer is not None:

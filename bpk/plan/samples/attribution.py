@@ -18,7 +18,6 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import (
     AllSamplesInside,
-    LastResort,
     NotInFront,
     put_back,
 )
@@ -44,13 +43,11 @@ Picked = Callable[[bool], list[tuple[int, Tensor]]]
 """Hypotheses about rows that were picked, surely or not: they are looked for once."""
 
 
-def attribute(
-    root: Record, above: list[Record], sources: Sources, at_most: int | None = None
-) -> tuple[int, dict[Record, Tensor]]:
+def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int, dict[Record, Tensor]]:
     """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
 
-    Returns the number of samples (`at_most` so many) and, by record, the sample `[R]` of every row, where
-    rows are not simply the samples in order.
+    Returns the number of samples and, by record, the sample `[R]` of every row, where rows are not simply the samples
+    in order.
 
     Raises:
         NotInFront: If a layer has to be left to autograd first.
@@ -60,37 +57,27 @@ def attribute(
     layouts = (True, False) if known else (False,)
     tests = [partial(check_hypothesis, root, above, sources, laid_out) for laid_out in layouts]
     picked = cache(partial(picked_rows, root, above, sources))
-    refusal: UnsupportedLayer | LastResort | None = None
+    refusal: UnsupportedLayer | None = None
     for test in tests:
         try:
-            return first_that_holds(root, above, test, picked, at_most)
-        except (UnsupportedLayer, LastResort) as error:
+            return first_that_holds(root, above, test, picked)
+        except UnsupportedLayer as error:
             refusal = error
-    for test in tests if at_most is None else ():
+    for test in tests:
         if found := as_picked(above, test, picked, sure=False, complete=False):
             return found
     assert refusal is not None
     raise refusal
 
 
-def first_that_holds(
-    root: Record, above: list[Record], test: Test, picked: Picked, at_most: int | None
-) -> tuple[int, dict[Record, Tensor]]:
+def first_that_holds(root: Record, above: list[Record], test: Test, picked: Picked) -> tuple[int, dict[Record, Tensor]]:
     """Test one hypothesis after the other, the simplest first."""
-    if at_most is None and (
-        found := as_given(root, above, test)
-        or in_simplest_order(root, above, test)
-        or as_picked(above, test, picked, sure=True, complete=False)
-    ):
+    found = as_given(root, above, test) or in_simplest_order(root, above, test)
+    if found := found or as_picked(above, test, picked, sure=True, complete=False):
         return found
-    refusal: UnsupportedLayer | NotInFront | None = None
+    refusal: UnsupportedLayer | None = None
     without: dict[bool, NotInFront] = {}
-    fewer: set[bool] = set()  # where this holds for fewer samples than rows: what comes behind is less likely
     for n, movable, in_front in hypotheses(root, above):
-        if at_most is not None and n > at_most:
-            continue
-        if n != root.batch_size and ((movable and False in without) or (not in_front and movable in fewer)):
-            break
         if n != root.batch_size and without and is_told(root, above):
             break  # tables are left to autograd first
         silent = not any(record.given or record.knows_batch for record in above)
@@ -102,20 +89,16 @@ def first_that_holds(
                 return n, test(numbers, n, movable)
             except UnsupportedLayer as error:
                 refusal = refusal or error
-            except LastResort as error:
-                refusal = error if not isinstance(refusal, LastResort) else refusal
             except NotInFront as error:
                 if not error.missing:
                     put_back(before)
                     raise
                 if movable not in without or error.missing < without[movable].missing:
                     without[movable] = error
-                if n != root.batch_size:
-                    fewer.add(movable)
             put_back(before)
     if without:  # no hypothesis gives every layer a batch axis
         raise without[min(without)]
-    if at_most is None and (found := as_picked(above, test, picked, sure=False, complete=True)):
+    if found := as_picked(above, test, picked, sure=False, complete=True):
         return found
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
@@ -144,8 +127,6 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
                 data_agrees = any(record.reads_data for record in above if record not in error.records)
                 if isinstance(error, AllSamplesInside) or (error.missing and data_agrees) or error.may_agree:
                     raise
-                if not error.missing:
-                    return None
                 tables.append(error)
             put_back(before)
     if tables:
@@ -165,10 +146,9 @@ def in_simplest_order(root: Record, above: list[Record], test: Test) -> tuple[in
         return n, test(next(numberings(root.batch_size, n, in_front)), n, movable, only_by_form=True)
     except (UnsupportedLayer, IndexError, StopIteration):
         pass
-    except NotInFront as error:
-        if not error.missing or is_told(root, above):
-            put_back(before)
-            raise
+    except NotInFront:
+        put_back(before)
+        raise
     put_back(before)
     return None
 

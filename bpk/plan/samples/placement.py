@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
@@ -118,9 +119,8 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
     Where samples mix, this `refuses`, or else warns and takes rows for samples.
     """
     root, sources = found.root, found.sources
-    for record in found.above:
-        if record.shifted:  # by a pass over the same graph before, or from another loss
-            record.shift(0)
+    for record in found.above:  # a pass over the same graph before, or another loss, may have moved it
+        record.shift(0)
     while True:
         try:
             found.n, found.rows = attribute(root, found.above, sources)
@@ -141,10 +141,15 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
     if are_pieces(found.above, found.rows, found.n):  # what dropout has silenced in the only sample looked like another
         for record in found.above:
             record.shift(0)
-        found.n, found.rows = attribute(root, found.above, sources, at_most=1)
+        found.n, found.rows = 1, {record: one_sample(record) for record in records if record.batch_size > 1}
         proof = prove(root, found.above, sources, found.n, found.rows)
     axes = tuple([record.shifted for record in records])
     return Form((), axes, found.n, tuple([found.rows.get(record) for record in records]), proof is not None)
+
+
+def one_sample(record: Record) -> Tensor:
+    """The sample `[R]` of each row: the only one there is."""
+    return torch.zeros(record.batch_size, dtype=torch.long, device=record.output.device)
 
 
 def is_stuck(record: Record) -> bool:

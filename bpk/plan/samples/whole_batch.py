@@ -15,9 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-from torch import Tensor
-
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.samples.hypotheses import has_no_axis
@@ -92,8 +89,3 @@ def require_rows(root: Record, above: Iterable[Record], extension: Quantity) -> 
                 "leave out subsampling=, or give the loss one row for each sample ([N, C, T]).",
             )
         )
-
-
-def one_sample(record: Record) -> Tensor:
-    """The sample `[R]` of each row: the only one there is."""
-    return torch.zeros(record.batch_size, dtype=torch.long, device=record.output.device)

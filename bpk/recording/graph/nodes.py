@@ -154,3 +154,8 @@ def is_number(node: Node, place: int) -> bool:
     if function_name(node) not in ("Mul", FRACTION) or not engine.keeps_tensor(node, name):
         return False
     return engine.saved(node, name).dim() == 0
+
+
+def signed(number: int) -> int:
+    """A number that a node keeps, such as an axis, which torch shows without its sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
 from bpk.recording import engine
-from bpk.recording.graph.nodes import is_of_leaves, leaf_of
+from bpk.recording.graph.nodes import is_of_leaves, leaf_of, signed
 
 TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 """Nodes that exchange axes."""
@@ -78,17 +78,12 @@ def is_of_parameters(node: Node | None) -> bool:
 
 
 def axes_of(node: Node, dim: int) -> tuple[int, ...]:
-    """The order in which a node hands on axes. Negative axes are kept modulo `2 ** 64`."""
+    """The order in which a node hands on axes."""
     if node.name() == "PermuteBackward0":
-        return tuple(from_front(axis, dim) for axis in engine.saved(node, "dims"))
+        return tuple(signed(axis) % dim for axis in engine.saved(node, "dims"))
     order = list(range(dim))
     if node.name() == "TBackward0":
         return tuple(reversed(order))
-    one, other = (from_front(engine.saved(node, name), dim) for name in ("dim0", "dim1"))
+    one, other = (signed(engine.saved(node, name)) % dim for name in ("dim0", "dim1"))
     order[one], order[other] = order[other], order[one]
     return tuple(order)
-
-
-def from_front(axis: int, dim: int) -> int:
-    """An axis, counted from the front."""
-    return axis if axis < dim else (axis - 2**64) % dim
