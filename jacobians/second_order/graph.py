@@ -15,7 +15,7 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.engine import formats, pull_back
 from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
-from bpk.jacobians.second_order.group_norm import inputs_of_group_norms
+from bpk.jacobians.second_order.group_norm import inputs_of_group_norms, passes_statistics
 from bpk.jacobians.second_order.weight_norm import corrected
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
@@ -77,7 +77,8 @@ def vector_jacobian_products(
     """Columns `[V, *end]` times the Jacobian of the graph between `ends` and `beginnings`: `[V, *beginning]` each.
 
     `None` stands for a beginning that the ends do not depend on. The graph is kept. A function that cannot be batched
-    (an LSTM, a custom `torch.autograd.Function` that leaves torch) is asked for one column after the other.
+    (an LSTM, a custom `torch.autograd.Function` that leaves torch), or that torch batches wrongly, is asked for one column
+    after the other.
 
     Args:
         ends: Tensors or graph edges to start from.
@@ -91,11 +92,24 @@ def vector_jacobian_products(
     if not count:  # what depends on what is asked nevertheless
         found = ask([mat.new_zeros(mat.shape[1:]) for mat in columns])
         return [None if x is None else x.new_zeros(0, *x.shape) for x in found]
-    if count > FEW:
+    if count > FEW and not passes_statistics(within(ends, beginnings)):
         with suppress(RuntimeError):  # what else was wrong is raised again
             return list(ask(columns, batched=True))
     each = [ask([mat[v] for mat in columns]) for v in range(count)]
     return [stacked([found[k] for found in each]) for k in range(len(beginnings))]
+
+
+def within(ends: Ends, beginnings: Ends) -> Iterator[Node]:
+    """The nodes of the graph between ends and beginnings."""
+    last = set(map(node_of, beginnings))
+    for end in ends:
+        if (node := node_of(end)) is not None:
+            yield from between(node, last.__contains__)
+
+
+def node_of(x: Tensor | GradientEdge) -> Node | None:
+    """The node that has made a tensor, or that an edge leads to."""
+    return x.grad_fn if isinstance(x, Tensor) else x.node
 
 
 def stacked(products: Sequence[Tensor | None]) -> Tensor | None:

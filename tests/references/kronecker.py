@@ -39,11 +39,27 @@ def jacobian(output: Tensor, wrt: Sequence[Tensor]) -> list[Tensor]:
         return [w.new_zeros(output.numel(), *w.shape) for w in wrt]
     eye = torch.eye(output.numel(), dtype=output.dtype).reshape(-1, *output.shape)
     try:
+        if normalises_groups(output):
+            raise RuntimeError  # torch (seen in 2.13) takes second derivatives of these together wrongly
         found = torch.autograd.grad(output, wrt, eye, retain_graph=True, allow_unused=True, is_grads_batched=True)
     except RuntimeError:  # one after the other
         rows = [gradients(entry, wrt) for entry in output.flatten()]
         return [torch.stack(parts) for parts in zip(*rows, strict=True)]
     return [w.new_zeros(len(eye), *w.shape) if g is None else g for g, w in zip(found, wrt, strict=True)]
+
+
+def normalises_groups(output: Tensor) -> bool:
+    """Whether there is a fused group normalisation in the graph of a tensor."""
+    seen, waiting = set[Any]([None]), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node is None:
+            continue
+        if node.name() == "NativeGroupNormBackward0":
+            return True
+        seen.add(node)
+        waiting += [above for above, _ in node.next_functions]
+    return False
 
 
 def of_bias(module: nn.Module, jac: Tensor, out_shape: torch.Size, inputs: tuple[Tensor, ...]) -> Tensor:
