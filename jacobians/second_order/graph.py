@@ -77,8 +77,8 @@ def vector_jacobian_products(
     """Columns `[V, *end]` times the Jacobian of the graph between `ends` and `beginnings`: `[V, *beginning]` each.
 
     `None` stands for a beginning that the ends do not depend on. The graph is kept. A function that cannot be batched
-    (an LSTM, a custom `torch.autograd.Function` that leaves torch), or that torch batches wrongly, is asked for one column
-    after the other.
+    (an LSTM, a custom `torch.autograd.Function` that leaves torch), or that torch batches wrongly, is asked for one
+    column after the other.
 
     Args:
         ends: Tensors or graph edges to start from.
