@@ -53,7 +53,8 @@ class Columns:
 
     def add_to_parameter(self, name: str, key: Hashable, rows: Tensor, signs: Tensor | None = None) -> None:
         """Add rows `[V, N, *p]` that belong to a parameter itself."""
-        self.of_params.setdefault(name, {})[key] = rows
+        of_param = self.of_params.setdefault(name, {})
+        of_param[key] = of_param[key] + rows if key in of_param else rows
         self.signs[key] = signs
 
 
