@@ -72,3 +72,47 @@ def test_a_guess_is_told(front: bool) -> None:
     """Squares tell nothing. That only one of these two can be right is why the user is told."""
     with pytest.warns(UserWarning, match="given 4 rows of 4, and which of the two are samples"):
         assert right(lambda x: x.contiguous() ** 2, front, back=True) != front
+
+
+# ---- where a layer is silent in places ---------------------------------------------------------------------
+class StepsFirst(nn.Module):
+    """Steps come first from data to the mean over them, and a ReLU lets nothing through at some."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.second, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(self.function(x.transpose(0, 1).contiguous()))
+        h = h + self.second(h).relu()
+        out: Tensor = self.last(h.transpose(0, 1).mean(1))
+        return out
+
+
+OF_ONE_ENTRY: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "abs": torch.abs,
+    "square": torch.square,
+    "sin": lambda x: (3 * x).sin(),
+    "falling": lambda x: 1 - 2 * x,
+    "centred": lambda x: x - x.mean(0, keepdim=True),
+    "clamped": lambda x: x.clamp(-0.5, 0.5),
+    "features": lambda x: torch.cat([x.sin(), x.cos()], -1)[..., :2],
+}
+"""Functions behind which the order of the values in a row says little, or the contrary."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("function", OF_ONE_ENTRY)
+def test_samples_are_no_fewer_than_was_told(function: str, seed: int) -> None:
+    """The model was given as many rows as the loss has: pairs of them had counted as one sample."""
+    torch.manual_seed(seed)
+    model, loss_fn = bpk.extend(StepsFirst(OF_ONE_ENTRY[function]).double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(N, N, 2, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    with bpk.backpack(BatchGrad()):
+        loss_fn(model(x), y).backward()
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none") / N
+    weight = model.first.weight
+    expected = torch.stack([torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses])
+    torch.testing.assert_close(weight.grad_batch, expected)

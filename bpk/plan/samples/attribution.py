@@ -58,9 +58,10 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
     tests = [partial(check_hypothesis, root, above, sources, laid_out) for laid_out in layouts]
     picked = cache(partial(picked_rows, root, above, sources))
     refusal: UnsupportedLayer | None = None
-    for test in tests:
+    for laid_out, test in zip(layouts, tests, strict=True):
+        whole = laid_out and is_told(root, above)  # a layout that seems to be that of the data is given up before this
         try:
-            return first_that_holds(root, above, test, picked)
+            return first_that_holds(root, above, test, picked, whole)
         except UnsupportedLayer as error:
             refusal = error
     for test in tests:
@@ -70,15 +71,17 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
     raise refusal
 
 
-def first_that_holds(root: Record, above: list[Record], test: Test, picked: Picked) -> tuple[int, dict[Record, Tensor]]:
-    """Test one hypothesis after the other, the simplest first."""
+def first_that_holds(
+    root: Record, above: list[Record], test: Test, picked: Picked, whole: bool
+) -> tuple[int, dict[Record, Tensor]]:
+    """Test one hypothesis after the other, the simplest first; if `whole`, only that rows of the root are the samples."""
     found = as_given(root, above, test) or in_simplest_order(root, above, test)
     if found := found or as_picked(above, test, picked, sure=True, complete=False):
         return found
     refusal: UnsupportedLayer | None = None
     without: dict[bool, NotInFront] = {}
     for n, movable, in_front in hypotheses(root, above):
-        if n != root.batch_size and without and is_told(root, above):
+        if n != root.batch_size and (whole or (without and is_told(root, above))):
             break  # tables are left to autograd first
         silent = not any(record.given or record.knows_batch for record in above)
         if n == 1 and any(error.certain or silent for error in without.values()):
