@@ -74,7 +74,7 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
 def first_that_holds(
     root: Record, above: list[Record], test: Test, picked: Picked, whole: bool
 ) -> tuple[int, dict[Record, Tensor]]:
-    """Test one hypothesis after the other, the simplest first; if `whole`, only that the samples are rows of the root."""
+    """Test one hypothesis after the other, the simplest first; if `whole`, only those with a sample for each row."""
     found = as_given(root, above, test) or in_simplest_order(root, above, test)
     if found := found or as_picked(above, test, picked, sure=True, complete=False):
         return found
