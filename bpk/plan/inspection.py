@@ -102,7 +102,8 @@ class Inspection:
         self.placed.update((*above, root))
         self.above[root] = above
         for record in above:
-            record.reopen()  # an earlier pass may have failed before it came here
+            if not record.open:
+                record.reopen()  # an earlier pass may have failed before it came here
         if self.checks_objective:
             self.check_objective(root, above, node)
         if placement.rows:
