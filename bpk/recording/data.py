@@ -13,6 +13,9 @@ from bpk.recording.graph.nodes import Edge
 SOME, MANY = 8, 64
 """Of how many rows, along each of two axes, and of how many of their entries the order is looked at."""
 
+ENOUGH = 8
+"""From how many pairs of entries on their order tells more than strides: a copy has forgotten those of data."""
+
 MOST_AXES = 5
 """Of data whose axes are looked for in another order."""
 
@@ -74,8 +77,11 @@ class Data:
         if [other[:2] for other in given].count(data.shape[:2]) > 1:
             return None
         if x.dim() == data.dim() and all_of_it:
-            found = moved(x, data)
-            return ranked(x, data) if found is None and n == m and x.shape == data.shape else found
+            by_strides = moved(x, data)
+            if n != m or x.shape != data.shape:
+                return by_strides
+            by_values, count = ranked(x, data)
+            return by_values if by_strides is None or (by_values is not None and count >= ENOUGH) else by_strides
         if n != m or shape[:2] != data.shape[:2]:
             return None
         return 1 if (x.stride(0) < x.stride(1)) != (data.stride(0) < data.stride(1)) else None
@@ -100,10 +106,14 @@ def moved(x: Tensor, data: Tensor) -> int | None:
     return ours[theirs.index(0)]
 
 
-def ranked(x: Tensor, data: Tensor) -> int | None:
-    """Where the first axis of data is, if rows of a function of it rank their entries as those of data at one place."""
+def ranked(x: Tensor, data: Tensor) -> tuple[int | None, int]:
+    """Where the first axis of data is, if rows of a function of it rank their entries as those of data at one place.
+
+    And how many pairs of entries say so. Entries may have become equal (ReLU), and the order may be the contrary.
+    """
     if data.dim() < 3 or data.is_complex() or x.is_complex():
-        return None
-    ours, theirs = (t[:SOME, :SOME].flatten(2)[..., :MANY].argsort(2) for t in (x, data))
-    rows, moved_rows = torch.equal(ours, theirs), torch.equal(ours, theirs.transpose(0, 1))
-    return None if rows == moved_rows else int(moved_rows)
+        return None, 0
+    ours, theirs = (t[:SOME, :SOME].flatten(2)[..., :MANY] for t in (x, data))
+    steps = [ours.gather(2, order.argsort(2)).diff(dim=2) for order in (theirs, theirs.transpose(0, 1))]
+    rows, moved_rows = (bool((step >= 0).all() or (step <= 0).all()) for step in steps)
+    return (None if rows == moved_rows else int(moved_rows)), int((steps[0] != 0).sum())

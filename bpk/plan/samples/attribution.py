@@ -59,9 +59,8 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
     picked = cache(partial(picked_rows, root, above, sources))
     refusal: UnsupportedLayer | None = None
     for laid_out, test in zip(layouts, tests, strict=True):
-        whole = laid_out and is_told(root, above)  # a layout that seems to be that of the data is given up before this
         try:
-            return first_that_holds(root, above, test, picked, whole)
+            return first_that_holds(root, above, test, picked, laid_out)
         except UnsupportedLayer as error:
             refusal = error
     for test in tests:
@@ -72,10 +71,14 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
 
 
 def first_that_holds(
-    root: Record, above: list[Record], test: Test, picked: Picked, whole: bool
+    root: Record, above: list[Record], test: Test, picked: Picked, laid_out: bool
 ) -> tuple[int, dict[Record, Tensor]]:
-    """Test one hypothesis after the other, the simplest first; if `whole`, only those with a sample for each row."""
-    found = as_given(root, above, test) or in_simplest_order(root, above, test)
+    """Test one hypothesis after the other, the simplest first.
+
+    A layout that seems to be that of the data is given up before there are fewer samples than the model was told of.
+    """
+    whole = laid_out and is_told(root, above)
+    found = as_given(root, above, test, laid_out) or in_simplest_order(root, above, test)
     if found := found or as_picked(above, test, picked, sure=True, complete=False):
         return found
     refusal: UnsupportedLayer | None = None
@@ -106,8 +109,10 @@ def first_that_holds(
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
 
 
-def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[Record, Tensor]] | None:
+def as_given(root: Record, above: list[Record], test: Test, laid_out: bool) -> tuple[int, dict[Record, Tensor]] | None:
     """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.
+
+    Rows one sample after the other are the first guess where data tell the batch axis of calls that read them.
 
     Raises:
         NotInFront: If it does but for layers that read tables, whose rows feed all samples (those of positions), or
@@ -116,6 +121,7 @@ def as_given(root: Record, above: list[Record], test: Test) -> tuple[int, dict[R
     before = [(record, record.shifted) for record in above]
     tables: list[NotInFront] = []
     given = of_what_was_given(root, above)
+    given = sorted(given, key=lambda hypothesis: not hypothesis[2]) if laid_out else given
     alike = any(n in shape[1:] for n, _, _ in given for record in above for shape in record.given[:1])
     for only_by_form, (n, movable, in_front) in product((False,) if alike else (True, False), given):
         for numbers in numberings(root.batch_size, n, in_front):
