@@ -11,6 +11,7 @@ from bpk.plan.samples.given import follows_data, is_given_data, is_of_data
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, mixed, reads_tables, require_separate_samples
 from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
 from bpk.plan.samples.proofs import follow
+from bpk.plan.samples.silent import follow_neighbours
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -42,12 +43,15 @@ def check_hypothesis(
     reached: set[Record] = set()
     shared: dict[Record, FeedsSeveral] = {}
     inside: list[Record] = []
+    silent: dict[Record, Tensor] = {}
     tolerance = tolerance_of(root, above)
     uses = uses_of((*above, root), sources)
     for record, mat in send_back(root, above, sources, digits(numbers, n)):
         reached.add(record)
         if n > 1 and not mat[0].all():
             mat = with_fewer_zeros(record, mat, uses[record], found, n, tolerance)
+            if record.as_called and not is_reached(mat).all():
+                silent[record] = mat
         try:
             found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
             if laid_out and not follows_data(record, rows, is_reached(mat.movedim(1 + record.shifted, 1)), n):
@@ -80,6 +84,7 @@ def check_hypothesis(
     if inside:
         require_separate_samples(inside, sources, found, n)
         raise AllSamplesInside(inside)
+    follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
     return out_of_order(root, above, found, n)
 
 
