@@ -207,7 +207,9 @@ class Parameters:
         uses.spares = spare_memories(old) if again else None
 
     def claim(self, param: Tensor, name: str, where: str) -> None:
-        """A module extension is about to say all of a field: `save` refuses a second value."""
+        """A module extension is about to say all of a field."""
+        if any(p is param and known == name for p, known in self.saved):
+            raise one_value_only(where, name)
         self.claimed[id(param), name] = where
 
     def save(self, param: Tensor, name: str, value: Any) -> None:

@@ -41,7 +41,10 @@ def by_token(uses: Uses, of: Callable[[Uses], Tensor], at_once: int | None = Non
         for k in range(0, columns, some := at_once or each):
             part, token = of(uses.of_columns(key, slice(k, k + some))), start + k // each
             found = part.new_zeros(len(part), last, *part.shape[1:]) if found is None else found
-            found[:, token] += part
+            if torch.is_grad_enabled():
+                found = found.index_add(1, torch.tensor([token], device=part.device), part[:, None])
+            else:
+                found[:, token] += part
     assert found is not None
     return found
 

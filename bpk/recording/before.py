@@ -128,6 +128,9 @@ def keep_input(module: nn.Module, x: Tensor, before: Before) -> Tensor:
     """
     rule = REGISTRY.find(module)
     copied = rule is not None and (not rule.from_output or engine.checkpointing() is not None)  # see `require_result`
+    if not x.requires_grad:
+        before.kept = x.detach().clone() if copied else x
+        return x
     memory = x if x._base is None else x._base
     producer = None if memory.grad_fn is None else owner_of(memory.grad_fn)
     if producer is not None:

@@ -18,6 +18,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import (
     AllSamplesInside,
+    LastResort,
     NotInFront,
     put_back,
 )
@@ -57,11 +58,11 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
     layouts = (True, False) if known else (False,)
     tests = [partial(check_hypothesis, root, above, sources, laid_out) for laid_out in layouts]
     picked = cache(partial(picked_rows, root, above, sources))
-    refusal: UnsupportedLayer | None = None
+    refusal: UnsupportedLayer | LastResort | None = None
     for laid_out, test in zip(layouts, tests, strict=True):
         try:
             return first_that_holds(root, above, test, picked, laid_out)
-        except UnsupportedLayer as error:
+        except (UnsupportedLayer, LastResort) as error:
             refusal = error
     for test in tests:
         if found := as_picked(above, test, picked, sure=False, complete=False):
@@ -81,7 +82,7 @@ def first_that_holds(
     found = as_given(root, above, test, laid_out) or in_simplest_order(root, above, test)
     if found := found or as_picked(above, test, picked, sure=True, complete=False):
         return found
-    refusal: UnsupportedLayer | None = None
+    refusal: UnsupportedLayer | NotInFront | None = None
     without: dict[bool, NotInFront] = {}
     for n, movable, in_front in hypotheses(root, above):
         if n != root.batch_size and (whole or (without and is_told(root, above))):
@@ -95,6 +96,8 @@ def first_that_holds(
                 return n, test(numbers, n, movable)
             except UnsupportedLayer as error:
                 refusal = refusal or error
+            except LastResort as error:
+                refusal = error if not isinstance(refusal, LastResort) else refusal
             except NotInFront as error:
                 if not error.missing:
                     put_back(before)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bpk.plan.samples.decoding import digits, is_reached
-from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, NotInFront, SamplesInside, numbers_of
+from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
 from bpk.plan.samples.given import follows_data, is_given_data, is_of_data
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, mixed, reads_tables, require_separate_samples
 from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
@@ -64,6 +64,7 @@ def check_hypothesis(
             if is_of_data(record):  # what the model was given is no table
                 raise mixed(f"one {error}") from None
             shared[record] = error  # an embedding of positions, or a network of a table of constants
+    joining: list[Record] = []
     for other, reason in shared.items():
         alike = [r for r in above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
         if any(r not in shared for r in alike):  # one step after the other: no table
@@ -71,6 +72,10 @@ def check_hypothesis(
         feeders = set(sources.producers(other))
         if feeders - shared.keys() and other.params:
             raise mixed(f"one {reason}")
+        if feeders - shared.keys():
+            joining.append(other)
+    if joining:
+        raise LastResort(joining)
     if shared:  # all others agree with this hypothesis
         others = [r for r in above if r not in shared]
         certain = some_are_given(others, n)

@@ -42,6 +42,10 @@ class NotInFront(Exception):
         self.may_agree = may_agree
 
 
+class LastResort(NotInFront):
+    """Rows of layers without parameters feed several samples, but entries of these rows may feed one each."""
+
+
 class AllSamplesInside(NotInFront):
     """Functions have the samples inside of their rows, and everything else agrees with the hypothesis."""
 
