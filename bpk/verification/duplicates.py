@@ -29,7 +29,14 @@ def duplicate(module: nn.Module, dtype: torch.dtype | None) -> Any:
         ) from error
     for child in made.modules():
         detach(child)
-    return made if dtype is None else made._apply(lambda x: in_precision(x, dtype))
+    if dtype is None:
+        return made
+    held = [*made.parameters(), *made.buffers()]
+    if not any(x.is_complex() for x in held):
+        return made.to(dtype)
+    for x in held:  # `to` would drop the imaginary part
+        x.data = in_precision(x.data, dtype)
+    return made
 
 
 def in_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
