@@ -125,13 +125,11 @@ def spread_operands(equation: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]
     operands = equation.replace(" ", "").partition("->")[0].split(",")
     if len(operands) != len(inputs) or any(len(axes) != x.dim() for axes, x in zip(operands, inputs, strict=True)):
         return inputs  # what does not fit is said where it is multiplied
-    lengths: dict[str, int] = {}
-    for axes, x in zip(operands, inputs, strict=True):
-        for axis, length in zip(axes, x.shape, strict=True):
-            lengths[axis] = max(length, lengths.get(axis, length)) if length != 1 else lengths.get(axis, 1)
+    every = [length for x in inputs for length in x.shape]
+    lengths = {axis: length for axis, length in zip("".join(operands), every, strict=True) if length != 1}
     found = []
     for axes, x in zip(operands, inputs, strict=True):
-        shape = [lengths[axis] if length == 1 else length for axis, length in zip(axes, x.shape, strict=True)]
+        shape = [lengths.get(axis, 1) if length == 1 else length for axis, length in zip(axes, x.shape, strict=True)]
         found.append(x if list(x.shape) == shape else x.expand(shape))
     return found
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from bpk.recording import engine
+from bpk.jacobians.core.engine import formats
+from bpk.jacobians.second_order.graph import between
 
 
 def coarsest(output: Tensor) -> torch.dtype:
@@ -14,15 +14,6 @@ def coarsest(output: Tensor) -> torch.dtype:
 
     What comes out is rounded as in this format, by plain autograd as well as by `bpk`, and not always alike.
     """
-    found, seen, todo = output.dtype, set[Node | None]([None]), [output.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for number in range(len(engine.output_shapes(node))):
-            _, dtype = engine.kind_of_output(node, number)
-            if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(found).eps:
-                found = dtype
-        todo += [above for above, _ in node.next_functions]
-    return found
+    nodes = [] if output.grad_fn is None else between(output.grad_fn, lambda _: False)
+    seen = {dtype for node in nodes for dtype in formats(node) if dtype.is_floating_point}
+    return max(seen, key=lambda dtype: torch.finfo(dtype).eps, default=output.dtype)

@@ -86,7 +86,7 @@ def first_that_holds(
     without: dict[bool, NotInFront] = {}
     for n, movable, in_front in hypotheses(root, above):
         if n != root.batch_size and (whole or (without and is_told(root, above))):
-            break  # tables are left to autograd first
+            break  # the layout is given up, or tables are left to autograd, first
         silent = not any(record.given or record.knows_batch for record in above)
         if n == 1 and any(error.certain or silent for error in without.values()):
             break  # that all rows are those of one sample would agree with any graph
