@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from io import BytesIO
 from types import FunctionType
@@ -69,9 +69,7 @@ class Copies(Generic[T]):
         self.places = dict[int, int]()
         """Their places in that order, to which the pickle refers."""
         file = BytesIO()
-        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = self.place_of  # type: ignore[method-assign]
-        pickler.dump(original)
+        Pickler(file, self.place_of).dump(original)
         self.pickled = file.getvalue()
 
     def place_of(self, value: Any) -> int | None:
@@ -83,8 +81,27 @@ class Copies(Generic[T]):
 
     def new(self) -> T:
         """Another copy."""
-        unpickler = pickle.Unpickler(BytesIO(self.pickled))
-        apart = deepcopy(list(self.apart.values()))
-        unpickler.persistent_load = apart.__getitem__  # type: ignore[method-assign]
-        copied: T = unpickler.load()
+        copied: T = Unpickler(BytesIO(self.pickled), deepcopy(list(self.apart.values()))).load()
         return copied
+
+
+class Pickler(pickle.Pickler):
+    """Writes places in place of some objects. (Since Python 3.13 these methods cannot be set on an object.)"""
+
+    def __init__(self, file: BytesIO, place_of: Callable[[Any], int | None]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.place_of = place_of
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self.place_of(obj)
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads them, given what stands at these places."""
+
+    def __init__(self, file: BytesIO, values: Sequence[Any]) -> None:
+        super().__init__(file)
+        self.values = values
+
+    def persistent_load(self, pid: int) -> Any:
+        return self.values[pid]
