@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from inspect import signature
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -42,9 +42,6 @@ from bpk.jacobians.second_order.fused import Composed
 from bpk.jacobians.second_order.nested import again, nested, pushed
 
 T = torch.Tensor
-
-APPLY = torch.autograd.Function.apply.__code__
-"""The code that runs the forward passes of functions with a backward pass of their own."""
 
 CONSTANT = {T.detach, torch.detach, T.data.__get__, T.item, T.tolist, T.numpy, T.__array__}  # type: ignore[attr-defined]
 """Functions whose results autograd does not differentiate."""
@@ -153,10 +150,22 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def function_of_users() -> type[torch.autograd.Function] | None:
     """The function with a backward pass of its own whose forward pass is running, if one is."""
+    forward_passes = {
+        kind.forward.__code__: kind
+        for kind in subclasses(torch.autograd.Function)
+        if isinstance(kind.forward, FunctionType)
+    }
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not APPLY:
+    while frame is not None and frame.f_code not in forward_passes:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["cls"]
+    return None if frame is None else forward_passes[frame.f_code]
+
+
+def subclasses(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
+    """All functions that descend from one."""
+    for kind in base.__subclasses__():
+        yield kind
+        yield from subclasses(kind)
 
 
 def depends(function: Callable[..., tuple[Tensor, ...]], given: Sequence[Series]) -> bool:
