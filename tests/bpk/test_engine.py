@@ -56,10 +56,15 @@ def own_names() -> Iterator[str]:
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Private names that are imported from torch, or looked up on anything but the object itself."""
+    """Private names that are imported from torch, or looked up on anything but the object itself; and the code of its
+    functions, which have none where they are written in C++.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Attribute) and node.attr == "__code__":
+            if ast.unparse(node.value).startswith("torch."):
+                yield node.lineno, node.attr
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             on_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if not on_itself and ast.unparse(node.value) != "super()":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import FrameType
 
 import torch
 import torch.utils.checkpoint
@@ -128,10 +129,9 @@ def reentrant(what: str) -> RuntimeError:
 
 def in_reentrant_checkpoint() -> bool:
     """Whether this pass was started by a checkpoint in the middle of another pass."""
-    frame = sys._getframe()
-    start = torch.utils.checkpoint.CheckpointFunction.backward.__code__
-    while frame.f_back is not None:
-        if frame.f_code is start:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__:
             return True
         frame = frame.f_back
     return False
