@@ -133,8 +133,9 @@ def row_of(quantity: str, check: Check, pair: Pair, relative: float, floor: floa
         passes = torch.stack([read[k][cut].double() for read in found])
         if passes.shape[1:] != expected.shape:
             return Row(name, quantity, Verdict.WRONG, note=f"{check.where(pair.place, k, ())} has another size")
-        allowed = relative * pair.scales[k] + floor
-        result.add(passes, expected.double(), allowed, pair.scales[k], partial(check.where, pair.place, k))
+        scale = pair.scales[k]
+        size = max(scale, floor / relative) if relative else scale  # values that are rounding alone are no scale
+        result.add(passes, expected.double(), relative * scale + floor, size, partial(check.where, pair.place, k))
     remarks = [
         f"NaN or infinite at {result.skipped} more entries with plain autograd" if result.skipped else "",
         FEWER if any(e.shape != f.shape for e, f in zip(pair.expected, pair.found[0], strict=True)) else "",

@@ -24,7 +24,8 @@ class Row:
     """One quantity on one parameter.
 
     `absolute` and `relative` are the largest errors among the `entries` that were compared; `relative` refers to the
-    largest of the expected values. `note` is the reason of a verdict, or what the check does not cover.
+    largest of the expected values, unless these are no more than rounding beside those of other parameters. `note` is
+    the reason of a verdict, or what the check does not cover.
     """
 
     parameter: str

@@ -26,7 +26,11 @@ def attention(m: Any, x: Tensor) -> Tensor:
 
 def attending() -> Assembled:
     torch.manual_seed(0)
-    return Assembled(attention, q=nn.Linear(4, 4), k=nn.Linear(4, 4), out=nn.Linear(4, 3))
+    return Assembled(attention, **parts())
+
+
+def parts() -> dict[str, nn.Module]:
+    return {"q": nn.Linear(4, 4), "k": nn.Linear(4, 4), "out": nn.Linear(4, 3)}
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -40,6 +44,16 @@ def test_rounding_of_parts_in_a_shorter_format_is_not_wrong() -> None:
     assert max(row.relative for row in result.rows) > 1e-12  # it is there
     wrong = bpk.verify(attending(), nn.CrossEntropyLoss(), x, y, *EXACT, rtol=1e-12, atol=1e-14).wrong
     assert wrong and {row.parameter for row in wrong} <= {"q.weight", "q.bias", "k.weight", "k.bias"}
+
+
+def test_errors_are_not_relative_to_rounding() -> None:
+    """A softmax removes what its input is shifted by: the gradient of the keys' bias is zero up to rounding."""
+    torch.manual_seed(0)
+    model = Assembled(lambda m, x: m.out(((m.q(x) @ m.k(x).mT).softmax(-1) @ x).mean(1)), **parts()).double()
+    x, y = data()
+    rows = bpk.verify(model, nn.CrossEntropyLoss(), x.double(), y, E.BatchGrad(), E.EKFLR()).rows
+    assert {row.parameter for row in rows} >= {"k.bias"}
+    assert max(row.relative for row in rows) < 1e-9
 
 
 def test_a_tenth_of_a_percent_is_wrong_there_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
