@@ -100,7 +100,10 @@ def test_torch_differentiates_normalisations_twice(norm: Callable[[int], nn.Modu
         return torch.allclose((derivative(x, *directions) * step).sum(), numeric, rtol=1e-3)
 
     assert is_right(u)
-    assert not is_right(u, w)
+    try:
+        assert not is_right(u, w)
+    except RuntimeError as error:  # torch 2.14 says so itself
+        assert "does not support 3rd+ order derivatives" in str(error)
 
 
 def test_forces_behind_a_normalisation() -> None:
