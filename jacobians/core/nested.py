@@ -43,7 +43,12 @@ def mapped(value: Any, change: Callable[[Any], Any], around: tuple[Any, ...] = (
     """
     if isinstance(value, MutableMapping):
         parts = {name: mapped(part, change, around) for name, part in value.items()}
-        made = copy.copy(value)
+        try:
+            made = copy.copy(value)
+        except (
+            KeyError
+        ):  # Python 3.10 asks for `__getstate__`; an entry of that name is missed where these are attributes
+            made = type(value)()
         try:
             for name, part in parts.items():
                 made[name] = part
