@@ -13,7 +13,7 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import forget
 from bpk.recording.before import BEFORE, forget_inputs, is_users, note_inputs, prepare
-from bpk.recording.context.surroundings import require_local
+from bpk.recording.context.surroundings import is_scripted, require_local
 from bpk.recording.loss_recorder import record_composed
 from bpk.recording.membership import mark, mark_whole, unmark
 from bpk.recording.recorder import record, record_passage
@@ -48,8 +48,8 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
 
     Raises:
         ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, a lazy
-            one that was not initialised, a scripted one, or parameters that are spread over processes; if an option is
-            no `bool`.
+            one that was not initialised, a scripted one with parameters that are trained, or parameters that are spread
+            over processes; if an option is no `bool`.
 
     >>> import torch, bpk
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -170,7 +170,8 @@ def attach(module: nn.Module, path: str, debug: bool) -> None:
         if children and not path and not is_hooked(module) and next(module.parameters(), None) is None:
             hook(module, path, [record_composed])
         for name, child in children.items():
-            attach(child, f"{path}.{name}" if path else name, debug)
+            if not is_scripted(child):
+                attach(child, f"{path}.{name}" if path else name, debug)
     mark(module, detach)
     module._backpack_extend = True  # type: ignore[assignment]
 

@@ -147,7 +147,8 @@ def sliced(node: Node, outs: Sequence[Tensor]) -> Parts:
     if function_name(node) == "Select":
         index = signed(given["index"]) % shape[axis]
         return [placed(mat.unsqueeze(1 + axis), 1 + axis, shape[axis], slice(index, index + 1))]
-    where = slice(signed(given["start"]), signed(given["end"]), given["step"])
+    start, end = (None if given[name] is None else signed(given[name]) for name in ("start", "end"))
+    where = slice(start, end, given["step"])
     return [placed(mat, 1 + axis, shape[axis], where)]
 
 

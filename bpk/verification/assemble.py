@@ -12,6 +12,7 @@ from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.jacobians.core.errors import explain
+from bpk.recording.context.surroundings import is_scripted
 from bpk.verification.compare import STANDARD_ERRORS, Effort, Pair, Tolerance, judge
 from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
@@ -168,7 +169,8 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype
     def see(module: nn.Module, args: object, output: object) -> None:
         sizes.extend(x.numel() // n for x in tensors_of(output))
 
-    hooks = [m.register_forward_hook(see) for m in problem.model.modules() if not len(list(m.children()))]
+    leaves = (m for m in problem.model.modules() if not list(m.children()) and not is_scripted(m))
+    hooks = [m.register_forward_hook(see) for m in leaves]
     try:
         output = problem.predict()
     except Exception as error:  # whatever the user's model raises

@@ -72,6 +72,7 @@ SAME: dict[str, Function] = {
     "expand": lambda h: h[:, :1].expand(4, 3, 4, 6),
     "repeat": lambda h: h.repeat(2, 1, 1, 2),
     "slices": lambda h: h[1:, 0, ::2],
+    "slices without bounds": lambda h: torch.ops.aten.slice(torch.ops.aten.slice(h, 1, None, 2), -1, 1, None),
     "diagonal": lambda h: h.diagonal(dim1=1, dim2=2),
     "split": lambda h: h.split(2)[0] + torch.unsafe_split(h, 2)[1] + h.chunk(2)[0] + h[:2] * h.split([1, 2], 1)[0][:2],
     "unbind": lambda h: h.unbind(1)[2] * h.unbind(1)[0],

@@ -181,8 +181,31 @@ def test_tensors_without_values(extension: Callable[[], Any]) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_modules() -> None:
     for model in (torch.jit.script(mlp()), nn.Sequential(torch.jit.script(nn.Linear(4, 3)), nn.ReLU())):
-        with told(ValueError, "torch.jit.script", "nobody sees their calls"):
+        with told(ValueError, "torch.jit", "nobody sees their calls"):
             bpk.extend(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore:.*generic way")
+def test_scripted_functions_inside_of_a_model() -> None:
+    class Product(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return torch.tanh(x @ w) * x
+
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+            self.product, self.head = torch.jit.script(Product()), nn.Linear(4, 3)
+            self.backbone = torch.jit.trace(nn.Linear(4, 4).requires_grad_(False), torch.randn(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.backbone(self.product(x, self.w)))
+
+    quantities = E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian(), E.KFLR()
+    result = bpk.verify(Scripted(), nn.CrossEntropyLoss(), *data(), *quantities, raise_on_error=True)
+    assert len(result.rows) == 12
 
 
 @BOTH

@@ -42,6 +42,11 @@ def is_managed(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript runs a module, and all that is inside: no hooks can be put there."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def require_whole(path: str, *things: object) -> None:
     """Refuse a parameter, or modules around it, that are spread over processes."""
     for thing in things:
@@ -60,17 +65,18 @@ def sharded(path: str, kind: str) -> str:
 
 
 def require_local(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse modules that TorchScript runs, and parameters that are spread over processes."""
+    """Refuse parameters that are spread over processes, or trained in modules that TorchScript runs."""
     managed = list[str]()
     for path, module in modules:
         if is_managed(module):
             managed.append(f"{path}." if path else "")
-        if isinstance(module, torch.jit.RecursiveScriptModule):
+        if is_scripted(module) and (not path or any(p.requires_grad for p in module.parameters())):
             raise ValueError(
                 explain(
-                    f"Module '{path or type(module).__name__}' was compiled by torch.jit.script.",
+                    f"Module '{path or type(module).__name__}' was compiled by torch.jit.",
                     "TorchScript runs its layers without hooks, so nobody sees their calls.",
-                    "extend the module itself, not its scripted form.",
+                    "extend the module itself, not its scripted form. (Inside of a model, scripted modules without "
+                    "trained parameters count as functions.)",
                 )
             )
         require_whole(path or type(module).__name__, module)
