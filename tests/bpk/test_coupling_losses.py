@@ -165,3 +165,29 @@ def test_rows_of_one_sample_may_be_coupled() -> None:
         one = Smooth()(model(x[n]), y[3 * n :][:3]) / 5
         each.append(torch.autograd.grad(one, model.weight)[0])
     torch.testing.assert_close(model.weight.grad_batch, torch.stack(each))
+
+
+class OfClasses(nn.Module):
+    """Numbers of classes, over all samples, and of samples."""
+
+    def forward(self, of_classes: Tensor, of_samples: Tensor) -> Tensor:
+        return of_classes.mean() + 0.1 * of_samples.square().mean()
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_a_loss_of_samples_and_classes_is_refused(extension: type) -> None:
+    class Proxies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encode, self.classes = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.encode(x).tanh()
+            return self.classes(h).logsumexp(0), h
+
+    model, loss_fn = bpk.extend(Proxies()), bpk.extend(OfClasses())
+    with (
+        pytest.raises(UnsupportedLayer, match=r"different numbers of rows|batches of \[3, 6\]"),
+        bpk.backpack(extension()),
+    ):
+        loss_fn(*model(torch.randn(6, 4))).backward()

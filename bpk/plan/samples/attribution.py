@@ -54,6 +54,7 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
+    require_rows(root, sources)
     known = any(axis_of_data(record) is not None for record in above)
     layouts = (True, False) if known else (False,)
     tests = [partial(check_hypothesis, root, above, sources, laid_out) for laid_out in layouts]
@@ -69,6 +70,15 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
             return found
     assert refusal is not None
     raise refusal
+
+
+def require_rows(root: Record, sources: Sources) -> None:
+    """Refuse a loss of several tensors that have no rows in common (one of classes, and one of samples)."""
+    fed = {k: root.inputs[k] for k, source in sources[root].items() if source.targets}
+    counts = {x.shape[root.axis(k)] if x.dim() else 0 for k, x in fed.items()}
+    if len(counts) > 1:
+        shapes = ", ".join(str(list(x.shape)) for x in fed.values())
+        raise mixed(f"'{root.path}' is given tensors with different numbers of rows ({shapes})")
 
 
 def first_that_holds(
