@@ -177,3 +177,27 @@ def test_what_stands_for_a_sum_is_not_seen_by_hooks() -> None:
     with bpk.backpack(E.BatchGrad(), extension_hook=seen.append):
         loss_fn(model(torch.randn(N, D)), torch.randint(3, (N,))).backward()
     assert seen and sum_function() not in seen
+
+
+class Kernel(nn.Module):
+    """Features of samples in terms of points that are trained, whose kernel is cut from that of points and samples."""
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__()
+        self.features, self.head, self.tanh, self.adds = nn.Linear(4, 4), nn.Linear(4, 3), nn.Tanh(), adds
+        self.points, self.shift = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        joint = torch.cat([self.points, self.features(x)])
+        kernel = torch.exp(-0.1 * (joint[:, None] - joint).square().sum(-1))
+        inner = self.shift.sin() + kernel[:4, :4] if self.adds else self.tanh(kernel[:4, :4])
+        return self.head(kernel[4:, :4] @ inner)
+
+
+@pytest.mark.filterwarnings("error:.*not samples")
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("n", [3, 4])
+def test_no_sample_is_in_rows_of_parameters_alone(adds: bool, n: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(n, 4), torch.randint(3, (n,))
+    bpk.verify(Kernel(adds), nn.CrossEntropyLoss(), x, y, *QUANTITIES[:4], raise_on_error=True)

@@ -78,7 +78,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
         passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `check_hypothesis`)
         shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
-        elsewhere = record.knows_batch or n in behind_first_axis(record)
+        elsewhere = record.knows_batch or (n in behind_first_axis(record) and not passed_on)
         elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
         if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
             raise FeedsSeveral(what)
