@@ -72,6 +72,8 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     results = {k: x for k, x in enumerate(tensors) if x.requires_grad}
     rule = rule_of(module, output) if results else REGISTRY.find(module)
     binding = bind(module, rule, args, kwargs)
+    if rule is not None and not (rule.params or rule.is_loss or binding.inputs):  # `nn.Identity` takes lists, too
+        rule, binding = None, bind(module, None, args, kwargs)
     treatment, as_given = Treatment.LEAVE, bool(results) and changes_nothing(module, rule, binding, tensors, before)
     if results and not as_given:
         params = read_parameters(module, rule)

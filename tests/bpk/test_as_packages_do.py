@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
@@ -51,6 +52,29 @@ class Features(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = [self.a(x).tanh(), self.b(x)]
         return self.head(self.blend({"a": parts[0], "b": parts[1]} if self.as_dict else parts))
+
+
+class Normed(nn.Module):
+    """A place for a normalisation of several tensors, which is left out."""
+
+    def __init__(self, as_dict: bool, checkpoints: bool) -> None:
+        super().__init__()
+        self.as_dict, self.checkpoints = as_dict, checkpoints
+        self.a, self.b, self.norm, self.head = nn.Linear(4, 5), nn.Linear(4, 5), nn.Identity(), nn.Linear(5, 3)
+
+    def features(self, x: Tensor) -> Tensor:
+        parts = {"a": self.a(x).tanh(), "b": self.b(x)}
+        a, b = self.norm(parts).values() if self.as_dict else self.norm(list(parts.values()))
+        return a * b
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.features, x, use_reentrant=False) if self.checkpoints else self.features(x))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_identity_of_several_tensors(as_dict: bool, checkpoints: bool) -> None:
+    all_right(Normed(as_dict, checkpoints), nn.CrossEntropyLoss(), torch.randn(4, 4), torch.randint(3, (4,)))
 
 
 class Tripled(nn.Linear):
