@@ -1,7 +1,8 @@
 """What a row of a weight multiplies, for the factor `A = sum a a^T / N`: found by plain evaluations of the layer.
 
-For layers that are linear, the layer itself yields an entry of `a`, if all weights but that one are zero. Recurrent
-layers are run layer by layer and direction by direction; attention with the identity in place of its last map.
+For layers that are linear, the layer itself yields an entry of `a`, if all weights but that one are zero, and its bias
+is taken off. Recurrent layers are run layer by layer and direction by direction; attention with the identity in place
+of its last map.
 """
 
 from __future__ import annotations
@@ -59,14 +60,12 @@ def linear_row(module: Any, given: Given, k: int) -> Tensor:
         for part in unit.chunk(groups):
             row = part[:, 0] if getattr(module, "transposed", False) else part[0]
             row[torch.unravel_index(torch.tensor(k, device=unit.device), row.shape)] = 1.0
-    values = {"weight": unit}
-    if getattr(module, "bias", None) is not None:
-        values["bias"] = torch.zeros_like(module.bias)
     if isinstance(module, TABLES):
         module = copy.copy(module)
         module.max_norm = None  # the factors are those of rows as they are; their norm would shrink this unit vector
-    with torch.no_grad():
-        out = functional_call(module, values, given[0], dict(given[1]))
+    with torch.no_grad():  # whatever computes the bias (pruning, a parametrisation) is in both
+        out, bias = (functional_call(module, {"weight": w}, given[0], dict(given[1])) for w in (unit, 0 * unit))
+    out = out - bias
     channels = out.movedim(1 if isinstance(module, CONVOLUTIONS) else -1, 0)
     first = channels[:1] if groups == 1 else channels[:: len(channels) // groups] / groups**0.5
     return first.movedim(1, 0).flatten(1)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization as parametrize
 
 import bpk
 from bpk import extensions as E
@@ -138,6 +140,21 @@ def test_wrong_factors_are_found(make: Callable[[], Any], factor: int, monkeypat
     shapes = {name: p.dim() for name, p in make()[0].named_parameters()}
     concerned = {row.parameter for row in rows if factor == 0 or shapes[row.parameter] > 1}
     assert {row.parameter for row in result.wrong} >= concerned, result
+
+
+class Scaled(nn.Module):
+    """Cannot be turned around: a value cannot be put in its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("how", [lambda m: prune.identity(m, "bias"), lambda m: parametrize(m, "bias", Scaled())])
+def test_biases_that_are_computed(how: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    how(model[2])
+    result = bpk.verify(model, CROSS_ENTROPY, torch.randn(X), Y, E.KFLR(), raise_on_error=True)
+    assert {row.verdict for row in result.rows} == {Verdict.OK}
 
 
 def test_factors_of_some_samples() -> None:
