@@ -82,8 +82,9 @@ class Layers:
                 self.watch_recurrent(module)
             elif is_linear(module) and id(module) not in inside:
                 largest = isinstance(module, nn.EmbeddingBag) and module.mode == "max"
-                if not largest and all(map(is_linear, self.holders.get(id(module.weight), [None]))):
-                    self.watch(self.names[id(module.weight)], module)
+                weight = dict(module.named_parameters(recurse=False)).get("weight")  # it may be computed instead
+                if not largest and all(map(is_linear, self.holders.get(id(weight), [None]))):
+                    self.watch(self.names[id(weight)], module)
 
     # ---- linear layers -----------------------------------------------------------------------------
     def watch(self, name: str, module: Any) -> None:

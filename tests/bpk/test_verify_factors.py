@@ -157,6 +157,25 @@ def test_biases_that_are_computed(how: Callable[[nn.Module], object]) -> None:
     assert {row.verdict for row in result.rows} == {Verdict.OK}
 
 
+class Noisy(nn.Linear):
+    """Its weight has noise in training mode, and another name."""
+
+    def __init__(self, d: int, k: int) -> None:
+        super().__init__(d, k)
+        self.mean = nn.Parameter(self.weight.detach().clone())
+        del self.weight
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.mean + 0.1 * torch.randn_like(self.mean) if self.training else self.mean
+
+
+def test_weights_that_are_properties() -> None:
+    model = nn.Sequential(Noisy(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
+    result = bpk.verify(model, CROSS_ENTROPY, torch.randn(X), Y, E.BatchGrad(), E.DiagGGNExact(), E.KFLR())
+    assert {row.verdict for row in result.rows} == {Verdict.OK}, str(result)
+
+
 def test_factors_of_some_samples() -> None:
     result = bpk.verify(*FACTORS["LSTM"](), E.KFLR(subsampling=[2, 0]), E.KFAC(3, subsampling=[1]))
     assert len(result.of(Verdict.OK)) == len(result.rows), result.summary()
