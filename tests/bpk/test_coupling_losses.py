@@ -191,3 +191,37 @@ def test_a_loss_of_samples_and_classes_is_refused(extension: type) -> None:
         bpk.backpack(extension()),
     ):
         loss_fn(*model(torch.randn(6, 4))).backward()
+
+
+class Temperature(nn.Module):
+    """A loss of two views with a temperature that is trained."""
+
+    def __init__(self, repeats: bool) -> None:
+        super().__init__()
+        self.encode, self.scale, self.repeats = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.5)), repeats
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        scale = self.scale.exp()
+        return self.encode(x), self.encode(y), scale.expand(len(x), 1) if self.repeats else scale
+
+
+class Scaled(nn.Module):
+    """Cross-entropy between two views, with the temperature."""
+
+    def forward(self, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        return F.cross_entropy(scale * a @ b.T, torch.arange(len(a)))
+
+
+@pytest.mark.filterwarnings("ignore:.*couples the samples", "ignore:.*generic way")
+def test_a_temperature_has_a_batch_axis() -> None:
+    for repeats in (False, True):
+        model, loss_fn = bpk.extend(Temperature(repeats)), bpk.extend(Scaled())
+        loss = loss_fn(*model(torch.randn(5, 4), torch.randn(5, 4)))
+        if not repeats:
+            with pytest.raises(UnsupportedLayer, match=r"(?s)beside its prediction.*expand"), bpk.backpack(BatchGrad()):
+                loss.backward()
+            continue
+        with bpk.backpack(BatchGrad()):
+            loss.backward()
+        for p in model.parameters():
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)  # type: ignore[attr-defined]
