@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bpk
+from bpk import extensions as E
 from bpk.extensions import BatchGrad
 
 N, ENTRIES, CLASSES = 4, 5, 3
@@ -116,3 +117,37 @@ def test_samples_are_no_fewer_than_was_told(function: str, seed: int) -> None:
     weight = model.first.weight
     expected = torch.stack([torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses])
     torch.testing.assert_close(weight.grad_batch, expected)
+
+
+class ImplicitFilter(nn.Module):
+    """A convolution along time whose kernel a network gives, of times that the forward pass computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(2, 4), nn.Linear(4, CLASSES)
+        self.filter = nn.Sequential(nn.Linear(2, 6), nn.SiLU(), nn.Linear(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, times = self.embed(x).mT, torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+        kernel = self.filter(torch.stack([times, (6 * times).sin()], 1)).T
+        length = 2 * x.shape[1]
+        y = torch.fft.irfft(torch.fft.rfft(h, n=length) * torch.fft.rfft(kernel, n=length), n=length)
+        return self.out(y[..., : x.shape[1]].mT)
+
+
+@pytest.mark.parametrize("n", [N, N - 1])
+@pytest.mark.parametrize("merged", [False, True])
+def test_tables_that_the_forward_pass_computes(n: int, merged: bool) -> None:
+    """Where there are as many samples as times, layers that see these have no samples either."""
+    torch.manual_seed(0)
+
+    class Predictions(ImplicitFilter):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out.flatten(0, 1) if merged else out.mean(1)
+
+    model, x = Predictions().double(), torch.randn(n, N, 2).double()
+    y = torch.randint(CLASSES, (n * N if merged else n,))
+    quantities = (BatchGrad(), E.DiagGGNExact(), E.BatchDiagGGNExact(), E.DiagHessian(), E.KFLR())
+    result = bpk.verify(model, nn.CrossEntropyLoss(), x, y, *quantities)
+    assert {row.verdict.value for row in result.rows} == {"ok"}

@@ -9,6 +9,7 @@ either the first one or zero.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from itertools import product
 
@@ -24,6 +25,7 @@ from bpk.plan.samples.findings import (
 )
 from bpk.plan.samples.given import (
     axis_of_data,
+    is_of_data,
     is_told,
     of_what_was_given,
     rows_in_order,
@@ -69,6 +71,10 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
         if found := as_picked(above, test, picked, sure=False, complete=False):
             return found
     assert refusal is not None
+    if not isinstance(refusal, LastResort) and any(map(is_of_data, above)):
+        test = partial(check_hypothesis, root, above, sources, False, computed=True)
+        with suppress(UnsupportedLayer):
+            return first_that_holds(root, above, test, picked, laid_out=False)
     raise refusal
 
 

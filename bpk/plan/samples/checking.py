@@ -25,11 +25,13 @@ def check_hypothesis(
     n: int,
     movable: bool,
     only_by_form: bool = False,
+    computed: bool = False,
 ) -> dict[Record, Tensor]:
     """Test one hypothesis about the rows of the root throughout the graph: those of `n` samples have these numbers.
 
-    The batch axis may be `movable`. With `laid_out`, samples must be where the data of the model has them: data with as
-    many steps as samples may tell which is which, where the graph does not.
+    The batch axis may be `movable`, and tables that all samples share may be `computed` (see `reads_tables`). With
+    `laid_out`, samples must be where the data of the model has them: data with as many steps as samples may tell which
+    is which, where the graph does not.
     """
     numbers = numbers.to(root.inputs[0].device)
     if proven := by_form(root, above, sources, numbers, n, movable):
@@ -53,7 +55,7 @@ def check_hypothesis(
             if record.as_called and not is_reached(mat).all():
                 silent[record] = mat
         try:
-            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
+            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources, computed)
             if laid_out and not follows_data(record, rows, is_reached(mat.movedim(1 + record.shifted, 1)), n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
             if may_be_table(record, rows, n):

@@ -50,7 +50,9 @@ class AllSamplesInside(NotInFront):
     """Functions have the samples inside of their rows, and everything else agrees with the hypothesis."""
 
 
-def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources) -> Tensor:
+def numbers_of(
+    record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources, computed: bool
+) -> Tensor:
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
 
     Raises:
@@ -80,7 +82,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
         elsewhere = record.knows_batch or (n in behind_first_axis(record) and not passed_on)
         elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
-        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources)):
+        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources, computed)):
             raise FeedsSeveral(what)
         raise mixed(f"one {what}")
     if not may_be_in(record, axis):
