@@ -276,3 +276,28 @@ def test_pieces_of_the_batch_are_samples_of_their_own(steps: int, recurrent: boo
     for p in params:
         torch.testing.assert_close(p.diag_ggn_exact_batch.sum(0), p.diag_ggn_exact)
         assert all(factor.isfinite().all() for factor in p.kflr_batch)
+
+
+class ScaledByMeans(nn.Module):
+    """Samples are scaled by what all of them have in common, and by a parameter that is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        out: Tensor = self.last(h * (self.scale * 2 + h.mean(0) + self.scale))
+        return out
+
+
+def test_functions_of_parameters_that_have_other_rows_are_refused_where_samples_mix() -> None:
+    """First order would add up rows of samples and of features."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(ScaledByMeans()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
+    loss = loss_fn(model(x), y)
+    with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchGrad()):
+        loss.backward()
+    assert not any(hasattr(p, "grad_batch") for p in model.parameters())

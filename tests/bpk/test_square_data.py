@@ -119,6 +119,31 @@ def test_samples_are_no_fewer_than_was_told(function: str, seed: int) -> None:
     torch.testing.assert_close(weight.grad_batch, expected)
 
 
+class Prototypes(nn.Module):
+    """Classes by their nearest mean of a support set, which the same layers embed."""
+
+    def __init__(self, support: int) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.support: Tensor = torch.randn(support, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        prototypes = self.embed(self.support).view(CLASSES, -1, 4).mean(1)
+        return -(self.embed(x)[:, None] - prototypes).square().sum(-1)
+
+
+@pytest.mark.parametrize("support", [6, 9])
+def test_a_support_set_that_all_samples_share(support: int) -> None:
+    """It is data, and has no samples even where there are as many of these."""
+    torch.manual_seed(0)
+    model, x, y = Prototypes(support).double(), torch.randn(6, 2).double(), torch.randint(CLASSES, (6,))
+    quantities = (BatchGrad(), E.DiagGGNExact(), E.BatchDiagGGNExact(), E.DiagHessian(), E.KFLR())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*samples mix")
+        result = bpk.verify(model, nn.CrossEntropyLoss(), x, y, *quantities)
+    assert {row.verdict.value for row in result.rows} == {"ok"}
+
+
 class ImplicitFilter(nn.Module):
     """A convolution along time whose kernel a network gives, of times that the forward pass computes."""
 

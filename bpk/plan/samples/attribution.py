@@ -72,7 +72,7 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
             return found
     assert refusal is not None
     if not isinstance(refusal, LastResort) and any(map(is_of_data, above)):
-        test = partial(check_hypothesis, root, above, sources, False, computed=True)
+        test = partial(check_hypothesis, root, above, sources, False, any_shared=True)
         with suppress(UnsupportedLayer):
             return first_that_holds(root, above, test, picked, laid_out=False)
     raise refusal

@@ -25,13 +25,13 @@ def check_hypothesis(
     n: int,
     movable: bool,
     only_by_form: bool = False,
-    computed: bool = False,
+    any_shared: bool = False,
 ) -> dict[Record, Tensor]:
     """Test one hypothesis about the rows of the root throughout the graph: those of `n` samples have these numbers.
 
-    The batch axis may be `movable`, and tables that all samples share may be `computed` (see `reads_tables`). With
-    `laid_out`, samples must be where the data of the model has them: data with as many steps as samples may tell which
-    is which, where the graph does not.
+    The batch axis may be `movable`. With `laid_out`, samples must be where the data of the model has them: data with as
+    many steps as samples may tell which is which, where the graph does not. With `any_shared`, all samples may depend
+    on whatever calls, as long as others are given the samples (a support set beside queries).
     """
     numbers = numbers.to(root.inputs[0].device)
     if proven := by_form(root, above, sources, numbers, n, movable):
@@ -55,7 +55,7 @@ def check_hypothesis(
             if record.as_called and not is_reached(mat).all():
                 silent[record] = mat
         try:
-            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources, computed)
+            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources, any_shared)
             if laid_out and not follows_data(record, rows, is_reached(mat.movedim(1 + record.shifted, 1)), n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
             if may_be_table(record, rows, n):
@@ -63,13 +63,13 @@ def check_hypothesis(
         except SamplesInside:
             inside.append(record)
         except FeedsSeveral as error:
-            if is_of_data(record):  # what the model was given is no table
+            if is_of_data(record) and not any_shared:  # what the model was given is no table
                 raise mixed(f"one {error}") from None
             shared[record] = error  # an embedding of positions, or a network of a table of constants
     joining: list[Record] = []
     for other, reason in shared.items():
         alike = [r for r in above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
-        if any(r not in shared for r in alike):  # one step after the other: no table
+        if any(r not in shared for r in alike) and not any_shared:  # one step after the other: no table
             raise mixed(f"one {reason}")
         feeders = set(sources.producers(other))
         if feeders - shared.keys() and other.params:
@@ -82,7 +82,8 @@ def check_hypothesis(
         others = [r for r in above if r not in shared]
         certain = some_are_given(others, n)
         doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
-        if (doubtful and not movable and not certain) or not any(r.params for r in others):
+        told = not any_shared or any(tells_samples(record, found, n) for record in others)
+        if (doubtful and not movable and not certain) or not told or not any(r.params for r in others):
             raise mixed(f"one row of '{(doubtful or [*shared])[0].path}' feeds several of the {n} samples")
         raise NotInFront([*shared], len(shared), certain, may_agree=found.keys() >= shared.keys())
     for record in above:
@@ -139,6 +140,12 @@ def may_be_table(record: Record, rows: Tensor, n: int) -> bool:
 def is_given_numbers(record: Record) -> bool:
     """Whether a call is given integers that are none of the model's data, such as those of positions."""
     return is_given_data(record) and not (is_of_data(record) or record.inputs[0].is_floating_point())
+
+
+def tells_samples(record: Record, found: dict[Record, Tensor], n: int) -> bool:
+    """Whether a call is given all samples that the model was given, and each of its rows feeds one of them."""
+    known = found.get(record)
+    return known is not None and is_of_data(record) and record.given[0][:1] == (n,) and len(known.unique()) == n
 
 
 def some_are_given(records: list[Record], n: int) -> bool:

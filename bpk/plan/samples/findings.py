@@ -51,12 +51,12 @@ class AllSamplesInside(NotInFront):
 
 
 def numbers_of(
-    record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources, computed: bool
+    record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources, any_shared: bool
 ) -> Tensor:
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
 
     Raises:
-        FeedsSeveral: If rows feed several samples, and the call may have no batch axis.
+        FeedsSeveral: If rows feed several samples, and the call may have no batch axis (with `any_shared`: any may).
         SamplesInside: If rows feed several samples, and entries one each: they are along an axis of the layer.
         NotInFront: If the call has no batch axis, or has it where its rule cannot work with it.
     """
@@ -82,7 +82,8 @@ def numbers_of(
         shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
         elsewhere = record.knows_batch or (n in behind_first_axis(record) and not passed_on)
         elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
-        if (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources, computed)):
+        shared = (shared and not elsewhere) or reads_tables(record, sources)
+        if any_shared or ((movable or axis == 0) and shared):
             raise FeedsSeveral(what)
         raise mixed(f"one {what}")
     if not may_be_in(record, axis):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.graph import VIEWS
-from bpk.plan.samples.given import free_axes, is_given_data, is_of_data, is_told
+from bpk.plan.samples.given import free_axes, is_given_data, is_told
 from bpk.plan.sources import Sources
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.nodes import leaf_of
@@ -148,11 +148,8 @@ def constants_of(module: nn.Module) -> Iterator[Tensor]:
     yield from (p for p in module._parameters.values() if p is not None and not p.requires_grad and not is_lazy(p))
 
 
-def reads_tables(record: Record, sources: Sources, computed: bool = False) -> bool:
-    """Whether all that a call sees is a table that all samples share: parameters, and buffers of extended modules.
-
-    A table may be `computed` in the forward pass: whatever is not seen to come from the data of the model.
-    """
+def reads_tables(record: Record, sources: Sources) -> bool:
+    """Whether all that a call sees is a table that all samples share: parameters, and buffers of extended modules."""
     waiting, seen = [record], {record}
     while waiting:
         call = waiting.pop()
@@ -162,7 +159,7 @@ def reads_tables(record: Record, sources: Sources, computed: bool = False) -> bo
         params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
         if len(data) + params + fed < len(call.inputs):
             return False
-        if data and not (are_held(data) or (computed and not is_of_data(call))):
+        if data and not are_held(data):
             return False
         waiting += feeders - seen
         seen |= feeders

@@ -130,7 +130,7 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
                 raise mixed(f"one row of '{stop}' has entries of several samples") from None
             found.leave(stop.records)
         except UnsupportedLayer as error:
-            if refuses or any(r.batch_size != root.batch_size for r in found.above if r.params):
+            if refuses or any(r.batch_size != root.batch_size for r in found.above if uses_parameters(r, sources)):
                 raise
             warn(f"{error} First-order quantities are those of the chain rule.")
             return Form((), (), root.batch_size, (), proven=False, mixed=True)
@@ -145,6 +145,11 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
         proof = prove(root, found.above, sources, found.n, found.rows)
     axes = tuple([record.shifted for record in records])
     return Form((), axes, found.n, tuple([found.rows.get(record) for record in records]), proof is not None)
+
+
+def uses_parameters(record: Record, sources: Sources) -> bool:
+    """Whether a call, or a function in front of it, uses parameters that are trained."""
+    return bool(record.params) or any(source.trained for source in sources[record].values())
 
 
 def one_sample(record: Record) -> Tensor:
